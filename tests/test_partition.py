@@ -1,0 +1,259 @@
+"""Partitions: nothing lost or repeated, nobody left empty, sizes and label mixtures as described."""
+
+from __future__ import annotations
+
+import time
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+
+from undrift.data.partition import PARTITIONS, STREAM, partition
+from undrift.errors import BadSetting, UnknownName
+
+Labels = NDArray[np.int64]
+
+SPECS = (
+    "iid",
+    "dirichlet:0.01",
+    "dirichlet:1",
+    "dirichlet:5e-324",
+    "dirichlet:1e308",
+    "dirichlet-balanced:0.01",
+    "dirichlet-balanced:5",
+    "dirichlet-balanced:5e-324",
+    "similarity:0",
+    "similarity:10%",
+    "similarity:0.5",
+    "similarity:1",
+    "shards:1",
+    "shards:2",
+)
+
+
+def needed_per_client(spec: str) -> int:
+    return 2 if spec.startswith("dirichlet:") or spec == "shards:2" else 1
+
+
+@st.composite
+def problems(draw: st.DrawFn) -> tuple[str, Labels, int, int]:
+    """A spec with labels of any distribution (one class, one rare class, gaps, huge ids) and any allowed N."""
+    spec = draw(st.sampled_from(SPECS))
+    least = needed_per_client(spec)
+    labels = draw(
+        st.one_of(
+            st.lists(st.integers(0, 4), min_size=least, max_size=60),
+            st.lists(st.sampled_from([0, 7, 10**12]), min_size=least, max_size=60),
+            st.integers(least, 60).map(lambda count: [3] * count),
+            st.integers(least, 60).map(lambda count: [0] * (count - 1) + [1]),
+            st.integers(least, 60).map(lambda count: list(range(count))),
+        )
+    )
+    most = len(labels) // least
+    clients = draw(st.one_of(st.integers(1, most), st.just(most)))
+    return spec, np.array(labels, dtype=np.int64), clients, draw(st.integers(0, 2**32 - 1))
+
+
+@settings(deadline=2000, max_examples=400)
+@given(problems())
+def test_every_sample_goes_to_exactly_one_client_and_nobody_is_empty(
+    problem: tuple[str, Labels, int, int],
+) -> None:
+    spec, labels, clients, seed = problem
+    parts = partition(spec, labels, clients, seed)
+    assert len(parts) == clients
+    np.testing.assert_array_equal(np.sort(np.concatenate(parts)), np.arange(len(labels)))
+    assert all(part.dtype == np.int64 for part in parts)
+    sizes = [len(part) for part in parts]
+    assert min(sizes) >= (2 if spec.startswith("dirichlet:") else 1)
+    if not spec.startswith(("dirichlet:", "shards:2")):
+        assert max(sizes) - min(sizes) <= 1
+    if spec == "shards:2":
+        assert max(sizes) - min(sizes) <= 2
+    if spec.startswith(("dirichlet-balanced", "similarity")):
+        assert sizes == sorted(sizes, reverse=True)  # the samples left over go to the first clients
+    again = partition(spec, labels, clients, seed)
+    assert all(np.array_equal(one, other) for one, other in zip(parts, again, strict=True))
+
+
+@pytest.mark.parametrize("spec", SPECS)
+def test_another_seed_gives_another_partition_and_lists_are_shuffled(spec: str) -> None:
+    labels = np.arange(2000) % 10
+    parts = partition(spec, labels, 10, seed=1)
+    others = partition(spec, labels, 10, seed=2)
+    assert any(not np.array_equal(one, other) for one, other in zip(parts, others, strict=True))
+    long_ones = [part for part in parts if len(part) > 20]
+    assert long_ones and all((np.diff(part) < 0).any() for part in long_ones)
+    # The labels within a client's list are not in order either, where it has several.
+    several = [labels[part] for part in long_ones if len(set(labels[part])) > 1]
+    assert all((np.diff(held) < 0).any() and (np.diff(held) > 0).any() for held in several)
+
+
+@settings(deadline=None, max_examples=100)
+@given(st.lists(st.integers(0, 4), min_size=1, max_size=80), st.data())
+def test_iid_gives_every_client_its_share_of_every_class(listed: list[int], data: st.DataObject) -> None:
+    labels = np.array(listed)
+    clients = data.draw(st.integers(1, len(labels)))
+    for part in partition("iid", labels, clients, seed=0):
+        for one_class in np.unique(labels):
+            share = (labels == one_class).sum() / clients
+            assert abs((labels[part] == one_class).sum() - share) < 1
+
+
+def test_similarity_0_is_sorted_by_label_and_1_is_random() -> None:
+    labels = np.random.default_rng(0).permutation(np.repeat(np.arange(10), 160))
+    in_client_order = np.concatenate([np.sort(labels[part]) for part in partition("similarity:0", labels, 16, 0)])
+    np.testing.assert_array_equal(in_client_order, np.sort(labels))
+    counts = np.array([np.bincount(labels[part], minlength=10) for part in partition("similarity:1", labels, 16, 0)])
+    assert (counts.sum(axis=1) == 100).all()
+    # 160 counts around 10 with a variance of 10·0.9·(1 - 1/16) ≈ 8.4 if random; 0 if stratified, hundreds if sorted.
+    assert 5 < counts.var() < 14
+
+
+def test_similarity_deals_the_share_at_random_and_the_rest_sorted() -> None:
+    labels = np.repeat(np.arange(16), 100)
+    parts = partition("similarity:25%", labels, 16, seed=3)
+    counts = np.array([np.bincount(labels[part], minlength=16) for part in parts])
+    assert (counts.sum(axis=1) == 100).all()
+    # Piece i of the sorted three quarters is about class i; the dealt quarter brings 25/16 of each class.
+    near_diagonal = sum(np.diagonal(counts, offset).sum() for offset in (-1, 0, 1)) / counts.sum()
+    assert 0.75 <= near_diagonal < 0.75 + 0.25 * 5 / 16
+    same = partition("similarity:0.25", labels, 16, seed=3)
+    assert all(np.array_equal(one, other) for one, other in zip(parts, same, strict=True))
+
+
+def test_shards_are_whole_runs_of_the_sorted_labels() -> None:
+    labels = np.random.default_rng(1).permutation(np.repeat(np.arange(10), 60))
+    parts = partition("shards:2", labels, 30, seed=0)  # 60 shards of 10 samples, each of one class
+    for part in parts:
+        held = np.bincount(labels[part], minlength=10)
+        assert len(part) == 20 and set(held) <= {0, 10, 20}
+    assert any(len(set(labels[part])) == 2 for part in parts)
+
+
+def test_sites_are_the_clients() -> None:
+    sites = np.array([5, 2, 5, 9, 2, 5])
+    parts = partition("sites", np.zeros(6, dtype=np.int64), 3, seed=0, sites=sites)
+    assert [sorted(part.tolist()) for part in parts] == [[1, 4], [0, 2, 5], [3]]
+    masks = np.zeros((6, 4, 4), dtype=np.int64)
+    assert [len(part) for part in partition("sites", masks, 3, seed=0, sites=sites)] == [2, 3, 1]
+
+
+def plain_class_wise_dirichlet(labels: Labels, clients: int, concentration: float, seed: int) -> list[set[int]]:
+    """The description step by step, with lists and loops, drawing the same random numbers in the same order."""
+    random = np.random.Generator(np.random.PCG64([seed, STREAM]))
+    lists = {one: [i for i in range(len(labels)) if labels[i] == one] for one in sorted(set(labels.tolist()))}
+    held: list[set[int]] = [set() for _ in range(clients)]
+    uniforms = iter(random.random(2 * clients))
+    for _ in range(2):
+        for client in range(clients):
+            non_empty = [one for one in lists if lists[one]]
+            held[client].add(lists[non_empty[int(next(uniforms) * len(non_empty))]].pop())
+    for one in lists:
+        shares = random.dirichlet([concentration] * clients)
+        remaining = random.permutation(np.array(lists[one], dtype=np.int64)).tolist()
+        begin, reached = 0, 0.0
+        for client in range(clients):
+            reached += shares[client]
+            end = len(remaining) if client == clients - 1 else int(reached * len(remaining))
+            held[client] |= set(remaining[begin:end])
+            begin = end
+    return held
+
+
+@pytest.mark.parametrize("concentration", [0.01, 0.1, 1.0, 100.0])
+@pytest.mark.parametrize("clients", [1, 3, 10, 30])
+def test_class_wise_dirichlet_is_what_is_described(concentration: float, clients: int) -> None:
+    # 61 samples, one class of a single sample: with 30 clients the guaranteed draws empty several classes.
+    labels = np.random.default_rng(7).permutation(np.repeat([0, 1, 2, 5], [30, 20, 10, 1]))
+    parts = partition(f"dirichlet:{concentration}", labels, clients, seed=11)
+    expected = plain_class_wise_dirichlet(labels, clients, concentration, seed=11)
+    assert [set(part.tolist()) for part in parts] == expected
+
+
+def mean_label_entropy(parts: list[Labels], labels: Labels) -> float:
+    entropies = []
+    for part in parts:
+        shares = np.bincount(labels[part]) / len(part)
+        entropies.append(-sum(share * np.log(share) for share in shares if share > 0))
+    return float(np.mean(entropies))
+
+
+@pytest.mark.parametrize("name", ["dirichlet", "dirichlet-balanced"])
+def test_label_entropy_grows_with_the_concentration_up_to_iid(name: str) -> None:
+    labels = np.arange(10000) % 10
+    entropies = [
+        mean_label_entropy(partition(f"{name}:{concentration}", labels, 20, seed=0), labels)
+        for concentration in (0.01, 0.1, 1, 100, 1e9)
+    ]
+    assert all(lower < higher for lower, higher in zip(entropies[:-1], entropies[1:], strict=True))
+    assert entropies[0] < 1.2 and entropies[-1] > np.log(10) - 0.02  # log 10 is what iid has
+
+
+def test_balanced_dirichlet_follows_the_clients_own_mixtures() -> None:
+    labels = np.arange(60000) % 10
+    begin = time.perf_counter()
+    parts = partition("dirichlet-balanced:0.1", labels, 100, seed=0)
+    assert time.perf_counter() - begin < 2
+    shares = np.array([np.bincount(labels[part], minlength=10) for part in parts]) / 600
+    # The largest share of a Dirichlet(0.1) draw over 10 classes is 0.66 on average; an even client has 0.1.
+    assert 0.5 < shares.max(axis=1).mean() < 0.8
+
+
+@pytest.mark.parametrize("spec", ["iid", "dirichlet:0.1"])
+def test_a_hundred_thousand_clients_take_seconds(spec: str) -> None:
+    labels = np.arange(300_000) % 10
+    begin = time.perf_counter()
+    parts = partition(spec, labels, 100_000, seed=0)
+    assert time.perf_counter() - begin < 10
+    assert len(parts) == 100_000 and sum(map(len, parts)) == 300_000 and min(map(len, parts)) >= 2
+
+
+@pytest.mark.parametrize(
+    ("spec", "clients", "says"),
+    [
+        ("dirichlet", 2, "needs a number above 0"),
+        ("dirichlet:nan", 2, "needs a number above 0"),
+        ("dirichlet:0", 2, "needs a number above 0"),
+        ("dirichlet:-1", 2, "needs a number above 0"),
+        ("dirichlet:inf", 2, "needs a number above 0"),
+        ("dirichlet-balanced:much", 2, "dirichlet-balanced:0.1"),
+        ("dirichlet:1", 6, "at most 5 clients"),
+        ("similarity", 2, "similarity:10%"),
+        ("similarity:1.5", 2, "between 0 and 1"),
+        ("similarity:101%", 2, "between 0 and 1"),
+        ("similarity:-0.1", 2, "between 0 and 1"),
+        ("similarity:nan", 2, "between 0 and 1"),
+        ("shards", 2, "shards:2"),
+        ("shards:0", 2, "shards:2"),
+        ("shards:1.5", 2, "whole number"),
+        ("shards:6", 2, "12 shards"),
+        ("sites", 2, "try 'iid'"),
+        ("iid:3", 2, "no parameter"),
+        ("iid", 11, "only 10 training samples"),
+        ("iid", 0, "at least 1"),
+    ],
+)
+def test_bad_settings_are_refused_with_advice(spec: str, clients: int, says: str) -> None:
+    with pytest.raises(BadSetting, match=says) as caught:
+        partition(spec, np.arange(10) % 3, clients, seed=0)
+    assert "\n" not in str(caught.value)
+
+
+def test_wrong_number_of_sites_and_labels_that_are_masks_are_refused() -> None:
+    with pytest.raises(BadSetting, match="set the number of clients to 3"):
+        partition("sites", np.zeros(4, dtype=np.int64), 2, seed=0, sites=np.array([0, 1, 2, 2]))
+    with pytest.raises(BadSetting, match="one class per sample"):
+        partition("iid", np.zeros((4, 2, 2), dtype=np.int64), 2, seed=0)
+
+
+def test_unknown_names_are_answered_with_the_nearest() -> None:
+    with pytest.raises(UnknownName, match="did you mean 'dirichlet'"):
+        partition("dirichlt:0.1", np.arange(10), 2, seed=0)
+
+
+def test_every_partition_says_what_it_does() -> None:
+    for name, rule in PARTITIONS.items():
+        assert (rule.__doc__ or "").splitlines()[0].startswith(name)

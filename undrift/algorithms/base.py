@@ -1,0 +1,241 @@
+"""The interface of a federated algorithm: a worker part and a server part, pure functions over vectors [..., P].
+
+Write for one client; the leading dimensions may be anything. On a real client they are (), in the simulator (S,) for a
+stacked cohort. Every vector is [..., P] and every number that belongs to a client [..., 1]; states are NamedTuples whose
+leaves are tensors. Inside `local_*`: no `if` on a tensor, no `.item()`, no writing into inputs.
+
+A worker part is what the clients do, and what its method keeps on the server for them (its *companion*: SCAFFOLD's c,
+for instance). A server part turns the aggregated direction d, positive = descent, into the next x. An algorithm is one
+final dataclass that joins the two; its fields are its settings.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import Any, ClassVar, NamedTuple, Protocol, TypeVar
+
+import torch
+from torch import Tensor
+
+from undrift.errors import BadSetting, UnknownName
+from undrift.layout import Layout
+from undrift.oracle import GradientOracle
+from undrift.vec import clip, mean
+
+
+class Nothing(NamedTuple):
+    """A state with nothing in it."""
+
+
+class Down(NamedTuple):
+    """What the server sends to every client of a cohort."""
+
+    x: Tensor
+
+
+class Up(NamedTuple):
+    """What a client sends back."""
+
+    d: Tensor  # d_i = x_t - x_i^K, positive = descent
+
+
+class Momentum(NamedTuple):
+    """The base optimiser's state for momentum SGD."""
+
+    b: Tensor
+
+
+class Adam(NamedTuple):
+    """The base optimiser's state for Adam."""
+
+    m: Tensor
+    v: Tensor
+
+
+class Work(NamedTuple):
+    """A client's work in progress."""
+
+    x: Tensor  # x_i^k
+    k: Tensor  # [..., 1] local steps taken so far
+    opt: Nothing | Momentum | Adam  # the base optimiser's state, new in every round
+
+
+class Cohort(NamedTuple):
+    """The clients that answered in a round, in the order of their ids."""
+
+    ids: Tensor  # [S] int64
+    drawn: Tensor  # [S] int64, the place of each in the order of sampling
+    weight: Tensor  # [..., S, 1], adds up to one
+    steps: Tensor  # [..., S, 1] local steps made, K_i
+    lr: float  # the local rate of this round, eta_l
+    total: int  # N, all clients
+    round: int
+    layout: Layout
+
+    @property
+    def size(self) -> int:
+        return len(self.ids)
+
+    @property
+    def uniform(self) -> Tensor:
+        """Equal weights, for what must not be weighted by size (control variates, duals, memories)."""
+        return torch.full_like(self.weight, 1.0 / self.size)
+
+    @property
+    def mean_steps(self) -> Tensor:
+        """[..., 1] the cohort's mean number of local steps."""
+        return self.steps.mean(-2)
+
+
+class Moving(Protocol):
+    """Work that `move` can advance: at least x, k and opt."""
+
+    @property
+    def x(self) -> Tensor: ...
+    @property
+    def k(self) -> Tensor: ...
+    @property
+    def opt(self) -> Nothing | Momentum | Adam: ...
+    def _replace(self, **fields: Any) -> Any: ...
+
+
+W = TypeVar("W", bound=Moving)
+OPTIMIZERS = ("sgd", "momentum", "adam")
+
+
+@dataclass(frozen=True)
+class Worker(ABC):
+    """What the clients do in a round."""
+
+    lr: float = 0.1  # eta_l
+    weight_decay: float = 0.0  # coupled L2, added to the final direction of each local step
+    clip: float = 0.0  # longest local direction; 0 does not clip
+    optimizer: str = "sgd"  # the base optimiser of local steps: sgd, momentum or adam; its state is new in each round
+    momentum: float = 0.9  # of the base optimiser: momentum's mu, Adam's beta_1
+
+    paper: ClassVar[str] = ""  # BibTeX
+    sends_updates: ClassVar[bool] = True  # Up.d is the client's own update d_i, not a difference of memories
+
+    # What the method keeps on the server for its clients.
+    def companion_init(self, x0: Tensor, clients: int) -> Any:
+        return Nothing()
+
+    def broadcast(self, x: Tensor, companion: Any, cohort_size: int) -> Any:
+        return Down(x)
+
+    def gather(self, companion: Any, up: Any, cohort: Cohort) -> tuple[Tensor, Any]:
+        """The direction [..., P] that the server part is to follow, and the companion after the answers."""
+        return mean(up.d, cohort.weight), companion
+
+    def companion_step(self, companion: Any, up: Any, cohort: Cohort, x_old: Tensor, x_new: Tensor) -> Any:
+        """The companion after the server has moved."""
+        return companion
+
+    # What a client keeps and does.
+    def client_init(self, down: Any, ids: Tensor) -> Any:
+        """A client's state when it takes part for the first time; ids [...]."""
+        return Nothing()
+
+    def local_start(self, down: Any, client: Any) -> Any:
+        """The work before the first step: at the server's model."""
+        return Work(down.x, torch.zeros_like(down.x[..., :1]), self.rest(down.x))
+
+    @abstractmethod
+    def local_step(self, down: Any, client: Any, work: Any, oracle: GradientOracle) -> Any: ...
+
+    def local_end(self, down: Any, client: Any, work: Any) -> tuple[Any, Any]:
+        """What goes up, and the client's state after the round: the update d_i = x_t - x_i^K."""
+        return Up(down.x - work.x), client
+
+    # How every local step ends.
+    def rest(self, x: Tensor) -> Nothing | Momentum | Adam:
+        """The base optimiser's state before the first step from x."""
+        if self.optimizer == "momentum":
+            return Momentum(torch.zeros_like(x))
+        if self.optimizer == "adam":
+            return Adam(torch.zeros_like(x), torch.zeros_like(x))
+        return Nothing()
+
+    def move(self, work: W, u: Tensor) -> W:
+        """One local step along the method's direction u: clip it, add weight decay, let the base optimiser step."""
+        if self.clip:
+            u = clip(u, self.clip)
+        if self.weight_decay:
+            u = u + self.weight_decay * work.x
+        opt = work.opt
+        if isinstance(opt, Momentum):  # b <- mu b + u
+            opt = Momentum(self.momentum * opt.b + u)
+            u = opt.b
+        elif isinstance(opt, Adam):
+            k, beta2 = work.k + 1, 0.999
+            opt = Adam(torch.lerp(u, opt.m, self.momentum), torch.lerp(u * u, opt.v, beta2))
+            u = opt.m / (1 - self.momentum**k) / ((opt.v / (1 - beta2**k)).sqrt() + 1e-8)
+        moved: W = work._replace(x=work.x - self.lr * u, k=work.k + 1, opt=opt)
+        return moved
+
+    def check(self, clients: int, cohort: int) -> None:
+        """Raise BadSetting where a field's value, alone or with the federation's size, makes no sense."""
+        at_least(self, 0.0, "lr", "weight_decay", "clip", "momentum")
+        if self.optimizer not in OPTIMIZERS:
+            raise UnknownName("optimizer", self.optimizer, OPTIMIZERS)
+
+
+@dataclass(frozen=True)
+class Server(ABC):
+    """What the server makes of the aggregated direction."""
+
+    server_lr: float = 1.0  # eta_g
+
+    needs_single_updates: ClassVar[bool] = False  # True: the sum of the updates is not enough
+
+    def server_init(self, x0: Tensor, clients: int, layout: Layout) -> Any:
+        return Nothing()
+
+    @abstractmethod
+    def server_step(self, server: Any, x: Tensor, d: Tensor, up: Any, cohort: Cohort) -> tuple[Tensor, Any]:
+        """The next x and the server's state, from the direction d; `up` holds the single answers [..., S, P]."""
+
+    def facts(self, server: Any) -> dict[str, Tensor]:
+        """Numbers for the round's record."""
+        return {}
+
+    def check_server(self, clients: int, cohort: int) -> None:
+        """As `Worker.check`, for the server's fields."""
+        at_least(self, 0.0, "server_lr")
+
+
+class Algorithm(Worker, Server, ABC):
+    """A worker part and a server part together; for annotations only."""
+
+
+@dataclass(frozen=True)
+class LocalSGD(Worker):
+    """The clients do nothing new: x_i^{k+1} = x_i^k - eta_l g_i(x_i^k)."""
+
+    def local_step(self, down: Any, client: Any, work: Work, oracle: GradientOracle) -> Work:
+        return self.move(work, oracle.grad(work.x))
+
+
+@dataclass(frozen=True)
+class Average(Server):
+    """The server does nothing new: x_{t+1} = x_t - eta_g d."""
+
+    def server_step(self, server: Nothing, x: Tensor, d: Tensor, up: Any, cohort: Cohort) -> tuple[Tensor, Nothing]:
+        return x - self.server_lr * d, server
+
+
+def at_least(settings: object, lowest: float, *fields: str) -> None:
+    """Raise BadSetting unless every named field is a finite number >= lowest."""
+    for field in fields:
+        value = getattr(settings, field)
+        if not lowest <= float(value) < float("inf"):  # NaN compares false
+            raise BadSetting(f"{field} must be a finite number of at least {lowest:g}, not {value}")
+
+
+def at_most_one(settings: object, *fields: str) -> None:
+    """Raise BadSetting unless every named field lies in [0, 1)."""
+    at_least(settings, 0.0, *fields)
+    for field in fields:
+        if not getattr(settings, field) < 1.0:
+            raise BadSetting(f"{field} must lie in [0, 1), not {getattr(settings, field)}")

@@ -1,0 +1,38 @@
+"""FedProx: local SGD held near the server's model by a proximal term.
+
+Li, Sahu, Zaheer, Sanjabi, Talwalkar, Smith: Federated Optimization in Heterogeneous Networks. MLSys 2020.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from undrift.algorithms.base import Average, GradientOracle, Work, Worker, at_least
+
+
+@dataclass(frozen=True)
+class Proximal(Worker):
+    """Clients minimise f_i(x) + mu/2 |x - x_t|^2."""
+
+    mu: float = 0.01
+
+    def local_step(self, down: Any, client: Any, work: Work, oracle: GradientOracle) -> Work:
+        # x_i^{k+1} = x_i^k - eta_l ( g_i(x_i^k) + mu (x_i^k - x_t) )
+        return self.move(work, oracle.grad(work.x) + self.mu * (work.x - down.x))
+
+    def check(self, clients: int, cohort: int) -> None:
+        super().check(clients, cohort)
+        at_least(self, 0.0, "mu")
+
+
+@dataclass(frozen=True)
+class FedProx(Proximal, Average):
+    """Proximal local SGD and a weighted mean."""
+
+    paper: ClassVar[str] = """@inproceedings{li2020fedprox,
+  title     = {Federated Optimization in Heterogeneous Networks},
+  author    = {Li, Tian and Sahu, Anit Kumar and Zaheer, Manzil and Sanjabi, Maziar and Talwalkar, Ameet and Smith, Virginia},
+  booktitle = {MLSys},
+  year      = {2020}
+}"""

@@ -1,0 +1,72 @@
+"""SCAFFOLD: control variates against client drift.
+
+Karimireddy, Kale, Mohri, Reddi, Stich, Suresh: SCAFFOLD: Stochastic Controlled Averaging for Federated Learning.
+ICML 2020, Algorithm 1 with option II.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar, NamedTuple
+
+import torch
+from torch import Tensor
+
+from undrift.algorithms.base import Cohort, GradientOracle, Work, Worker
+from undrift.algorithms.fedavgm import ServerMomentum
+from undrift.vec import mean
+
+
+@dataclass(frozen=True)
+class ControlVariates(Worker):
+    """Local steps corrected by c - c_i, the difference of the server's and the client's control variate."""
+
+    class Companion(NamedTuple):
+        c: Tensor  # (1/N) sum of all c_i
+
+    class Down(NamedTuple):
+        x: Tensor
+        c: Tensor
+
+    class Client(NamedTuple):
+        c: Tensor  # c_i: kept between rounds, never sent
+
+    class Up(NamedTuple):
+        d: Tensor
+        dc: Tensor  # c_i^+ - c_i
+
+    def companion_init(self, x0: Tensor, clients: int) -> Companion:
+        return self.Companion(torch.zeros_like(x0))
+
+    def broadcast(self, x: Tensor, companion: Companion, cohort_size: int) -> Down:
+        return self.Down(x, companion.c)
+
+    def client_init(self, down: Down, ids: Tensor) -> Client:
+        return self.Client(torch.zeros_like(down.c))
+
+    def local_step(self, down: Down, client: Client, work: Work, oracle: GradientOracle) -> Work:
+        return self.move(work, oracle.grad(work.x) - client.c + down.c)
+
+    def local_end(self, down: Down, client: Client, work: Work) -> tuple[Up, Client]:
+        d = down.x - work.x
+        c = client.c - down.c + d / (work.k * self.lr)  # option II: c_i^+ = c_i - c + d_i / (K_i eta_l)
+        return self.Up(d, c - client.c), self.Client(c)
+
+    def gather(self, companion: Companion, up: Up, cohort: Cohort) -> tuple[Tensor, Companion]:
+        # c <- c + (1/N) sum_S (c_i^+ - c_i): uniform whatever the weights of the models are
+        c = companion.c + cohort.size / cohort.total * mean(up.dc, cohort.uniform)
+        return mean(up.d, cohort.weight), self.Companion(c)
+
+
+@dataclass(frozen=True)
+class Scaffold(ControlVariates, ServerMomentum):
+    """Control variates on the clients; the server averages, with momentum if beta1 > 0."""
+
+    beta1: float = 0.0
+
+    paper: ClassVar[str] = """@inproceedings{karimireddy2020scaffold,
+  title     = {{SCAFFOLD}: Stochastic Controlled Averaging for Federated Learning},
+  author    = {Karimireddy, Sai Praneeth and Kale, Satyen and Mohri, Mehryar and Reddi, Sashank and Stich, Sebastian and Suresh, Ananda Theertha},
+  booktitle = {ICML},
+  year      = {2020}
+}"""

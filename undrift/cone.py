@@ -1,0 +1,135 @@
+"""Projection on the cone {u : <u, M_i> >= 0 for all i}: GradMA's quadratic programme (spec II.1).
+
+    primal   u* = argmin |u - p|^2 / 2   subject to <u, M_i> >= rho |p| |M_i|
+    dual     z* = argmin_{z >= 0} z'Gz / 2 + b'z ,   G = M'M ,  b = M'p - rho |p| |M_i|
+    recover  u* = p + M z*
+
+The dual is solved by Lawson and Hanson's active-set method on the normalised problem (unit columns, unit p), which ends
+at an exact KKT point. A Gram matrix of float32 columns carries about 1e-7 of noise: where the solution leans on digits
+that it does not have, the Gram matrix is computed again in float64, and where even that is too ill-conditioned
+(near-antipodal columns) the active columns themselves are factorised.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+Array = NDArray[np.float64]
+
+
+class Projection(NamedTuple):
+    """The projected vector, its multipliers, and how well it was found."""
+
+    u: Tensor  # [P]
+    z: Tensor  # [m] float64, the multipliers of the columns as given
+    solved: bool  # False: non-finite input or no convergence; then u is p, or the best point found
+
+
+def gram(rows: Tensor, others: Tensor) -> Tensor:
+    """Inner products [a, b] of rows [a, P] with others [b, P]."""
+    return rows @ others.T
+
+
+def project(p: Tensor, rows: Tensor, products: Tensor | None = None, rho: float = 0.0) -> Projection:
+    """The nearest u to p [P] with <u, row> >= rho |p| |row| for every row of [m, P].
+
+    `products` [m, m] is the rows' Gram matrix where the caller already has it. Rows that are exactly zero do not count.
+
+    >>> project(torch.tensor([1.0, -1.0]), torch.tensor([[0.0, 1.0]])).u
+    tensor([1., 0.])
+    """
+    still = torch.zeros(len(rows), dtype=torch.float64, device=p.device)
+    G, b, size = normalised(p, rows, gram(rows, rows) if products is None else products, rho)
+    if not (np.isfinite(G).all() and np.isfinite(b).all()):
+        return Projection(p, still, False)
+    if (b >= 0).all():  # feasible already: p itself, bit for bit
+        return Projection(p, still, True)
+    single = p.dtype != torch.float64
+    z, solved = solve(G, b, tolerance=1e-6 if single else 1e-12)
+    if single and (not solved or digits_lost(G, z > 0) > 4):
+        wide = rows.double()
+        G, b, size = normalised(p.double(), wide, gram(wide, wide), rho)
+        z, solved = solve(G, b, tolerance=1e-12)
+    active = z > 0
+    if digits_lost(G, active) > 8:
+        z[active] = factorised(p, rows, size, active, rho)
+    index = torch.from_numpy(np.flatnonzero(active)).to(p.device)
+    multiplier = still.index_copy(
+        0, index, torch.from_numpy(z[active] * float(p.double().norm()) / size[active]).to(p.device)
+    )
+    u = p + (multiplier[index] @ rows[index].double()).to(p.dtype)
+    return Projection(u, multiplier, solved)
+
+
+def normalised(p: Tensor, rows: Tensor, products: Tensor, rho: float) -> tuple[Array, Array, Array]:
+    """G and b for unit columns and unit p, and the columns' lengths. A zero column (or p = 0) constrains nothing."""
+    size = products.diagonal().double().clamp(min=0).sqrt()
+    length = p.double().norm()
+    inverse = torch.where(size > 0, 1 / size, 0.0)
+    G = (products.double() * inverse * inverse[:, None]).cpu().numpy()
+    b = (rows @ p).double() * inverse * torch.where(length > 0, 1 / length, 0.0) - rho * (size > 0)
+    return G, torch.where((size > 0) & (length > 0), b, b.clamp(min=0)).cpu().numpy(), size.cpu().numpy()
+
+
+def solve(G: Array, b: Array, tolerance: float) -> tuple[Array, bool]:
+    """z >= 0 with w = Gz + b >= -tolerance and zw = 0 (Lawson & Hanson 1974, ch. 23, in Gram form), and whether it was found.
+
+    >>> solve(np.eye(2), np.array([-1.0, 2.0]), 1e-12)[0]
+    array([1., 0.])
+    """
+    z = np.zeros(len(b))
+    passive = np.zeros(len(b), dtype=bool)  # the columns whose multiplier may be positive
+    refused = np.zeros(len(b), dtype=bool)  # columns that round-off would let in and out for ever
+    for _ in range(10 * len(b) + 10):
+        w = G @ z + b
+        w[passive | refused] = 0.0
+        j = int(w.argmin())
+        if w[j] >= -tolerance:
+            return z, bool((G @ z + b).min() >= -max(tolerance, 1e-9) * (1 + z.max()))
+        passive[j] = True
+        while passive.any():
+            s = np.zeros(len(b))
+            try:
+                s[passive] = np.linalg.solve(G[np.ix_(passive, passive)], -b[passive])
+            except np.linalg.LinAlgError:  # column j lies in the span of the others
+                passive[j], refused[j] = False, True
+                break
+            falling = passive & (s <= 0)
+            if not falling.any():
+                if (s > z).any() or (s < z).any():
+                    refused[:] = False
+                z = s
+                break
+            if falling[j] and z[j] == 0:  # by w[j] < 0 it should rise: round-off, leave it out
+                passive[j], refused[j] = False, True
+                continue
+            room = z[falling] / (z[falling] - s[falling])
+            z = np.where(passive, z + room.min() * (s - z), 0.0)
+            out = falling & (z <= 1e-15 * (1 + z.max()))
+            out[np.flatnonzero(falling)[room.argmin()]] = True
+            passive &= ~out
+            z[~passive] = 0.0
+    return z, False
+
+
+def digits_lost(G: Array, active: NDArray[np.bool_]) -> float:
+    """How many decimal digits a solve on the active columns loses: log10 of the condition number."""
+    if not active.any():
+        return 0.0
+    eigenvalues = np.linalg.eigvalsh(G[np.ix_(active, active)])
+    return float(np.log10(eigenvalues[-1] / max(eigenvalues[0], 1e-300)))
+
+
+def factorised(p: Tensor, rows: Tensor, size: Array, active: NDArray[np.bool_], rho: float) -> Array:
+    """The multipliers of the active unit columns from their QR factors: M = QR, Rz = rho R^-T 1 - Q'p."""
+    M = rows[torch.from_numpy(active).to(rows.device)].double().cpu().numpy().T / size[active]
+    unit = p.double().cpu().numpy()
+    Q, R = np.linalg.qr(M)
+    right = -(Q.T @ (unit / np.linalg.norm(unit))) + rho * np.linalg.lstsq(R.T, np.ones(len(R)), rcond=None)[0]
+    found: Array = np.linalg.lstsq(R, right, rcond=None)[0]
+    return found.clip(min=0)

@@ -1,0 +1,143 @@
+"""The file formats that image data sets are published in."""
+
+from __future__ import annotations
+
+import gzip
+import importlib
+import math
+import pickle
+import zlib
+from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from undrift.errors import BadData, MissingData
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+
+def all_present(folder: Path, names: Sequence[str]) -> bool:
+    """Whether the folder holds these files; BadData if it holds only some of them."""
+    missing = [name for name in names if not (folder / name).exists()]
+    if missing and len(missing) < len(names):
+        raise BadData(f"{folder}: incomplete, {', '.join(missing)} missing; expected {', '.join(names)}")
+    return not missing
+
+
+def read_idx(path: Path) -> NDArray[np.uint8]:
+    """An idx file of unsigned bytes, as MNIST is published, or the same packed with gzip (.gz)."""
+    try:
+        content = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
+    except (OSError, EOFError, zlib.error) as error:
+        raise BadData(f"{path}: cannot be read ({error})") from error
+    if len(content) < 4 or content[:3] != b"\x00\x00\x08":
+        raise BadData(f"{path}: not an idx file of unsigned bytes, which begins with 00 00 08 in hexadecimal")
+    dimensions = content[3]
+    header = 4 + 4 * dimensions
+    if len(content) < header:
+        raise BadData(f"{path}: the idx header is cut short")
+    shape = np.frombuffer(content, dtype=">u4", count=dimensions, offset=4).tolist()
+    found, expected = len(content) - header, math.prod(shape)
+    if found != expected:
+        raise BadData(f"{path}: expected {expected} bytes for shape {shape}, found {found}")
+    return np.frombuffer(content, dtype=np.uint8, offset=header).reshape(shape).copy()
+
+
+class _ArrayUnpickler(pickle.Unpickler):
+    """Reads dicts, lists, text and numpy arrays; any other object could run code, so it is refused."""
+
+    _allowed = {
+        ("numpy.core.multiarray", "_reconstruct"): lambda *_: np.ndarray((0,), np.uint8),
+        ("numpy._core.multiarray", "_reconstruct"): lambda *_: np.ndarray((0,), np.uint8),
+        ("numpy", "ndarray"): None,  # only ever an argument of _reconstruct, which does not look at it here
+        ("numpy", "dtype"): np.dtype,
+        ("_codecs", "encode"): lambda text, encoding: str.encode(text, encoding),  # how Python 3 writes bytes
+    }
+
+    def find_class(self, module_name: str, global_name: str, /) -> Any:
+        if (module_name, global_name) not in self._allowed:
+            raise pickle.UnpicklingError(f"it asks for {module_name}.{global_name}, which arrays do not need")
+        return self._allowed[module_name, global_name]
+
+
+def read_array_pickle(path: Path) -> dict[bytes, Any]:
+    """A pickled dict of arrays and lists with bytes as keys, as CIFAR's are, without running code from it."""
+    try:
+        with path.open("rb") as file:
+            content = _ArrayUnpickler(file, encoding="bytes").load()
+    except Exception as error:  # a damaged pickle can raise nearly anything
+        raise BadData(f"{path}: refused, expected a pickle of plain arrays ({error})") from error
+    if not isinstance(content, dict):
+        raise BadData(f"{path}: expected a pickled dict, found {type(content).__name__}")
+    return content
+
+
+def read_cifar(paths: Sequence[Path], label_key: bytes) -> tuple[NDArray[np.uint8], NDArray[np.int64]]:
+    """Images and labels of CIFAR's Python files, one after the other."""
+    images, labels = [], []
+    for path in paths:
+        content = read_array_pickle(path)
+        try:
+            rows = np.asarray(content[b"data"], dtype=np.uint8).reshape(-1, 3, 32, 32)
+            labels.append(np.asarray(content[label_key], dtype=np.int64))
+        except (KeyError, ValueError, TypeError, OverflowError) as error:
+            expected = f"data [n, 3072] and {label_key.decode()} [n]"
+            raise BadData(f"{path}: expected {expected} ({type(error).__name__}: {error})") from error
+        images.append(rows.transpose(0, 2, 3, 1))
+    return np.concatenate(images), np.concatenate(labels)
+
+
+def read_svhn(path: Path) -> tuple[NDArray[np.uint8], NDArray[np.int64]]:
+    """Images and labels of one of SVHN's cropped-digit .mat files."""
+    try:
+        matlab = importlib.import_module("scipy.io")
+    except ImportError as error:
+        raise MissingData(f"{path}: reading .mat files needs scipy; pip install 'undrift[svhn]'") from error
+    try:
+        content = matlab.loadmat(path)
+        images = np.ascontiguousarray(np.transpose(content["X"], (3, 0, 1, 2)))
+        labels = np.asarray(content["y"]).reshape(-1).astype(np.int64)
+    except Exception as error:  # scipy raises many kinds for a damaged file
+        expected = "a .mat file with X [32, 32, 3, n] and y [n, 1]"
+        raise BadData(f"{path}: expected {expected} ({type(error).__name__}: {error})") from error
+    labels[labels == 10] = 0  # the files call the digit 0 ten
+    return images, labels
+
+
+def open_picture(path: str | Path) -> Image:
+    """A decoded picture in RGB."""
+    try:
+        from PIL import Image, UnidentifiedImageError
+    except ImportError as error:
+        raise MissingData(f"{path}: reading pictures needs Pillow; pip install pillow") from error
+    try:
+        with Image.open(path) as picture:
+            return picture.convert("RGB")
+    except (OSError, SyntaxError, ValueError, UnidentifiedImageError, Image.DecompressionBombError) as error:
+        raise BadData(f"{path}: cannot be decoded as a picture ({error})") from error
+
+
+def stack_pictures(pictures: Iterable[Image], count: int, channels: int) -> NDArray[np.uint8]:
+    """Pictures of one size as one array, filled in place because a list of them would double the memory."""
+    mode = "L" if channels == 1 else "RGB"
+    stacked: NDArray[np.uint8] = np.empty((0, 0, 0, channels), dtype=np.uint8)
+    for position, picture in enumerate(pictures):
+        height, width = picture.height, picture.width
+        if position == 0:
+            stacked = np.empty((count, height, width, channels), dtype=np.uint8)
+        if stacked.shape[1:3] != (height, width):
+            first = f"{stacked.shape[1]} x {stacked.shape[2]}"
+            raise BadData(f"picture {position} is {height} x {width}; expected {first} as the first one")
+        stacked[position] = np.asarray(picture.convert(mode)).reshape(height, width, channels)
+    return stacked
+
+
+def read_pictures(paths: Sequence[Path]) -> NDArray[np.uint8]:
+    """Colour pictures of one size, decoded on all cores."""
+    with ThreadPoolExecutor() as threads:
+        return stack_pictures(threads.map(open_picture, paths), len(paths), channels=3)

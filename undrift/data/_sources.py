@@ -1,0 +1,200 @@
+"""Finding a data set: our own .npz, its usual files, or Hugging Face, in that order; checked before use."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import os
+import urllib.error
+import urllib.request
+import zipfile
+import zlib
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from undrift.data._formats import all_present, read_idx, stack_pictures
+from undrift.errors import BadData, MissingData
+
+IDX_FILES = (
+    "train-images-idx3-ubyte",
+    "train-labels-idx1-ubyte",
+    "t10k-images-idx3-ubyte",
+    "t10k-labels-idx1-ubyte",
+)
+IDX_FILES_TEXT = f"{', '.join(IDX_FILES)}, or the same with .gz"
+
+
+class Arrays(NamedTuple):
+    """The four arrays of a data set as its files have them, in the order `Dataset` takes them."""
+
+    x_train: NDArray[Any]
+    y_train: NDArray[Any]
+    x_test: NDArray[Any]
+    y_test: NDArray[Any]
+
+
+@dataclass(frozen=True)
+class Source:
+    """Where one data set can come from and what it must look like."""
+
+    name: str
+    classes: int
+    channels: int
+    folders: tuple[str | Path, ...]  # that may hold the usual files; relative ones are under $UNDRIFT_DATA
+    usual_files: str  # named in the message when nothing was found
+    read_folder: Callable[[Path], Arrays | None]  # None where the folder holds none of the usual files
+    hugging_face: str
+    hugging_face_config: str | None = None
+
+
+def fetch(source: Source, root: Path | None) -> Arrays:
+    """The data set from the first place that has it."""
+    if root is not None and (root / f"{source.name}.npz").is_file():
+        archive = root / f"{source.name}.npz"
+        return checked(read_npz(archive), source, str(archive))
+    for entry in source.folders:
+        folder = Path(entry) if root is None else root / entry  # root / absolute is the absolute path itself
+        found = source.read_folder(folder) if folder.is_absolute() or root is not None else None
+        if found is not None:
+            return checked(found, source, str(folder))
+    cause = ""
+    try:
+        loader = hugging_face_loader(source.hugging_face)
+        if loader is not None:
+            return checked(read_hugging_face(loader, source), source, f"Hugging Face {source.hugging_face}")
+    except BadData:
+        raise
+    except Exception as error:  # whatever the network, the cache or the package raises: same advice
+        cause = f"; Hugging Face failed with {type(error).__name__}: {' '.join(str(error).split())[:200]}"
+    raise MissingData(advice(source, root) + cause)
+
+
+def advice(source: Source, root: Path | None) -> str:
+    """One line naming the ways to get the data set."""
+    if root is None:
+        place = "set UNDRIFT_DATA to a folder (it is not set) and put"
+    else:
+        place = f"UNDRIFT_DATA is {root}{'' if root.is_dir() else ' (no such folder)'}: put"
+    return (
+        f"data set {source.name!r} was not found; {place} {source.name}.npz there, "
+        f"or its usual files ({source.usual_files}), "
+        f"or pip install 'undrift[hf]' to fetch {source.hugging_face} from Hugging Face"
+    )
+
+
+def checked(arrays: Arrays, source: Source, place: str) -> Arrays:
+    """The arrays as uint8 [n, height, width, channels] and int64 [n], or BadData saying what was expected."""
+    x_train, y_train = checked_half(arrays.x_train, arrays.y_train, "train", source, place)
+    x_test, y_test = checked_half(arrays.x_test, arrays.y_test, "test", source, place)
+    if x_train.shape[1:] != x_test.shape[1:]:
+        raise BadData(
+            f"{place}: expected images of one size, found {list(x_train.shape[1:])} for training and "
+            f"{list(x_test.shape[1:])} for testing"
+        )
+    return Arrays(x_train, y_train, x_test, y_test)
+
+
+def checked_half(
+    images: NDArray[Any], labels: NDArray[Any], half: str, source: Source, place: str
+) -> tuple[NDArray[np.uint8], NDArray[np.int64]]:
+    if images.dtype != np.uint8 or images.ndim not in (3, 4):
+        raise BadData(
+            f"{place}: expected x_{half} as uint8 images (0..255) of shape [n, height, width] or "
+            f"[n, height, width, channels], found {images.dtype} {list(images.shape)}"
+        )
+    if images.ndim == 3:
+        images = images[..., np.newaxis]
+    if images.shape[3] != source.channels:
+        found = images.shape[3]
+        raise BadData(f"{place}: expected x_{half} with {source.channels} channel(s), found {found}")
+    if labels.ndim == 2 and labels.shape[1] == 1:  # as Keras and .mat files have them
+        labels = labels[:, 0]
+    if labels.ndim != 1 or labels.dtype.kind not in "iu":
+        raise BadData(
+            f"{place}: expected y_{half} as whole numbers of shape [n], "
+            f"found {labels.dtype} {list(labels.shape)}"
+        )
+    if len(images) != len(labels) or len(images) == 0:
+        raise BadData(
+            f"{place}: expected as many images as labels and at least one, found {len(images)} images in "
+            f"x_{half} and {len(labels)} labels in y_{half}"
+        )
+    lowest, highest = int(labels.min()), int(labels.max())
+    if lowest < 0 or highest >= source.classes:
+        expected = f"0..{source.classes - 1}"
+        raise BadData(f"{place}: expected labels in y_{half} within {expected}, found {lowest}..{highest}")
+    return images, labels.astype(np.int64)
+
+
+UNREADABLE = (OSError, EOFError, ValueError, AttributeError, TypeError, zipfile.BadZipFile, zlib.error)
+
+
+def read_npz(path: Path) -> Arrays:
+    """The four arrays of a .npz file."""
+    try:
+        with np.load(path, allow_pickle=False) as archive:
+            missing = [key for key in Arrays._fields if key not in archive.files]
+            if not missing:
+                return Arrays(*(archive[key] for key in Arrays._fields))
+            held = ", ".join(archive.files) or "nothing"
+    except UNREADABLE as error:
+        raise BadData(f"{path}: cannot be read as an .npz file of plain arrays ({error})") from error
+    raise BadData(
+        f"{path}: {', '.join(missing)} missing; expected {', '.join(Arrays._fields)}, found {held}"
+    )
+
+
+def read_idx_folder(folder: Path) -> Arrays | None:
+    """The four idx files that MNIST and its relatives come in, each plain or packed with gzip."""
+    names = [f"{name}.gz" if (folder / f"{name}.gz").exists() else name for name in IDX_FILES]
+    return Arrays(*(read_idx(folder / name) for name in names)) if all_present(folder, names) else None
+
+
+def hugging_face_loader(identifier: str) -> Callable[..., Any] | None:
+    """`datasets.load_dataset`, or None where that package is not installed."""
+    if importlib.util.find_spec("datasets") is None:
+        return None
+    if not Path(identifier).exists() and not hugging_face_answers():
+        # Otherwise a machine without a network spends long on retries. A data set already in the cache is still
+        # found. The package reads the variable when it is first imported.
+        os.environ["HF_HUB_OFFLINE"] = "1"
+    module = importlib.import_module("datasets")
+    loader: Callable[..., Any] | None = getattr(module, "load_dataset", None)  # a stray folder has none
+    return loader
+
+
+def hugging_face_answers() -> bool:
+    address = os.environ.get("HF_ENDPOINT", "https://huggingface.co")
+    try:
+        urllib.request.urlopen(urllib.request.Request(address, method="HEAD"), timeout=5).close()
+    except urllib.error.HTTPError:
+        return True  # an answer, if a cross one
+    except (OSError, ValueError):
+        return False
+    return True
+
+
+def read_hugging_face(loader: Callable[..., Any], source: Source) -> Arrays:
+    """The train and test splits (validation where there is no test) of a Hugging Face image data set."""
+    identifier = source.hugging_face
+    splits = loader(identifier, source.hugging_face_config)
+    test = first_of(("test", "valid", "validation", "val"), splits, identifier)
+    halves: list[NDArray[Any]] = []
+    for split in (splits[first_of(("train",), splits, identifier)], splits[test]):
+        pictures = split[first_of(("image", "img"), split.column_names, identifier)]
+        labels = split[first_of(("fine_label", "label"), split.column_names, identifier)]
+        halves += [stack_pictures(pictures, len(split), source.channels), np.asarray(labels[:])]
+    return Arrays(*halves)
+
+
+def first_of(wanted: tuple[str, ...], held: Iterable[str], identifier: str) -> str:
+    names = list(held)
+    for name in wanted:
+        if name in names:
+            return name
+    raise BadData(f"Hugging Face {identifier}: expected one of {', '.join(wanted)}, found {', '.join(names)}")

@@ -1,0 +1,59 @@
+"""Images as the model sees them: crop, flip, colour and normalisation, batched over all samples of all clients."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from undrift.streams import Purpose, below, fold, stream, uniform, words
+
+
+@dataclass(frozen=True)
+class Transform:
+    """What happens to a batch of uint8 images [n, C, H, W] (or floats [n, ...], which only change their dtype)."""
+
+    mean: tuple[float, ...] = ()
+    std: tuple[float, ...] = ()
+    crop: int = 0  # random crop after zero-padding by this many pixels
+    flip: bool = False
+    colour: float = 0.0  # client-correlated brightness and saturation factors in [1 - colour, 1 + colour]
+    seed: int = 0
+
+    def __call__(self, raw: Tensor, dtype: torch.dtype, keys: Tensor | None = None, clients: Tensor | None = None) -> Tensor:
+        """The inputs for raw samples [n, ...]. In training `keys` [n] name each sample's draw and `clients` [n] its owner."""
+        if raw.dtype != torch.uint8:
+            return raw.to(dtype) if raw.is_floating_point() else raw
+        if keys is not None and (self.crop or self.flip):
+            raw = self.crop_and_flip(raw, keys)
+        x = raw.to(dtype) / 255
+        if clients is not None and self.colour:
+            x = self.coloured(x, clients)
+        if self.mean:
+            shape = (1, -1, 1, 1)
+            x = (x - x.new_tensor(self.mean).view(shape)) / x.new_tensor(self.std).view(shape)
+        return x
+
+    def crop_and_flip(self, raw: Tensor, keys: Tensor) -> Tensor:
+        n, channels, height, width = raw.shape
+        word = words(keys, 3)
+        dy, dx = (below(word[:, j : j + 1], 2 * self.crop + 1) for j in (0, 1))
+        rows = dy + torch.arange(height, device=raw.device)
+        columns = torch.arange(width, device=raw.device).expand(n, width)
+        if self.flip:
+            columns = torch.where(below(word[:, 2:], 2) == 1, columns.flip(-1), columns)
+        padded = F.pad(raw, (self.crop,) * 4) if self.crop else raw
+        n_, c_ = torch.arange(n, device=raw.device), torch.arange(channels, device=raw.device)
+        return padded[n_[:, None, None, None], c_[None, :, None, None], rows[:, None, :, None], (dx + columns)[:, None, None, :]]
+
+    def coloured(self, x: Tensor, clients: Tensor) -> Tensor:
+        """Brightness blends with black, saturation with the grey image, each clamped to [0, 1]; factors belong to the client."""
+        draws = uniform(words(fold(stream(self.seed, Purpose.COLOUR), clients), 2))
+        factor = (1 + self.colour * (2 * draws - 1)).to(x.dtype).view(-1, 2, 1, 1, 1)
+        x = (x * factor[:, 0]).clamp(0, 1)
+        if x.shape[1] == 3:
+            grey = (x * x.new_tensor([0.299, 0.587, 0.114]).view(1, 3, 1, 1)).sum(1, keepdim=True)
+            x = torch.lerp(grey.expand_as(x), x, factor[:, 1].expand_as(x)).clamp(0, 1)
+        return x

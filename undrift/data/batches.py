@@ -1,0 +1,92 @@
+"""Which samples a client trains on in a round: an index table made from keyed permutations.
+
+Every pass of a client over its data is a permutation keyed by (seed, client, pass), or by the round too where batches
+are drawn afresh. Nothing is stored but each client's position, and the table is the same on every device.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from undrift.streams import Purpose, fold, stream
+
+Counts = NDArray[np.int64]
+
+
+class Table(NamedTuple):
+    """The batches of a cohort in a round; a client's real samples come first in each row."""
+
+    index: Tensor  # [S, K, B] rows of the training set; 0 in places that are padding
+    count: Counts  # [S, K] real samples of each batch, 0 where the client takes no such step
+    steps: Counts  # [S] local steps K_i
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How much a client trains in a round: `steps` batches, or `epochs` passes over its data."""
+
+    batch: int
+    steps: int = 0
+    epochs: float = 0.0
+    persistent: bool = True  # with steps: go on where the last round stopped, instead of a new shuffle each round
+
+    def per_pass(self, sizes: Counts) -> Counts:
+        """Batches in one pass. A persistent pass leaves out a last batch of one single sample, as GradMA's loaders do."""
+        whole, rest = sizes // self.batch, sizes % self.batch
+        least = 2 if self.continues else 1
+        return whole + ((rest >= least) | (whole == 0) & (rest > 0))
+
+    @property
+    def continues(self) -> bool:
+        return self.persistent and self.steps > 0
+
+    def steps_of(self, sizes: Counts) -> Counts:
+        """K_i. A fractional epoch is the first round(f n_i / B) batches of a shuffle; everybody takes at least one step."""
+        if self.steps:
+            return np.full_like(sizes, self.steps)
+        whole = int(self.epochs)
+        part = np.rint((self.epochs - whole) * sizes / self.batch).astype(np.int64)
+        return np.maximum(whole * self.per_pass(sizes) + part, 1)
+
+
+def table(
+    plan: Plan, seed: int, round: int, ids: Counts, members: Tensor, start: Counts, sizes: Counts, position: Counts
+) -> Table:
+    """The batches of clients `ids` [S]: client i owns members[start[i] : start[i] + sizes[i]]; `position` [S] counts the
+    batches each has taken in earlier rounds."""
+    start, sizes = start[ids], sizes[ids]
+    steps, per_pass = plan.steps_of(sizes), plan.per_pass(sizes)
+    first = position if plan.continues else np.zeros_like(position)
+    step = first[:, None] + np.arange(steps.max())  # [S, K] batch numbers counted from the client's first ever
+    live = np.arange(steps.max()) < steps[:, None]
+    visit, slot = step // per_pass[:, None], step % per_pass[:, None]  # which pass, and which batch of it
+    count = np.where(live, np.minimum(plan.batch, sizes[:, None] - slot * plan.batch), 0)
+
+    # One shuffle for each (client, pass) that the round touches, all by one sort of (shuffle number, random word).
+    last = np.where(live, visit, -1).max(1)
+    shuffles = last - visit[:, 0] + 1  # [S]
+    before = np.concatenate([[0], np.cumsum(shuffles)])  # shuffles of the clients in front
+    owner = np.repeat(np.arange(len(ids)), shuffles)
+    passes = np.arange(len(owner)) - before[owner] + visit[owner, 0]
+    begin = np.concatenate([[0], np.cumsum(sizes[owner])])  # where each shuffle lies in the flat list
+    device = members.device
+    who = torch.from_numpy(np.repeat(np.arange(len(owner)), sizes[owner])).to(device)
+    place = torch.arange(int(begin[-1]), device=device) - torch.from_numpy(begin).to(device)[who]
+    name = stream(seed, Purpose.BATCHES, 0 if plan.continues else round + 1)
+    keys = fold(fold(name, torch.from_numpy(ids[owner]).to(device)), torch.from_numpy(passes).to(device))
+    word = (fold(keys[who], place) >> 24) & ((1 << 40) - 1)
+    shuffled = place[torch.sort((who << 40) | word, stable=True).indices]
+
+    width = int(count.max())
+    at = begin[before[:-1, None] + np.where(live, visit - visit[:, :1], 0)] + np.where(live, slot * plan.batch, 0)
+    flat = torch.from_numpy(at).to(device).unsqueeze(-1) + torch.arange(width, device=device)
+    real = torch.arange(width, device=device) < torch.from_numpy(count).to(device).unsqueeze(-1)
+    inside = shuffled[flat.clamp(max=len(shuffled) - 1)]
+    index = members[(torch.from_numpy(start).to(device)[:, None, None] + inside).clamp(max=len(members) - 1)]
+    return Table(torch.where(real, index, 0), count, steps)

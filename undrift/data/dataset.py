@@ -1,0 +1,37 @@
+"""What every data set is once it has been read."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+
+class Samples(Protocol):
+    """Inputs that can be taken by index: a numpy array held whole, or image files read when they are needed."""
+
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index: NDArray[np.int64], /) -> NDArray[np.generic]: ...
+
+
+@dataclass(frozen=True)
+class Dataset:
+    """Training and test samples. Images are uint8 [n, height, width, channels]; anything else is float32 [n, ...]."""
+
+    name: str
+    x_train: Samples
+    y_train: NDArray[np.generic]
+    x_test: Samples
+    y_test: NDArray[np.generic]
+    classes: int
+    mean: tuple[float, ...] = ()  # per channel on the 0..1 scale; () leaves the inputs as they are
+    std: tuple[float, ...] = ()
+    crop: int = 0  # random crop after padding by this many pixels, in training
+    flip: bool = False  # random left-right flip, in training
+    sites: NDArray[np.int64] | None = None  # the natural client of each training sample, where there is one

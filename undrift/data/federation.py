@@ -1,0 +1,106 @@
+"""A data set dealt out to clients and put on the device."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from undrift.data.augment import Transform
+from undrift.data.batches import Plan, Table, table
+from undrift.data.dataset import Dataset, Samples
+from undrift.data.partition import partition
+from undrift.errors import BadData, BadSetting
+from undrift.streams import Purpose, stream
+
+
+class Split(NamedTuple):
+    """Samples of one kind. `held` is on the device, or None for samples that are read when they are needed."""
+
+    samples: Samples
+    held: Tensor | None
+    targets: Tensor
+
+    def take(self, index: Tensor) -> Tensor:
+        """The raw samples at index [n], channels first."""
+        if self.held is not None:
+            return self.held[index]
+        return _channels_first(torch.from_numpy(self.samples[index.cpu().numpy()])).to(index.device)
+
+    def prefetch(self, index: Tensor) -> None:
+        """Start reading what will be taken next, where samples are read from files."""
+        ahead = getattr(self.samples, "prefetch", None)
+        if self.held is None and ahead is not None:
+            ahead(index.cpu().numpy())
+
+    def __len__(self) -> int:
+        return len(self.targets)
+
+
+@dataclass(frozen=True)
+class Federation:
+    """The clients' samples, the held-out samples, and how a batch is made of them."""
+
+    train: Split
+    test: Split
+    validation: NDArray[np.int64]  # rows of `train` that belong to no client; empty without a validation split
+    members: Tensor  # [n] rows of `train`, client after client
+    start: NDArray[np.int64]  # [N] where each client's rows begin in `members`
+    sizes: NDArray[np.int64]  # [N] n_i
+    transform: Transform
+    classes: int
+    shape: tuple[int, ...]  # of one input
+
+    @property
+    def clients(self) -> int:
+        return len(self.sizes)
+
+    def table(self, plan: Plan, seed: int, round: int, ids: NDArray[np.int64], position: NDArray[np.int64]) -> Table:
+        return table(plan, seed, round, ids, self.members, self.start, self.sizes, position)
+
+
+def federate(
+    data: Dataset, spec: str, clients: int, seed: int, device: torch.device, val_fraction: float = 0.0, colour: float = 0.0
+) -> Federation:
+    """Hold out a validation set, partition the rest, and put the samples on the device."""
+    rows = np.arange(len(data.y_train))
+    held_out = int(round(val_fraction * len(rows)))
+    if not 0.0 <= val_fraction < 1.0 or (val_fraction > 0 and held_out == 0):
+        raise BadSetting(f"val_fraction must lie in [0, 1) and leave at least one sample, not {val_fraction}")
+    order = np.random.Generator(np.random.PCG64(stream(seed, Purpose.VALIDATION))).permutation(rows)
+    validation, kept = np.sort(order[:held_out]), np.sort(order[held_out:])
+    labels = data.y_train.astype(np.int64) if data.y_train.ndim == 1 else np.zeros(len(rows), np.int64)
+    sites = None if data.sites is None else data.sites[kept]
+    parts = [kept[part] for part in partition(spec, labels[kept], clients, seed, sites)]
+    return _federation(data, parts, validation, device, Transform(data.mean, data.std, data.crop, data.flip, colour, seed))
+
+
+def _federation(
+    data: Dataset, parts: list[NDArray[np.int64]], validation: NDArray[np.int64], device: torch.device, transform: Transform
+) -> Federation:
+    sizes = np.array([len(part) for part in parts], dtype=np.int64)
+    train, test = _split(data.x_train, data.y_train, device), _split(data.x_test, data.y_test, device)
+    one = train.take(torch.zeros(1, dtype=torch.int64, device=device))
+    return Federation(
+        train, test, validation,
+        members=torch.from_numpy(np.concatenate(parts)).to(device),
+        start=np.concatenate([[0], np.cumsum(sizes)[:-1]]),
+        sizes=sizes, transform=transform, classes=data.classes, shape=tuple(one.shape[1:]),
+    )  # fmt: skip
+
+
+def _split(samples: Samples, targets: NDArray[np.generic], device: torch.device) -> Split:
+    if len(samples) != len(targets):
+        raise BadData(f"{len(samples)} inputs but {len(targets)} targets; give one target for each input")
+    held = _channels_first(torch.from_numpy(samples)).to(device) if isinstance(samples, np.ndarray) else None
+    labels = torch.from_numpy(targets.astype(np.int64) if targets.dtype.kind in "ui" else targets)
+    return Split(samples, held, labels.to(device))
+
+
+def _channels_first(images: Tensor) -> Tensor:
+    """uint8 [n, H, W, C] to [n, C, H, W]; anything else stays as it is."""
+    return images.permute(0, 3, 1, 2).contiguous() if images.dtype == torch.uint8 and images.dim() == 4 else images

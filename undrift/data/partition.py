@@ -1,0 +1,247 @@
+"""Who holds which training sample.
+
+A rule gives every sample exactly one owner, so that nothing can be lost or held twice whatever the rule does.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_right
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from undrift.errors import BadSetting, UnknownName
+
+STREAM = 0x9A27  # keeps these random numbers apart from everything else that has the same seed
+
+Indices = NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class Task:
+    """What a rule works with."""
+
+    labels: Indices
+    clients: int
+    parameter: str  # what follows the colon, '' where there is none
+    generator: np.random.Generator
+    sites: Indices | None
+
+    @property
+    def samples(self) -> int:
+        return len(self.labels)
+
+
+def partition(
+    spec: str, labels: Indices, clients: int, seed: int, sites: Indices | None = None
+) -> list[Indices]:
+    """The sample indices of each client, shuffled, for a spec such as 'iid' or 'dirichlet:0.1'."""
+    name, _, parameter = spec.partition(":")
+    if name not in PARTITIONS:
+        raise UnknownName("partition", name, PARTITIONS)
+    if clients < 1:
+        raise BadSetting(f"{clients} clients; expected at least 1")
+    if clients > len(labels):
+        raise BadSetting(
+            f"{clients} clients but only {len(labels)} training samples; use fewer, each needs a sample"
+        )
+    if labels.ndim != 1 and name != "sites":
+        raise BadSetting(f"partition {name!r} needs one class per sample, which this data lacks; try 'sites'")
+    generator = np.random.Generator(np.random.PCG64([seed, STREAM]))
+    owner = PARTITIONS[name](Task(labels, clients, parameter, generator, sites))
+    shuffled = generator.permutation(len(labels))
+    grouped = shuffled[np.argsort(owner[shuffled], kind="stable")]
+    ends = np.cumsum(np.bincount(owner, minlength=clients))
+    return np.split(grouped, ends[:-1])
+
+
+def iid(task: Task) -> Indices:
+    """iid: every client gets the same share of every class; sizes differ by at most one"""
+    refuse_parameter("iid", task.parameter)
+    _, class_of = np.unique(task.labels, return_inverse=True)
+    # Dealing class after class in turn, without starting anew at each, evens out both classes and sizes.
+    # Classes and clients come in random order so that the same classes do not meet in small clients every time.
+    turn_of_class = task.generator.permutation(int(class_of.max()) + 1)
+    shuffled = task.generator.permutation(task.samples)
+    by_class = shuffled[np.argsort(turn_of_class[class_of[shuffled]], kind="stable")]
+    owner = np.empty(task.samples, dtype=np.int64)
+    owner[by_class] = task.generator.permutation(task.clients)[np.arange(task.samples) % task.clients]
+    return owner
+
+
+def dirichlet(task: Task) -> Indices:
+    """dirichlet:ω: each class is cut among the clients by Dirichlet(ω) proportions; sizes vary (GradMA)"""
+    concentration = positive_number("dirichlet", task.parameter)
+    if task.samples < 2 * task.clients:
+        raise BadSetting(
+            f"partition 'dirichlet' gives every client two samples, but {task.clients} clients share "
+            f"{task.samples}; use at most {task.samples // 2} clients, or another partition such as 'iid'"
+        )
+    waiting = samples_by_class(task.labels)
+    owner = np.empty(task.samples, dtype=np.int64)
+    # Drawing among the classes that have samples left is the same as redrawing until such a class comes up.
+    available = list(range(len(waiting)))
+    taken = [0] * len(waiting)
+    for turn, draw in enumerate(task.generator.random(2 * task.clients).tolist()):
+        slot = int(draw * len(available))
+        chosen = available[slot]
+        taken[chosen] += 1
+        owner[waiting[chosen][-taken[chosen]]] = turn % task.clients
+        if taken[chosen] == len(waiting[chosen]):
+            available.pop(slot)
+    for samples, count in zip(waiting, taken, strict=True):
+        proportions = dirichlet_draw(task.generator, concentration, task.clients)
+        remaining = task.generator.permutation(samples[: len(samples) - count])
+        inner_cuts = np.floor(np.cumsum(proportions)[:-1] * len(remaining)).astype(np.int64)
+        cuts = np.concatenate([[0], np.minimum(inner_cuts, len(remaining)), [len(remaining)]])
+        owner[remaining] = np.repeat(np.arange(task.clients), np.diff(cuts))
+    return owner
+
+
+def dirichlet_balanced(task: Task) -> Indices:
+    """dirichlet-balanced:u: each client has its own Dirichlet(u) mixture of classes; equal sizes (FedMIM)"""
+    concentration = positive_number("dirichlet-balanced", task.parameter)
+    waiting = [task.generator.permutation(samples).tolist() for samples in samples_by_class(task.labels)]
+    has_samples = np.ones(len(waiting), dtype=bool)
+    priors = dirichlet_draw(task.generator, concentration, len(waiting), task.clients)
+    cumulative = [cumulative_share(prior) for prior in priors]
+    room = [task.samples // task.clients] * task.clients
+    open_clients = list(range(task.clients))
+    owner = np.full(task.samples, -1, dtype=np.int64)
+    draws = task.generator.random((sum(room), 2)).tolist()
+    for client_draw, class_draw in draws:
+        slot = int(client_draw * len(open_clients))
+        client = open_clients[slot]
+        chosen = bisect_right(cumulative[client], class_draw)
+        if not waiting[chosen]:
+            # Redrawing until a class with samples left comes up is drawing from the prior restricted to them,
+            # which always ends. A client whose prior has no mass left there takes any of them alike.
+            mass = np.where(has_samples, priors[client], 0.0)
+            cumulative[client] = cumulative_share(mass if mass.sum() > 0 else has_samples.astype(float))
+            chosen = bisect_right(cumulative[client], task.generator.random())
+        owner[waiting[chosen].pop()] = client
+        has_samples[chosen] = bool(waiting[chosen])
+        room[client] -= 1
+        if room[client] == 0:
+            open_clients[slot] = open_clients[-1]
+            open_clients.pop()
+    left_over = task.generator.permutation(np.flatnonzero(owner < 0))
+    owner[left_over] = np.arange(len(left_over))
+    return owner
+
+
+def similarity(task: Task) -> Indices:
+    """similarity:s: a share s (0..1 or e.g. 10%) is dealt at random, the rest in label order; equal sizes"""
+    share = share_number(task.parameter)
+    shuffled = task.generator.permutation(task.samples)
+    dealt = round(share * task.samples)
+    by_label = shuffled[dealt:][np.argsort(task.labels[shuffled[dealt:]], kind="stable")]
+    sizes_by_label = even_sizes(len(by_label), task.clients)
+    owner = np.empty(task.samples, dtype=np.int64)
+    owner[by_label] = np.repeat(np.arange(task.clients), sizes_by_label)
+    sizes_dealt = even_sizes(task.samples, task.clients) - sizes_by_label
+    owner[shuffled[:dealt]] = np.repeat(np.arange(task.clients), sizes_dealt)
+    return owner
+
+
+def shards(task: Task) -> Indices:
+    """shards:k: samples in label order are cut into k shards per client, dealt at random (McMahan et al.)"""
+    per_client = positive_number("shards", task.parameter)
+    if not per_client.is_integer():
+        raise BadSetting(f"partition 'shards' needs a whole number such as 'shards:2', not {task.parameter!r}")
+    count = int(per_client) * task.clients
+    if count > task.samples:
+        raise BadSetting(
+            f"partition 'shards:{task.parameter}' makes {count} shards for {task.clients} clients out of "
+            f"{task.samples} samples; use fewer shards or fewer clients"
+        )
+    shuffled = task.generator.permutation(task.samples)
+    by_label = shuffled[np.argsort(task.labels[shuffled], kind="stable")]
+    owner_of_shard = task.generator.permutation(np.arange(count) % task.clients)
+    owner = np.empty(task.samples, dtype=np.int64)
+    owner[by_label] = np.repeat(owner_of_shard, even_sizes(task.samples, count))
+    return owner
+
+
+def sites(task: Task) -> Indices:
+    """sites: one client per place the samples come from, for data sets that say so"""
+    refuse_parameter("sites", task.parameter)
+    if task.sites is None:
+        raise BadSetting("partition 'sites' needs a data set with sites, which this one lacks; try 'iid'")
+    names, owner = np.unique(task.sites, return_inverse=True)
+    if len(names) != task.clients or len(owner) != task.samples:
+        raise BadSetting(
+            f"partition 'sites' makes one client of each of the {len(names)} sites, not {task.clients}; "
+            f"set the number of clients to {len(names)}"
+        )
+    return owner.astype(np.int64)
+
+
+PARTITIONS: dict[str, Callable[[Task], Indices]] = {
+    "iid": iid,
+    "dirichlet": dirichlet,
+    "dirichlet-balanced": dirichlet_balanced,
+    "similarity": similarity,
+    "shards": shards,
+    "sites": sites,
+}
+
+
+def samples_by_class(labels: Indices) -> list[Indices]:
+    """The samples of each class that occurs, in their order."""
+    _, counts = np.unique(labels, return_counts=True)
+    return np.split(np.argsort(labels, kind="stable"), np.cumsum(counts)[:-1])
+
+
+def even_sizes(samples: int, parts: int) -> Indices:
+    """Sizes that differ by at most one, the larger ones first."""
+    return samples // parts + (np.arange(parts) < samples % parts).astype(np.int64)
+
+
+def dirichlet_draw(
+    generator: np.random.Generator, concentration: float, length: int, size: int | None = None
+) -> NDArray[np.float64]:
+    # Beyond 1e12 the shares are equal to all the digits that matter here, and numpy's sums could overflow.
+    return generator.dirichlet(np.full(length, min(concentration, 1e12)), size)
+
+
+def cumulative_share(mass: NDArray[np.float64]) -> list[float]:
+    """Ends in exactly 1, so that a draw below 1 always falls on an entry, and on one with mass."""
+    total = np.cumsum(mass)
+    shares: list[float] = (total / total[-1]).tolist()
+    return shares
+
+
+def refuse_parameter(name: str, parameter: str) -> None:
+    if parameter:
+        raise BadSetting(f"partition {name!r} takes no parameter, found '{name}:{parameter}'")
+
+
+def positive_number(name: str, parameter: str) -> float:
+    value = number_or_nan(parameter)
+    if not 0 < value < math.inf:
+        example = "2" if name == "shards" else "0.1"
+        raise BadSetting(
+            f"partition {name!r} needs a number above 0, e.g. '{name}:{example}', found {parameter!r}"
+        )
+    return value
+
+
+def share_number(parameter: str) -> float:
+    value = number_or_nan(parameter.removesuffix("%")) / (100 if parameter.endswith("%") else 1)
+    if not 0 <= value <= 1:
+        raise BadSetting(
+            "partition 'similarity' needs a share between 0 and 1 or a percentage after a colon, e.g. "
+            f"'similarity:0.1' or 'similarity:10%', found {parameter!r}"
+        )
+    return value
+
+
+def number_or_nan(text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        return math.nan

@@ -1,0 +1,40 @@
+"""What can go wrong at the border, said so that the reader knows what to do next.
+
+Every message says what was wrong, what was expected and what to try; the command line prints it as one line
+and exits with code 2. The maths inside the package assumes valid input.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+
+class UndriftError(Exception):
+    """Anything the user can put right."""
+
+
+class UnknownName(UndriftError):
+    """A name that nothing is registered under."""
+
+    def __init__(self, kind: str, name: str, known: Iterable[str]) -> None:
+        names = sorted(known)
+        close = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
+        hint = f"did you mean {close[0]!r}?" if close else f"known: {', '.join(names)}"
+        super().__init__(f"unknown {kind} {name!r}; {hint}")
+
+
+class BadSetting(UndriftError):
+    """A value outside what the setting allows, alone or together with another setting."""
+
+
+class MissingData(UndriftError):
+    """A data set whose files are not there."""
+
+
+class BadData(UndriftError):
+    """Files or arrays that are there but cannot be what they should be."""
+
+
+class BadRunFolder(UndriftError):
+    """A run folder that holds another run, or a damaged one."""

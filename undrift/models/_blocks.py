@@ -1,0 +1,63 @@
+"""Pieces the models share: named blocks, convolutions and their initialisation, the check of the shape."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Mapping
+from typing import final
+
+from torch import Tensor, nn
+
+from undrift.errors import BadSetting
+
+
+@final
+class Blocks(nn.Sequential):
+    """Named blocks run one after another; the last is the classifier, and each border is a split point."""
+
+    def __init__(self, blocks: Mapping[str, nn.Module]) -> None:
+        super().__init__(OrderedDict(blocks))
+
+    def features(self, inputs: Tensor) -> Tensor:
+        """What the last block is given, flattened to [batch, h]."""
+        hidden = inputs
+        for block in list(self)[:-1]:
+            hidden = block(hidden)
+        return hidden.flatten(1)
+
+
+def convolution(
+    channels_in: int, channels_out: int, kernel: int, stride: int = 1, bias: bool = False
+) -> nn.Conv2d:
+    """A convolution that keeps the image size, up to its stride."""
+    return nn.Conv2d(channels_in, channels_out, kernel, stride=stride, padding=kernel // 2, bias=bias)
+
+
+def he_initialised(model: Blocks) -> Blocks:
+    """The model with its convolutions drawn as in He et al. (ICCV 2015).
+
+    The weights are normal with variance 2 / (kernel^2 * channels_out), the biases zero. PyTorch's default
+    shrinks the signal at every layer, and a deep network without normalisation hardly sees its input.
+    """
+    for layer in model.modules():
+        if isinstance(layer, nn.Conv2d):
+            nn.init.kaiming_normal_(layer.weight, mode="fan_out", nonlinearity="relu")
+            if layer.bias is not None:
+                nn.init.zeros_(layer.bias)
+    return model
+
+
+def global_pooling() -> list[nn.Module]:
+    """The mean over the image of each channel, as [batch, channels]."""
+    return [nn.AdaptiveAvgPool2d(1), nn.Flatten()]
+
+
+def image_shape(model: str, shape: tuple[int, ...]) -> tuple[int, int, int]:
+    """The shape as (channels, height, width), refused when it is not an image."""
+    if len(shape) != 3:
+        raise BadSetting(
+            f"model {model!r} needs images of shape (channels, height, width), got {shape}; "
+            "try 'mlp' or 'logreg', which take any shape"
+        )
+    channels, height, width = shape
+    return channels, height, width

@@ -1,0 +1,49 @@
+"""The VGG networks (Simonyan & Zisserman, ICLR 2015) in their CIFAR form."""
+
+from __future__ import annotations
+
+from torch import nn
+
+from undrift.errors import BadSetting
+from undrift.models._blocks import Blocks, convolution, global_pooling, he_initialised, image_shape
+
+VGG11 = ((64,), (128,), (256, 256), (512, 512), (512, 512))
+VGG16 = ((64, 64), (128, 128), (256, 256, 256), (512, 512, 512), (512, 512, 512))
+
+
+def vgg_stages(
+    model: str, shape: tuple[int, ...], widths: tuple[tuple[int, ...], ...], batch_norm: bool
+) -> dict[str, nn.Module]:
+    """The stages by name: 3x3 convolutions, then max-pooling; the last ends in [batch, channels].
+
+    At 32x32 five halvings leave one pixel, so the global pooling changes nothing; it serves larger images.
+    """
+    channels, height, width = image_shape(model, shape)
+    smallest = 2 ** len(widths)
+    if min(height, width) < smallest:
+        raise BadSetting(
+            f"model {model!r} halves the image {len(widths)} times and needs at least {smallest}x{smallest}, "
+            f"got {height}x{width}; enlarge the images or try 'resnet20-gn', which takes any image size"
+        )
+    stages: dict[str, nn.Module] = {}
+    for number, stage_widths in enumerate(widths, start=1):
+        layers: list[nn.Module] = []
+        for channels_out in stage_widths:
+            layers.append(convolution(channels, channels_out, kernel=3, bias=True))
+            if batch_norm:
+                layers.append(nn.BatchNorm2d(channels_out))
+            layers.append(nn.ReLU())
+            channels = channels_out
+        layers.append(nn.MaxPool2d(2))
+        if number == len(widths):
+            layers.extend(global_pooling())
+        stages[f"stage{number}"] = nn.Sequential(*layers)
+    return stages
+
+
+def plain_vgg(
+    model: str, shape: tuple[int, ...], classes: int, widths: tuple[tuple[int, ...], ...], batch_norm: bool
+) -> Blocks:
+    """The stages and one linear layer."""
+    stages = vgg_stages(model, shape, widths, batch_norm)
+    return he_initialised(Blocks({**stages, "head": nn.Linear(widths[-1][-1], classes)}))

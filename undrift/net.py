@@ -1,0 +1,205 @@
+"""A module as a pure function of (x, buffers, inputs), safe to run for many clients at once.
+
+`Net` takes any `nn.Module`. Only its trainable parameters enter the vector x; BatchNorm's running statistics form a
+second vector, the buffers; everything else (frozen parameters, constant buffers) is shared by all clients. BatchNorm
+and Dropout are replaced by forms that ignore padded samples and draw from counter-based streams.
+"""
+
+from __future__ import annotations
+
+import copy
+import threading
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.func import functional_call
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.dropout import _DropoutNd
+
+from undrift.errors import BadSetting
+from undrift.layout import Layout
+from undrift.streams import mix
+
+Loss = Callable[[Tensor, Tensor], Tensor]
+
+
+class Context(NamedTuple):
+    """What one forward pass in training brings besides the inputs."""
+
+    real: Tensor | None  # [B], 1 for a real sample and 0 for padding; None: all are real
+    key: Tensor  # [] the pass's dropout stream
+
+
+class _Pass(threading.local):
+    """The forward pass under way in this thread: its context, and the statistics that BatchNorm layers leave."""
+
+    context: Context | None = None  # None: evaluation mode
+    statistics: dict[str, Tensor]
+    drops: int = 0
+
+
+class MaskedBatchNorm(nn.Module):
+    """BatchNorm whose batch statistics are those of the real samples, with the tensors and names of the original."""
+
+    def __init__(self, original: _BatchNorm, name: str, current: _Pass) -> None:
+        super().__init__()
+        self.eps, self.momentum = original.eps, original.momentum
+        self.name, self.current = name, current
+        self.weight, self.bias = original.weight, original.bias
+        for buffer, tensor in original.named_buffers():
+            self.register_buffer(buffer, tensor)
+
+    def forward(self, x: Tensor) -> Tensor:
+        running_mean: Tensor | None = getattr(self, "running_mean", None)
+        running_var: Tensor | None = getattr(self, "running_var", None)
+        context = self.current.context
+        if context is None and running_mean is not None:
+            return F.batch_norm(x, running_mean, running_var, self.weight, self.bias, False, 0.0, self.eps)
+        across = [0, *range(2, x.dim())]
+        wide = (1, -1) + (1,) * (x.dim() - 2)
+        if context is None or context.real is None:
+            n = torch.tensor(float(x.numel() // x.shape[1]), dtype=x.dtype, device=x.device)
+            mean = x.mean(across)
+            centred = x - mean.view(wide)
+            var = centred.square().mean(across)
+        else:
+            real = context.real.to(x.dtype).view((-1,) + (1,) * (x.dim() - 1))
+            n = real.sum() * (x.numel() // (x.shape[0] * x.shape[1]))
+            mean = (x * real).sum(across) / n.clamp(min=1)
+            centred = x - mean.view(wide)
+            var = (centred.square() * real).sum(across) / n.clamp(min=1)
+        out = centred * (var + self.eps).rsqrt().view(wide)
+        if self.weight is not None:
+            out = out * self.weight.view(wide) + self.bias.view(wide)
+        if context is not None and running_mean is not None and running_var is not None:
+            batches = getattr(self, "num_batches_tracked", None)
+            assert isinstance(batches, Tensor)
+            seen = batches + 1
+            share = 1.0 / seen if self.momentum is None else self.momentum
+            unbiased = var * (n / (n - 1).clamp(min=1))
+            kept = self.current.statistics
+            kept[f"{self.name}running_mean"] = torch.lerp(running_mean, mean.detach(), _as(share, running_mean))
+            kept[f"{self.name}running_var"] = torch.lerp(running_var, unbiased.detach(), _as(share, running_var))
+            kept[f"{self.name}num_batches_tracked"] = seen
+        return out
+
+
+class StreamDropout(nn.Module):
+    """Dropout whose mask is a hash of (the pass's key, this call's number, the element's place)."""
+
+    def __init__(self, p: float, current: _Pass, whole_channels: bool) -> None:
+        super().__init__()
+        self.p, self.current, self.whole_channels = p, current, whole_channels
+
+    def forward(self, x: Tensor) -> Tensor:
+        context = self.current.context
+        if context is None or self.p == 0.0:
+            return x
+        self.current.drops += 1
+        shape = x.shape[:2] + (1,) * (x.dim() - 2) if self.whole_channels else x.shape
+        place = torch.arange(shape.numel(), device=x.device).view(shape)
+        bits = mix(mix(context.key + self.current.drops) + place)
+        keep = ((bits >> 32) & 0xFFFFFFFF) >= int(self.p * 2**32)
+        return x * keep.to(x.dtype) * (1.0 / (1.0 - self.p) if self.p < 1.0 else 0.0)
+
+
+class Net:
+    """A module, its loss and its layout. `Net(module)` leaves the module itself untouched."""
+
+    def __init__(self, module: nn.Module, loss: Loss = F.cross_entropy, dtype: torch.dtype = torch.float32) -> None:
+        self.loss = loss
+        self.dtype = dtype
+        self.current = _Pass()
+        self.original = copy.deepcopy(module).to(dtype)
+        prepared = _prepared(copy.deepcopy(self.original), "", self.current)
+        self.layout = Layout.of((n, p) for n, p in prepared.named_parameters() if p.requires_grad)
+        if not self.layout.names:
+            raise BadSetting("the model has no trainable parameter; set requires_grad on what should be trained")
+        tracked = [f"{n}." if n else "" for n, m in prepared.named_modules() if isinstance(m, MaskedBatchNorm)]
+        self.buffer_layout = Layout.of(
+            (n, b) for n, b in prepared.named_buffers() if any(n == t + n.rpartition(".")[2] for t in tracked)
+        )
+        self.counters = torch.cat(
+            [torch.full((s,), n.endswith("num_batches_tracked")) for n, s in zip(self.buffer_layout.names, self.buffer_layout.sizes, strict=True)]
+            or [torch.zeros(0, dtype=torch.bool)]
+        )  # which entries of the buffers' vector are counters: they are aggregated by maximum
+        self._local = threading.local()
+        self._prepared = prepared
+
+    def start(self) -> tuple[Tensor, Tensor]:
+        """x0 [P] and the buffers' start [Q]."""
+        like = torch.zeros((), dtype=self.dtype)
+        named = dict(self.original.named_parameters()) | dict(self.original.named_buffers())
+        return self.layout.join(named, like), self.buffer_layout.join(named, like)
+
+    def to(self, device: torch.device) -> Net:
+        """Move what the clients share (frozen parameters, constant buffers) to a device."""
+        self.original.to(device)
+        self._prepared.to(device)
+        self.counters = self.counters.to(device)
+        return self
+
+    def module(self) -> nn.Module:
+        """This thread's own copy: `functional_call` swaps tensors inside the module, so threads must not share one."""
+        if threading.current_thread() is threading.main_thread():
+            return self._prepared
+        mine: nn.Module | None = getattr(self._local, "module", None)
+        if mine is None:
+            mine = self._local.module = _unshared(self._prepared, self.current)
+        return mine
+
+    def __call__(self, x: Tensor, buffers: Tensor, inputs: Tensor, context: Context | None) -> tuple[Tensor, Tensor]:
+        """Outputs for x [P], and the buffers after this pass; context None means evaluation mode."""
+        self.current.context, self.current.statistics, self.current.drops = context, {}, 0
+        tensors = self.layout.split(x) | self.buffer_layout.split(buffers)
+        try:
+            outputs: Tensor = functional_call(self.module(), tensors, (inputs,))
+        finally:
+            self.current.context = None
+        if context is not None and self.buffer_layout.names:
+            buffers = torch.cat([self.current.statistics[n].reshape(-1) for n in self.buffer_layout.names])
+        return outputs, buffers
+
+    def sample_losses(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        """The loss of each sample [B]. A loss that returns one number is asked for one sample at a time."""
+        if self.loss is F.cross_entropy:
+            return F.cross_entropy(outputs, targets, reduction="none")
+        losses: Tensor = torch.vmap(lambda o, t: self.loss(o.unsqueeze(0), t.unsqueeze(0)).reshape(()))(outputs, targets)
+        return losses
+
+    def state_dict(self, x: Tensor, buffers: Tensor) -> dict[str, Tensor]:
+        """A plain PyTorch state dict with the module's own names and dtypes."""
+        state = {name: tensor.detach().clone() for name, tensor in self.original.state_dict().items()}
+        for name, tensor in (self.layout.split(x) | self.buffer_layout.split(buffers)).items():
+            if name in state:  # a buffer registered with persistent=False is not part of a state dict
+                state[name] = tensor.detach().to(state[name].dtype).clone()
+        return state
+
+
+def _as(share: Tensor | float, like: Tensor) -> Tensor:
+    return torch.as_tensor(share, dtype=like.dtype, device=like.device)
+
+
+def _prepared(module: nn.Module, name: str, current: _Pass) -> nn.Module:
+    """The module with every BatchNorm and Dropout replaced, names of parameters and buffers unchanged."""
+    if isinstance(module, _BatchNorm):
+        return MaskedBatchNorm(module, name, current)
+    if isinstance(module, _DropoutNd):
+        if isinstance(module, (nn.AlphaDropout, nn.FeatureAlphaDropout)):
+            raise BadSetting(f"{type(module).__name__} cannot be drawn from seeded streams; use nn.Dropout or remove it")
+        return StreamDropout(module.p, current, whole_channels=not isinstance(module, nn.Dropout))
+    for child, part in list(module.named_children()):
+        setattr(module, child, _prepared(part, f"{name}{child}.", current))
+    module.train()
+    return module
+
+
+def _unshared(module: nn.Module, current: _Pass) -> nn.Module:
+    """A copy with its own tensors' places but the same tensors and the same (thread-local) pass."""
+    memo: dict[int, object] = {id(current): current}
+    for tensor in (*module.parameters(), *module.buffers()):
+        memo[id(tensor)] = tensor
+    return copy.deepcopy(module, memo)

@@ -1,0 +1,104 @@
+"""The gradient oracle: what an algorithm may ask about the clients' losses, at any point and as often as it likes.
+
+An algorithm is handed an oracle, not a gradient; extrapolated points, previous models and proximal points are then
+ordinary calls. The oracle alone knows how many clients there are: x is [..., P] and so is the answer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from undrift.net import Context, Net
+
+Objective = Callable[..., Tensor]
+
+
+class GradientOracle(Protocol):
+    """What `local_start` and `local_step` may use."""
+
+    def grad(self, x: Tensor, objective: Objective | None = None, *others: Tensor, track: bool = True) -> Tensor: ...
+
+
+class Batch(NamedTuple):
+    """One mini-batch of every client; padded samples have real = 0."""
+
+    inputs: Tensor  # [..., B, *shape]
+    targets: Tensor  # [..., B, *]
+    real: Tensor | None  # [..., B]; None: no sample is padding
+    key: Tensor  # [...] the step's dropout stream
+
+
+class View:
+    """The model as an objective sees it: a function of a vector [P] and inputs, for one client."""
+
+    def __init__(self, net: Net, buffers: Tensor, context: Context) -> None:
+        self.net, self.buffers, self.context = net, buffers, context
+        self.after = buffers
+
+    def __call__(self, x: Tensor, inputs: Tensor) -> Tensor:
+        """Outputs in training mode; the last call's running statistics are kept."""
+        outputs, self.after = self.net(x, self.buffers, inputs, self.context)
+        return outputs
+
+    def loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        """The task's loss of each sample [B]."""
+        return self.net.sample_losses(outputs, targets)
+
+
+def task_loss(model: View, x: Tensor, inputs: Tensor, targets: Tensor) -> Tensor:
+    """The objective of a plain gradient: the task's loss of each sample."""
+    return model.loss(model(x, inputs), targets)
+
+
+class Oracle:
+    """Gradients on one mini-batch for clients [...]: `lead` is () for a client alone, (S,) for a stacked cohort.
+
+    It counts its gradients, keeps the last tracked loss, and carries the BatchNorm buffers [..., Q] forward: a call with
+    track=False leaves them as they are.
+    """
+
+    def __init__(self, net: Net, batch: Batch, buffers: Tensor) -> None:
+        self.net, self.batch, self.buffers = net, batch, buffers
+        self.lead = batch.key.shape
+        self.calls = 0
+        self.loss = torch.zeros((*self.lead, 1), dtype=buffers.dtype, device=buffers.device)
+
+    def grad(self, x: Tensor, objective: Objective | None = None, *others: Tensor, track: bool = True) -> Tensor:
+        """The gradient [..., P] at x [..., P] of the mean over real samples of objective(model, x, inputs, targets, *others).
+
+        The objective is written for one client and returns one number a sample; `others` are further vectors [..., P]
+        that it needs, such as the server's model. Without an objective it is the task's loss.
+        """
+        self.calls += 1
+        points = [v.detach().expand(*self.lead, v.shape[-1]) for v in (x, *others)]
+        at = points[0].requires_grad_()
+        with torch.enable_grad():
+            losses, after = self._losses(objective or task_loss, at, points[1:])
+            (g,) = torch.autograd.grad(losses.sum(), at)
+        if track:
+            self.buffers, self.loss = after.detach(), losses.detach().unsqueeze(-1)
+        return g
+
+    def _losses(self, objective: Objective, x: Tensor, others: list[Tensor]) -> tuple[Tensor, Tensor]:
+        """Every client's loss [...] and buffers [..., Q], by vmap over all leading dimensions at once."""
+
+        def of_one(x: Tensor, buffers: Tensor, inputs: Tensor, targets: Tensor, real: Tensor | None, key: Tensor, *others: Tensor) -> tuple[Tensor, Tensor]:
+            model = View(self.net, buffers, Context(real, key))
+            losses = objective(model, x, inputs, targets, *others)
+            if real is None:
+                return losses.mean(), model.after
+            # Padding may hold anything, so it is cut off rather than multiplied by zero.
+            return torch.where(real > 0, losses, 0.0).sum() / real.sum().clamp(min=1), model.after
+
+        batch = self.batch
+        if not self.lead:
+            return of_one(x, self.buffers, *batch, *others)
+        dims, flat = len(self.lead), [x, self.buffers, *batch, *others]
+        flat = [None if t is None else t.flatten(0, dims - 1) for t in flat]
+        mapped = torch.vmap(of_one, in_dims=tuple(None if t is None else 0 for t in flat))
+        losses, after = mapped(*flat)
+        return losses.unflatten(0, self.lead), after.unflatten(0, self.lead)

@@ -1,0 +1,112 @@
+"""The order of calls in a round, written once for every engine, and the record of what a round did."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+from torch import Tensor
+
+from undrift.algorithms.base import Algorithm, Cohort
+from undrift.net import Net
+from undrift.oracle import Oracle
+from undrift.vec import leaves, map_leaves, mean, where
+
+T = TypeVar("T")
+
+
+class State(NamedTuple):
+    """Everything the server holds."""
+
+    x: Tensor  # [P]
+    buffers: Tensor  # [Q] BatchNorm statistics, averaged beside x
+    server: Any  # the server part's state
+    companion: Any  # what the worker part keeps on the server
+
+
+class Answers(NamedTuple):
+    """What came back from clients [..., S]: `up` travels, `client` stays with them."""
+
+    up: Any
+    client: Any
+    buffers: Tensor  # [..., Q]
+    x: Tensor  # [..., P] the local models x_i^K, for the consistency metric
+    loss: Tensor  # [..., 1] mean training loss over the local steps
+
+
+def fill(state: T, lead: torch.Size) -> T:
+    """Leaves [P] or [1, P] expanded to [*lead, P]."""
+    return map_leaves(lambda t: t.expand(*lead, t.shape[-1]), state)
+
+
+def server_init(alg: Algorithm, net: Net, x0: Tensor, buffers: Tensor, clients: int) -> State:
+    return State(x0, buffers, alg.server_init(x0, clients, net.layout), alg.companion_init(x0, clients))
+
+
+def client_part(alg: Algorithm, down: Any, client: Any, buffers: Tensor, steps: Iterable[tuple[Oracle, Tensor]]) -> Answers:
+    """What the clients of a round do: one client or a stacked cohort, as the oracle's leading dimensions say.
+
+    `steps` yields an oracle for each local step and `live` [..., 1], false for a client that has no batch left.
+    """
+    work, done, total = None, None, None
+    for oracle, live in steps:
+        if work is None:
+            client, buffers = fill(client, oracle.lead), fill(buffers, oracle.lead)
+            work = fill(alg.local_start(down, client), oracle.lead)
+            done, total = torch.zeros_like(live, dtype=buffers.dtype), torch.zeros_like(live, dtype=buffers.dtype)
+        oracle.buffers = buffers
+        work = where(live, fill(alg.local_step(down, client, work, oracle), oracle.lead), work)
+        buffers = torch.where(live, oracle.buffers, buffers)
+        done, total = done + live, total + torch.where(live, oracle.loss, 0.0)
+    assert work is not None and done is not None and total is not None, "a client of the cohort must take a step"
+    up, client = alg.local_end(down, client, work)
+    lead = done.shape[:-1]
+    return Answers(fill(up, lead), fill(client, lead), buffers, work.x, total / done)
+
+
+def server_part(alg: Algorithm, net: Net, state: State, answers: Answers, cohort: Cohort) -> State:
+    """What the server does with the answers."""
+    d, companion = alg.gather(state.companion, answers.up, cohort)
+    x, server = alg.server_step(state.server, state.x, d, answers.up, cohort)
+    companion = alg.companion_step(companion, answers.up, cohort, state.x, x)
+    averaged = mean(answers.buffers, cohort.weight)
+    buffers = torch.where(net.counters, answers.buffers.amax(-2), averaged) if net.counters.numel() else averaged
+    return State(x, buffers, server, companion)
+
+
+def finite(answers: Answers) -> Tensor:
+    """[S] whether everything a client sent is finite."""
+    return torch.stack([torch.isfinite(t).flatten(1).all(1) for t in (*leaves(answers.up), answers.buffers)]).all(0)
+
+
+def consistency(answers: Answers) -> Tensor:
+    """(1/S) sum |x_i^K - mean x^K|^2, how far apart the local models end."""
+    return (answers.x - answers.x.mean(-2, keepdim=True)).square().sum(-1).mean(-1)
+
+
+def nbytes(state: object) -> int:
+    """The bytes of a message, measured on the tensors that are handed over."""
+    return sum(leaf.numel() * leaf.element_size() for leaf in leaves(state))
+
+
+class RoundRecord(NamedTuple):
+    """One line of rounds.jsonl."""
+
+    round: int
+    loss: float | None  # on the test set, in rounds that were evaluated
+    accuracy: float | None
+    bytes_down: int
+    bytes_up: int
+    gradients: int  # mini-batch gradients that the clients computed
+    consistency: float
+    seconds: float
+    train_loss: float  # mean over the cohort and its local steps
+    clients: int  # that took part
+    dropped: int  # whose update was not finite
+    more: dict[str, float]  # other metrics, validation scores, the algorithm's own facts
+
+    def as_dict(self) -> dict[str, Any]:
+        flat = self._asdict() | self.more
+        del flat["more"]
+        return flat

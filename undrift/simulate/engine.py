@@ -1,0 +1,158 @@
+"""The simulator: one federation, one algorithm, one round at a time."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from undrift.algorithms.base import Algorithm, Cohort
+from undrift.data.batches import Plan
+from undrift.data.federation import Federation
+from undrift.errors import BadSetting
+from undrift.net import Net
+from undrift.round import RoundRecord, consistency, fill, finite, nbytes, server_init, server_part
+from undrift.simulate.clients import ClientTable
+from undrift.simulate.evaluate import Metric, evaluate
+from undrift.simulate.execute import Execution, RoundWork, check_repeatable, choose, keep_freed_memory
+from undrift.streams import Purpose, sample, stream
+from undrift.vec import map_leaves
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How rounds are run, apart from what is trained on what."""
+
+    cohort: int
+    plan: Plan
+    seed: int = 0
+    weights: str = "uniform"  # or size: n_i / sum of the cohort's n_i
+    eval_every: int = 1
+    execution: str = "auto"  # or stacked, or pool
+    chunk: int = 0  # clients stacked at a time; 0: as many as fit in memory
+
+
+class Simulation:
+    """A run in memory. `round()` advances it and returns the round's record; `tensors()` is all that a checkpoint needs."""
+
+    def __init__(
+        self, alg: Algorithm, net: Net, data: Federation, settings: Settings, metrics: Mapping[str, Metric], device: torch.device
+    ) -> None:
+        if not 1 <= settings.cohort <= data.clients:
+            raise BadSetting(f"cohort must lie between 1 and the {data.clients} clients, not {settings.cohort}")
+        alg.check(data.clients, settings.cohort)
+        alg.check_server(data.clients, settings.cohort)
+        self.alg, self.net, self.data, self.settings, self.metrics = alg, net.to(device), data, settings, metrics
+        self.device = device
+        self.t = 0
+        x0, buffers = (v.to(device) for v in net.start())
+        self.state = server_init(alg, net, x0, buffers, data.clients)
+        self.clients = ClientTable()
+        self.position = np.zeros(data.clients, dtype=np.int64)  # batches each client has taken so far
+        self.execution: Execution | None = None
+        if device.type == "cpu":
+            keep_freed_memory()
+
+    def draw(self) -> tuple[Tensor, Tensor]:
+        """The cohort of this round: its ids in rising order, and each one's place in the order of sampling."""
+        chosen = sample(stream(self.settings.seed, Purpose.COHORT, self.t), self.data.clients, self.settings.cohort)
+        ids = torch.tensor(chosen)
+        order = ids.argsort()
+        return ids[order].to(self.device), order.to(self.device)
+
+    def round(self, last: bool = False) -> RoundRecord:
+        """One round; `last` asks for an evaluation whatever the interval is."""
+        began = time.perf_counter()
+        ids, drawn = self.draw()
+        host_ids = ids.cpu().numpy()
+        table = self.data.table(self.settings.plan, self.settings.seed, self.t, host_ids, self.position[host_ids])
+        work = RoundWork(self.net, self.data, self.settings.seed, self.t, ids, table)
+
+        down = self.alg.broadcast(self.state.x, self.state.companion, len(ids))
+        fresh = fill(self.alg.client_init(map_leaves(lambda v: v.unsqueeze(-2), down), ids), ids.shape)
+        client = self.clients.read(ids, fresh)
+        if self.execution is None:
+            check_repeatable(self.net, self.state.x, self.state.buffers, work)
+            self.execution = choose(
+                self.settings.execution, self.settings.chunk, self.alg, down, client, self.net, self.state.x, self.state.buffers, work
+            )
+            work = RoundWork(self.net, self.data, self.settings.seed, self.t, ids, table)  # counts afresh
+        answers = self.execution(self.alg, down, client, self.state.buffers, work)
+
+        # A client whose update is not finite is dropped: its state stays as it was, the others' weights add up to one.
+        good = finite(answers)
+        kept = len(ids) if bool(good.all()) else int(good.sum())
+        if kept < len(ids):
+            answers = map_leaves(lambda v: v[good], answers)
+        cohort = self.cohort(ids[good], drawn[good], torch.from_numpy(table.steps).to(self.device)[good])
+        if kept:
+            self.state = server_part(self.alg, self.net, self.state, answers, cohort)
+            self.clients.write(cohort.ids, answers.client)
+        self.position[host_ids[good.cpu().numpy()]] += table.steps[good.cpu().numpy()]
+
+        bytes_down = len(ids) * (nbytes(down) + nbytes(self.state.buffers))
+        bytes_up = nbytes(answers.up) + nbytes(answers.buffers)
+        self.t += 1
+        scores = self.evaluate() if last or self.t % self.settings.eval_every == 0 else {}
+        return RoundRecord(
+            round=self.t,
+            loss=scores.pop("loss", None),
+            accuracy=scores.pop("accuracy", None),
+            bytes_down=bytes_down,
+            bytes_up=bytes_up,
+            gradients=work.gradients,
+            consistency=float(consistency(answers)) if kept else 0.0,
+            seconds=time.perf_counter() - began,
+            train_loss=float(answers.loss.mean()) if kept else float("nan"),
+            clients=len(ids),
+            dropped=len(ids) - kept,
+            more=scores | {name: float(value) for name, value in self.alg.facts(self.state.server).items()},
+        )
+
+    def cohort(self, ids: Tensor, drawn: Tensor, steps: Tensor) -> Cohort:
+        size = torch.from_numpy(self.data.sizes)[ids.cpu()].to(self.state.x).unsqueeze(-1)
+        weight = size if self.settings.weights == "size" else torch.ones_like(size)
+        return Cohort(
+            ids, drawn, weight / weight.sum(-2, keepdim=True), steps.to(self.state.x).unsqueeze(-1), self.alg.lr,
+            self.data.clients, self.t, self.net.layout,
+        )  # fmt: skip
+
+    def evaluate(self) -> dict[str, float]:
+        """Scores of the server's model on the test samples, and on the validation samples as val_*."""
+        where = (self.net, self.state.x, self.state.buffers)
+        scores = evaluate(*where, self.data.test, self.data.transform, self.metrics)
+        if len(self.data.validation):
+            rows = torch.from_numpy(self.data.validation).to(self.device)
+            held_out = evaluate(*where, self.data.train, self.data.transform, self.metrics, rows)
+            scores |= {f"val_{name}": value for name, value in held_out.items()}
+        return scores
+
+    # What a checkpoint holds: tensors only, under names that say where they belong.
+    def tensors(self) -> dict[str, Tensor]:
+        state = {name: leaf for name, leaf in named_leaves("state", self.state)}
+        return state | self.clients.tensors() | {"position": torch.from_numpy(self.position)}
+
+    def restore(self, tensors: dict[str, Tensor], t: int) -> None:
+        stored = iter([tensors[name].to(self.device) for name, _ in named_leaves("state", self.state)])
+        self.state = map_leaves(lambda _: next(stored), self.state)
+        self.clients.restore(tensors, self.device)
+        self.position = tensors["position"].cpu().numpy().copy()
+        self.t = t
+
+    def model(self) -> dict[str, Tensor]:
+        """The server's model as a plain state dict on the CPU."""
+        return {name: tensor.cpu() for name, tensor in self.net.state_dict(self.state.x, self.state.buffers).items()}
+
+
+def named_leaves(name: str, state: Any) -> list[tuple[str, Tensor]]:
+    """The tensors of a state under dotted names, such as state.server.m."""
+    if isinstance(state, Tensor):
+        return [(name, state)]
+    return [leaf for field, part in zip(state._fields, state, strict=True) for leaf in named_leaves(f"{name}.{field}", part)]
+
+

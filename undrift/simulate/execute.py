@@ -1,0 +1,222 @@
+"""How the clients of a round are run: stacked into one program, or one by one on a pool of single-threaded workers.
+
+Both give the same answers to rounding. Stacking wins for small dense layers and always on a GPU; on a CPU a stacked
+convolution becomes a grouped one, which is slow, so that a pool of threads that each train one client wins there.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from undrift.algorithms.base import Algorithm
+from undrift.data.batches import Table
+from undrift.data.federation import Federation
+from undrift.errors import BadSetting
+from undrift.net import Net
+from undrift.oracle import Batch, Oracle
+from undrift.round import Answers, client_part
+from undrift.streams import Purpose, fold, stream
+from undrift.vec import map_leaves
+
+
+@dataclass
+class RoundWork:
+    """The local work of one round's cohort."""
+
+    net: Net
+    data: Federation
+    seed: int
+    round: int
+    ids: Tensor  # [S]
+    table: Table
+    gradients: int = 0  # mini-batch gradients computed so far
+
+    def steps(self, clients: slice | int, limit: int | None = None) -> Iterator[tuple[Oracle, Tensor]]:
+        """An oracle for each local step of some clients of the cohort: a slice is stacked, a number is a client alone."""
+        counts, ids = self.table.count[clients], self.ids[clients]
+        alone = isinstance(clients, int)
+        total = int(self.table.steps[clients].max()) if limit is None else limit
+        dropout = fold(stream(self.seed, Purpose.DROPOUT, self.round), ids)
+        augment = fold(stream(self.seed, Purpose.AUGMENT, self.round), ids)
+        index = self.table.index[clients]
+        for k in range(total):
+            count: NDArray[np.int64] = np.atleast_1d(counts[..., k])
+            width = int(count.max())
+            rows = index[..., k, :width]
+            if k + 1 < total:
+                self.data.train.prefetch(index[..., k + 1, : int(np.max(counts[..., k + 1]))].flatten())
+            draw = fold(fold(augment, torch.tensor(k, device=ids.device)).unsqueeze(-1), torch.arange(width, device=ids.device))
+            owner = ids.unsqueeze(-1).expand(rows.shape)
+            raw = self.data.train.take(rows.flatten())
+            inputs = self.data.transform(raw, self.net.dtype, draw.flatten(), owner.flatten())
+            targets = self.data.train.targets[rows]
+            if targets.is_floating_point():
+                targets = targets.to(self.net.dtype)
+            live = torch.from_numpy(count > 0).to(ids.device)
+            real = None
+            if (count < width).any():
+                real = (torch.arange(width, device=ids.device) < torch.from_numpy(count).to(ids.device).unsqueeze(-1)).to(self.net.dtype)
+            key = fold(dropout, torch.tensor(k, device=ids.device))
+            batch = Batch(inputs.view(*rows.shape, *inputs.shape[1:]), targets, real, key)
+            oracle = Oracle(self.net, batch, torch.zeros((), dtype=self.net.dtype, device=ids.device))
+            yield oracle, live if alone else live.unsqueeze(-1)
+            self.gradients += oracle.calls * int((count > 0).sum())
+
+
+class Stacked:
+    """All clients of the cohort in one program, or `chunk` of them at a time where memory is short."""
+
+    name = "stacked"
+
+    def __init__(self, chunk: int) -> None:
+        self.chunk = chunk
+
+    def __call__(self, alg: Algorithm, down: Any, client: Any, buffers: Tensor, work: RoundWork, limit: int | None = None) -> Answers:
+        shared = map_leaves(lambda t: t.unsqueeze(-2), down)
+        size, done, gradients = len(work.ids), [], work.gradients
+        while (at := sum(len(a.loss) for a in done)) < size:
+            part = slice(at, min(at + self.chunk, size))
+            try:
+                mine = map_leaves(lambda t, part=part: t[part], client)
+                done.append(client_part(alg, shared, mine, buffers, work.steps(part, limit)))
+                gradients = work.gradients
+            except torch.cuda.OutOfMemoryError:
+                if self.chunk == 1:
+                    raise
+                self.chunk, work.gradients = max(1, min(self.chunk, size) // 2), gradients
+                torch.cuda.empty_cache()
+        return done[0] if len(done) == 1 else map_leaves(lambda *parts: torch.cat(parts), *done)
+
+
+class Pool:
+    """One client at a time on each of a few threads, each with one core (on a GPU: one after another)."""
+
+    name = "pool"
+
+    def __init__(self, device: torch.device) -> None:
+        self.threads = torch.get_num_threads() if device.type == "cpu" else 1
+        self.executor = ThreadPoolExecutor(self.threads, initializer=_single_threaded) if self.threads > 1 else None
+
+    def __call__(self, alg: Algorithm, down: Any, client: Any, buffers: Tensor, work: RoundWork, limit: int | None = None) -> Answers:
+        def one(s: int) -> tuple[Answers, int]:
+            mine = RoundWork(work.net, work.data, work.seed, work.round, work.ids, work.table)
+            answers = client_part(alg, down, map_leaves(lambda t: t[s], client), buffers, mine.steps(s, limit))
+            return answers, mine.gradients
+
+        # Clients with the most samples first, so that no long one is left for the end.
+        longest = np.argsort(-work.table.count.sum(1), kind="stable").tolist()
+        run = self.executor.map if self.executor else map
+        results = dict(zip(longest, run(one, longest), strict=True))
+        work.gradients += sum(gradients for _, gradients in results.values())
+        ordered = [results[s][0] for s in range(len(work.ids))]
+        return map_leaves(lambda *parts: torch.stack(parts), *ordered)
+
+
+Execution = Stacked | Pool
+
+
+def _single_threaded() -> None:
+    torch.set_num_threads(1)
+
+
+def keep_freed_memory() -> None:
+    """Let glibc reuse large blocks instead of handing them back to the kernel and faulting every page in again.
+
+    On vectors of 10 MB that made `x - lr * g` nearly twenty times faster here. Elsewhere than glibc it does nothing.
+    """
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is not None:
+        M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
+        mallopt(M_MMAP_THRESHOLD, 1 << 30)
+        mallopt(M_TRIM_THRESHOLD, (1 << 31) - 1)
+
+
+def bytes_per_client(net: Net, x: Tensor, buffers: Tensor, work: RoundWork) -> int:
+    """What one stacked client holds during a step: activations kept for the backward pass, and a few vectors like x."""
+    saved = 0
+
+    def count(t: Tensor) -> Tensor:
+        nonlocal saved
+        saved += t.numel() * t.element_size()
+        return t
+
+    with torch.autograd.graph.saved_tensors_hooks(count, lambda t: t):
+        oracle, _ = next(work.steps(0, 1))
+        oracle.buffers = buffers
+        oracle.grad(x)
+    return 2 * saved + 10 * x.numel() * x.element_size()
+
+
+def available_memory(device: torch.device) -> int:
+    """Bytes free on the device; on a CPU what Linux calls available, elsewhere 4 GiB."""
+    if device.type == "cuda":
+        return int(torch.cuda.mem_get_info(device)[0])
+    try:
+        with open("/proc/meminfo") as lines:
+            fields = dict(line.split(":") for line in lines)
+        return int(fields["MemAvailable"].split()[0]) * 1024
+    except (OSError, KeyError):
+        return 4 << 30
+
+
+def check_repeatable(net: Net, x: Tensor, buffers: Tensor, work: RoundWork) -> None:
+    """Refuse a model that draws random numbers outside our streams: its runs could not be seeded."""
+
+    def gradient() -> Tensor:
+        oracle, _ = next(work.steps(0, 1))
+        oracle.buffers = buffers
+        return oracle.grad(x)
+
+    if not torch.equal(gradient(), gradient()) and not torch.isnan(gradient()).any():
+        raise BadSetting(
+            "the model gives two different gradients on one batch, so it draws random numbers that cannot be seeded "
+            "(functional dropout?); use nn.Dropout modules instead"
+        )
+
+
+def choose(
+    name: str, chunk: int, alg: Algorithm, down: Any, client: Any, net: Net, x: Tensor, buffers: Tensor, work: RoundWork
+) -> Execution:
+    """The execution named, or by `auto` the faster one, timed on two steps of the first cohort."""
+    device = x.device
+    if chunk == 0:
+        chunk = max(1, int(0.5 * available_memory(device) / bytes_per_client(net, x, buffers, work)))
+    stacked = Stacked(chunk)
+    if name == "stacked":
+        return stacked
+    pool = Pool(device)
+    if name == "pool":
+        return pool
+
+    def seconds(execution: Execution) -> float:
+        taken = []
+        for _ in range(3):
+            before = time.perf_counter()
+            execution(alg, down, client, buffers, work, limit=min(2, int(work.table.steps.min())))
+            if device.type == "cuda":
+                torch.cuda.synchronize()
+            taken.append(time.perf_counter() - before)
+        return min(taken[1:])
+
+    try:
+        stacked_seconds = seconds(stacked)
+    except RuntimeError as error:  # vmap has no rule for something the model does
+        if isinstance(error, torch.cuda.OutOfMemoryError):
+            raise
+        return pool
+    if device.type == "cuda":
+        return stacked
+    # Near a tie the kind of model decides, so that noise in the timing does not.
+    ratio = seconds(pool) / stacked_seconds
+    convolutional = any(isinstance(m, (nn.Conv1d, nn.Conv2d, nn.Conv3d)) for m in net.original.modules())
+    return pool if ratio < (1.25 if convolutional else 0.8) else stacked
