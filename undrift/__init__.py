@@ -1,0 +1,9 @@
+"""Federated and distributed training that does not drift."""
+
+from undrift.config import RunConfig
+from undrift.data.dataset import Dataset
+from undrift.errors import UndriftError
+from undrift.runs import Result, run
+
+__version__ = "0.1.0"
+__all__ = ["Dataset", "Result", "RunConfig", "UndriftError", "__version__", "run"]

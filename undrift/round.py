@@ -44,25 +44,28 @@ def server_init(alg: Algorithm, net: Net, x0: Tensor, buffers: Tensor, clients: 
     return State(x0, buffers, alg.server_init(x0, clients, net.layout), alg.companion_init(x0, clients))
 
 
-def client_part(alg: Algorithm, down: Any, client: Any, buffers: Tensor, steps: Iterable[tuple[Oracle, Tensor]]) -> Answers:
+def client_part(
+    alg: Algorithm, down: Any, client: Any, buffers: Tensor, steps: Iterable[tuple[Oracle, Tensor | None]]
+) -> Answers:
     """What the clients of a round do: one client or a stacked cohort, as the oracle's leading dimensions say.
 
-    `steps` yields an oracle for each local step and `live` [..., 1], false for a client that has no batch left.
+    `steps` yields an oracle for each local step and `live` [..., 1], false for a client that has no batch left, or None
+    where everybody has one.
     """
-    work, done, total = None, None, None
+    work, losses, lead = None, [], torch.Size()
     for oracle, live in steps:
         if work is None:
-            client, buffers = fill(client, oracle.lead), fill(buffers, oracle.lead)
-            work = fill(alg.local_start(down, client), oracle.lead)
-            done, total = torch.zeros_like(live, dtype=buffers.dtype), torch.zeros_like(live, dtype=buffers.dtype)
+            lead = oracle.lead
+            client, buffers = fill(client, lead), fill(buffers, lead)
+            work = fill(alg.local_start(down, client), lead)
         oracle.buffers = buffers
-        work = where(live, fill(alg.local_step(down, client, work, oracle), oracle.lead), work)
-        buffers = torch.where(live, oracle.buffers, buffers)
-        done, total = done + live, total + torch.where(live, oracle.loss, 0.0)
-    assert work is not None and done is not None and total is not None, "a client of the cohort must take a step"
+        new = fill(alg.local_step(down, client, work, oracle), lead)
+        work = new if live is None else where(live, new, work)
+        buffers = oracle.buffers if live is None else torch.where(live, oracle.buffers, buffers)
+        losses.append(oracle.loss if live is None else torch.where(live, oracle.loss, torch.nan))
+    assert work is not None, "a client of the cohort takes at least one step"
     up, client = alg.local_end(down, client, work)
-    lead = done.shape[:-1]
-    return Answers(fill(up, lead), fill(client, lead), buffers, work.x, total / done)
+    return Answers(fill(up, lead), fill(client, lead), buffers, work.x, torch.stack(losses).nanmean(0))
 
 
 def server_part(alg: Algorithm, net: Net, state: State, answers: Answers, cohort: Cohort) -> State:

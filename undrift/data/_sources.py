@@ -160,8 +160,8 @@ def hugging_face_loader(identifier: str) -> Callable[..., Any] | None:
     if importlib.util.find_spec("datasets") is None:
         return None
     if not Path(identifier).exists() and not hugging_face_answers():
-        # Otherwise a machine without a network spends long on retries. A data set already in the cache is still
-        # found. The package reads the variable when it is first imported.
+        # Otherwise a machine without a network spends long on retries. What is in the cache is still found,
+        # and the package reads this variable when it is first imported.
         os.environ["HF_HUB_OFFLINE"] = "1"
     module = importlib.import_module("datasets")
     loader: Callable[..., Any] | None = getattr(module, "load_dataset", None)  # a stray folder has none

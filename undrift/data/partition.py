@@ -63,7 +63,7 @@ def iid(task: Task) -> Indices:
     refuse_parameter("iid", task.parameter)
     _, class_of = np.unique(task.labels, return_inverse=True)
     # Dealing class after class in turn, without starting anew at each, evens out both classes and sizes.
-    # Classes and clients come in random order so that the same classes do not meet in small clients every time.
+    # Classes and clients come in random order so that small clients do not always pair the same classes.
     turn_of_class = task.generator.permutation(int(class_of.max()) + 1)
     shuffled = task.generator.permutation(task.samples)
     by_class = shuffled[np.argsort(turn_of_class[class_of[shuffled]], kind="stable")]
@@ -151,7 +151,7 @@ def shards(task: Task) -> Indices:
     """shards:k: samples in label order are cut into k shards per client, dealt at random (McMahan et al.)"""
     per_client = positive_number("shards", task.parameter)
     if not per_client.is_integer():
-        raise BadSetting(f"partition 'shards' needs a whole number such as 'shards:2', not {task.parameter!r}")
+        raise BadSetting(f"partition 'shards' needs a whole number like 'shards:2', not {task.parameter!r}")
     count = int(per_client) * task.clients
     if count > task.samples:
         raise BadSetting(

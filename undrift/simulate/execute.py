@@ -41,10 +41,9 @@ class RoundWork:
     table: Table
     gradients: int = 0  # mini-batch gradients computed so far
 
-    def steps(self, clients: slice | int, limit: int | None = None) -> Iterator[tuple[Oracle, Tensor]]:
+    def steps(self, clients: slice | int, limit: int | None = None) -> Iterator[tuple[Oracle, Tensor | None]]:
         """An oracle for each local step of some clients of the cohort: a slice is stacked, a number is a client alone."""
         counts, ids = self.table.count[clients], self.ids[clients]
-        alone = isinstance(clients, int)
         total = int(self.table.steps[clients].max()) if limit is None else limit
         dropout = fold(stream(self.seed, Purpose.DROPOUT, self.round), ids)
         augment = fold(stream(self.seed, Purpose.AUGMENT, self.round), ids)
@@ -62,14 +61,14 @@ class RoundWork:
             targets = self.data.train.targets[rows]
             if targets.is_floating_point():
                 targets = targets.to(self.net.dtype)
-            live = torch.from_numpy(count > 0).to(ids.device)
+            live = None if (count > 0).all() else torch.from_numpy(count > 0).to(ids.device).unsqueeze(-1)
             real = None
             if (count < width).any():
                 real = (torch.arange(width, device=ids.device) < torch.from_numpy(count).to(ids.device).unsqueeze(-1)).to(self.net.dtype)
             key = fold(dropout, torch.tensor(k, device=ids.device))
             batch = Batch(inputs.view(*rows.shape, *inputs.shape[1:]), targets, real, key)
             oracle = Oracle(self.net, batch, torch.zeros((), dtype=self.net.dtype, device=ids.device))
-            yield oracle, live if alone else live.unsqueeze(-1)
+            yield oracle, live
             self.gradients += oracle.calls * int((count > 0).sum())
 
 

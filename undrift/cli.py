@@ -1,0 +1,278 @@
+"""The command line: `undrift run | sweep | report | list | data | cite`. No logic of its own."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import inspect
+import json
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+from undrift import __version__
+from undrift.config import CHOICES, FIELDS, TYPES, parse_value
+from undrift.errors import BadSetting, UndriftError, UnknownName
+
+KINDS = ("algorithms", "datasets", "models", "partitions")
+
+
+class Parser(argparse.ArgumentParser):
+    """An argument parser that answers a mistake with one line, and a typo with the nearest name."""
+
+    def error(self, message: str) -> NoReturn:
+        raise BadSetting(f"{message}; try '{self.prog} --help'")
+
+    def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
+        found, unknown = self.parse_known_args(args, namespace)
+        if unknown:
+            flags = [o for a in self._subparser(found.command)._actions for o in a.option_strings]
+            raise UnknownName(f"argument of '{self.prog} {found.command}'", unknown[0].split("=")[0], flags)
+        return found
+
+    def _subparser(self, command: str) -> argparse.ArgumentParser:
+        (action,) = (a for a in self._actions if isinstance(a, argparse._SubParsersAction))
+        parser: argparse.ArgumentParser = action.choices[command]
+        return parser
+
+
+def parser() -> Parser:
+    top = Parser(prog="undrift", description="Federated and distributed training that does not drift.", allow_abbrev=False)
+    top.add_argument("--version", action="version", version=f"undrift {__version__}")
+    commands = top.add_subparsers(dest="command", required=True, parser_class=Parser, metavar="COMMAND")
+
+    run = commands.add_parser("run", help="simulate one federated training run", allow_abbrev=False)
+    run.add_argument("config", nargs="?", type=Path, metavar="CONFIG.toml", help="settings; flags override them")
+    for name, field in FIELDS.items():
+        flag, about = f"--{name.replace('_', '-')}", str(field.metadata["help"])
+        if name == "set":
+            run.add_argument(flag, action="append", default=None, metavar="FIELD=VALUE", help=about)
+        elif TYPES[name] is bool:
+            run.add_argument(flag, action="store_true", default=None, help=about)
+        else:
+            shown = "|".join(CHOICES[name]) if name in CHOICES else name.upper()
+            run.add_argument(flag, type=TYPES[name], default=None, metavar=shown, help=f"{about} [{field.default}]")
+    run.add_argument("--out", type=Path, metavar="DIR", help="the run's folder [runs/ALGORITHM-DATASET-seedN]")
+    run.add_argument("--resume", action="store_true", help="go on from the folder's last checkpoint")
+
+    sweep = commands.add_parser("sweep", help="run algorithms x settings x seeds", allow_abbrev=False)
+    sweep.add_argument("file", type=Path, metavar="FILE.toml")
+    sweep.add_argument("--out", type=Path, required=True, metavar="DIR")
+    sweep.add_argument("--processes", type=int, default=0, metavar="N", help="runs at a time [one a core; one on a GPU]")
+
+    report = commands.add_parser("report", help="tables and plots of run folders as one HTML page", allow_abbrev=False)
+    report.add_argument("folders", type=Path, nargs="+", metavar="DIR")
+    report.add_argument("--out", type=Path, required=True, metavar="FILE.html")
+    report.add_argument("--target", type=float, metavar="ACCURACY", help="for rounds and bytes to a target")
+
+    listing = commands.add_parser("list", help="what there is", allow_abbrev=False)
+    listing.add_argument("kind", metavar="|".join(KINDS))
+    listing.add_argument("--json", action="store_true")
+
+    data = commands.add_parser("data", help="which data sets are there, prepare one, or show a partition", allow_abbrev=False)
+    data.add_argument("action", metavar="list|prepare|show")
+    data.add_argument("name", nargs="?", default="digits", help="a data set [digits]")
+    data.add_argument("--partition", default="dirichlet:0.1", metavar="SPEC")
+    data.add_argument("--clients", type=int, default=100, metavar="N")
+    data.add_argument("--seed", type=int, default=0)
+    data.add_argument("--out", type=Path, metavar="FILE", help="prepare: where NAME.npz goes; show: a .png or .svg picture")
+
+    cite = commands.add_parser("cite", help="the BibTeX entry of an algorithm's paper", allow_abbrev=False)
+    cite.add_argument("name")
+    return top
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a command; bad input is one line on standard error and exit code 2."""
+    try:
+        arguments = parser().parse_args(argv)
+        return int(COMMANDS[arguments.command](arguments) or 0)
+    except UndriftError as error:
+        print(f"undrift: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("undrift: stopped; go on with --resume", file=sys.stderr)
+        return 130
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+
+
+def run_command(arguments: argparse.Namespace) -> None:
+    from undrift.runs import run
+
+    settings = {n: v for n in FIELDS if n != "set" and (v := getattr(arguments, n)) is not None}
+    fields = {}
+    for pair in arguments.set or []:
+        name, equals, value = pair.partition("=")
+        if not equals:
+            raise BadSetting(f"--set takes FIELD=VALUE, not {pair!r}")
+        fields[name] = parse_value(value)
+    config: dict[str, Any] = {}
+    if arguments.config is not None:
+        from undrift.config import from_toml
+
+        config = from_toml(arguments.config)
+    if "steps" in settings:
+        config.pop("epochs", None)
+    if "epochs" in settings:
+        config.pop("steps", None)
+        config.pop("batches", None)
+    if fields:
+        settings["set"] = dict(config.get("set", {})) | fields
+    if "algorithm" in settings and settings["algorithm"] != config.get("algorithm") and "set" in config:
+        settings.setdefault("set", fields)  # another algorithm: the file's fields are not its own
+    named = config | settings
+    out = arguments.out or Path("runs") / "-".join(
+        (str(named.get("algorithm", "fedavg")), str(named.get("dataset", "digits")), f"seed{named.get('seed', 0)}")
+    ).replace("/", "_").replace(":", "_")
+    bar = progress_bar()
+    task = bar.add_task(str(named.get("algorithm", "fedavg")), total=None, accuracy="")
+
+    def show(record: dict[str, Any], rounds: int) -> None:
+        bar.start()  # with the first round: a mistake in the settings needs no bar
+        known = {} if record["accuracy"] is None else {"accuracy": f"accuracy {record['accuracy']:.4f}"}
+        bar.update(task, completed=record["round"], total=rounds, **known)
+
+    try:
+        result = run(config, out=out, resume=arguments.resume, progress=show, **settings)
+    finally:
+        bar.stop()
+    last = result.records[-1] if result.records else {}
+    scores = [r["accuracy"] for r in result.records if r["accuracy"] is not None]
+    text = f"accuracy {scores[-1]:.4f}, best {max(scores):.4f} (on test)" if scores else f"loss {last.get('loss')}"
+    print(f"{len(result.records)} rounds, {text}; stopped by {result.stopped}; written to {out}")
+
+
+def sweep_command(arguments: argparse.Namespace) -> int:
+    from undrift.report import page
+    from undrift.sweep import plan, run_all
+
+    jobs, sweep = plan(arguments.file)
+    processes = arguments.processes or default_processes(jobs[0].config.device)
+    arguments.out.mkdir(parents=True, exist_ok=True)
+    (arguments.out / "sweep.toml").write_bytes(arguments.file.read_bytes())
+    with progress_bar() as bar:
+        whole = bar.add_task(f"{len(jobs)} runs", total=sum(j.config.rounds for j in jobs), accuracy="")
+        at: dict[str, int] = {}
+
+        def show(name: str, done: int, rounds: int) -> None:
+            at[name] = done
+            finished = sum(at.get(j.name) == j.config.rounds for j in jobs)
+            bar.update(whole, completed=sum(at.values()), accuracy=f"{finished} of {len(jobs)} done, now {name}")
+
+        failed = run_all(jobs, arguments.out, processes, show)
+    for name, message in failed.items():
+        print(f"undrift: {name} failed: {message}", file=sys.stderr)
+    print_summary([arguments.out], sweep.get("target"))
+    page.write([arguments.out], arguments.out / "report.html", sweep.get("target"))
+    print(f"written to {arguments.out / 'report.html'}")
+    return 1 if failed else 0
+
+
+def report_command(arguments: argparse.Namespace) -> None:
+    from undrift.report import page
+
+    page.write(arguments.folders, arguments.out, arguments.target)
+    print_summary(arguments.folders, arguments.target)
+    print(f"written to {arguments.out}")
+
+
+def print_summary(folders: list[Path], target: float | None) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    from undrift.report import runs, summary, text
+
+    groups = runs.groups(runs.load(folders))
+    target = summary.default_target(groups) if target is None else target
+    header, *rows = text.table(groups, target)
+    shown = Table(*header)
+    for row in rows:
+        shown.add_row(*row)
+    console = Console(width=None if sys.stdout.isatty() else 160)
+    console.print(shown)
+    console.print(summary.verdict(groups), highlight=False)
+
+
+def list_command(arguments: argparse.Namespace) -> None:
+    entries = listed(arguments.kind)
+    if arguments.json:
+        print(json.dumps(entries, indent=1))
+        return
+    width = max(len(entry["name"]) for entry in entries)
+    for entry in entries:
+        print(f"{entry['name']:{width}}  {entry['about']}")
+
+
+def listed(kind: str) -> list[dict[str, Any]]:
+    """What `undrift list KIND --json` prints."""
+    from undrift.data.partition import PARTITIONS
+    from undrift.registry import algorithm_class, describe, names
+
+    if kind not in KINDS:
+        raise UnknownName("kind of list", kind, KINDS)
+    if kind == "partitions":
+        return [{"name": n, "about": (inspect.getdoc(f) or "").splitlines()[0]} for n, f in PARTITIONS.items()]
+    entries: list[dict[str, Any]] = [{"name": n, "about": describe(kind, n)} for n in names(kind)]
+    if kind == "algorithms":
+        for entry in entries:
+            found = algorithm_class(entry["name"])
+            entry["server_needs"] = "single updates" if found.needs_single_updates else "their sum"
+            entry["fields"] = {f.name: f.default for f in dataclasses.fields(found)}
+    return entries
+
+
+def data_command(arguments: argparse.Namespace) -> None:
+    from undrift import datasets
+
+    root = datasets.data_root()
+    if arguments.action == "list":
+        for name, state in datasets.available(root):
+            print(f"{name:15} {state}")
+    elif arguments.action == "prepare":
+        print(f"written to {datasets.prepare(arguments.name, root, arguments.out)}")
+    elif arguments.action == "show":
+        from undrift.report.pictures import partition_picture, partition_text
+
+        counts = datasets.class_counts(datasets.load_dataset(arguments.name), arguments.partition, arguments.clients, arguments.seed)
+        for row in partition_text(counts):
+            print("  ".join(f"{cell:24}" for cell in row).rstrip())
+        out = arguments.out or Path(f"{arguments.name}-{arguments.partition.replace(':', '-')}.png")
+        partition_picture(counts, out, f"{arguments.name}, {arguments.partition}, {arguments.clients} clients")
+        print(f"written to {out}")
+    else:
+        raise UnknownName("data action", arguments.action, ("list", "prepare", "show"))
+
+
+def cite_command(arguments: argparse.Namespace) -> None:
+    from undrift.registry import algorithm_class
+
+    print(algorithm_class(arguments.name).paper)
+
+
+def progress_bar() -> Any:
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+    return Progress(
+        TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn(),
+        TextColumn("{task.fields[accuracy]}"), redirect_stdout=False,
+    )  # fmt: skip
+
+
+def default_processes(device: str) -> int:
+    import torch
+
+    return 1 if device != "cpu" and torch.cuda.is_available() else os.cpu_count() or 1
+
+
+COMMANDS = {
+    "run": run_command,
+    "sweep": sweep_command,
+    "report": report_command,
+    "list": list_command,
+    "data": data_command,
+    "cite": cite_command,
+}

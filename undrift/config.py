@@ -1,0 +1,154 @@
+"""The settings of a run: one frozen dataclass, the same names in Python, in TOML and on the command line."""
+
+from __future__ import annotations
+
+import dataclasses
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, get_type_hints
+
+from undrift.errors import BadSetting, UnknownName
+
+
+@dataclass(frozen=True)
+class RunConfig:
+    """Everything that decides a run's result, and how it is run. Each field is a flag of `undrift run`."""
+
+    algorithm: str = field(default="fedavg", metadata={"help": "a listed name, or package.module:Class"})
+    dataset: str = field(default="digits", metadata={"help": "a listed name, imagefolder:PATH, or package.module:function"})
+    model: str = field(default="mlp", metadata={"help": "a listed name, or package.module:function"})
+    partition: str = field(default="dirichlet:0.1", metadata={"help": "how the samples are dealt out to clients"})
+    clients: int = field(default=100, metadata={"help": "N"})
+    cohort: int = field(default=10, metadata={"help": "S, clients a round"})
+    steps: int = field(default=0, metadata={"help": "K, local steps a round (default 5 unless --epochs is given)"})
+    epochs: float = field(default=0.0, metadata={"help": "E, passes over the local data a round, instead of --steps"})
+    batch: int = field(default=64, metadata={"help": "B, local batch size"})
+    batches: str = field(default="", metadata={"help": "persistent (with --steps) or fresh (a new shuffle each round)"})
+    rounds: int = field(default=100, metadata={"help": "T"})
+    seed: int = field(default=0, metadata={"help": "of everything random"})
+    weights: str = field(default="uniform", metadata={"help": "of the clients' updates: uniform or size"})
+    val_fraction: float = field(default=0.0, metadata={"help": "share of the training samples held out for validation"})
+    colour: float = field(default=0.0, metadata={"help": "strength of the client-correlated colour perturbation"})
+    device: str = field(default="auto", metadata={"help": "auto, cpu or cuda"})
+    dtype: str = field(default="float32", metadata={"help": "float32 or float64"})
+    execution: str = field(default="auto", metadata={"help": "auto (timed), stacked or pool"})
+    chunk: int = field(default=0, metadata={"help": "clients stacked at a time; 0: as many as fit in memory"})
+    deterministic: bool = field(default=False, metadata={"help": "make CUDA runs repeatable"})
+    eval_every: int = field(default=5, metadata={"help": "rounds between evaluations"})
+    checkpoint_every: int = field(default=50, metadata={"help": "rounds between checkpoints"})
+    stop_at: str = field(default="", metadata={"help": "accuracy=0.9 or time=10m (s, m, h), or both with a comma"})
+    set: dict[str, Any] = field(default_factory=dict, metadata={"help": "FIELD=VALUE, a field of the algorithm; repeatable"})
+
+    def __post_init__(self) -> None:
+        if self.steps and self.epochs:
+            raise BadSetting(f"give steps or epochs, not both (steps={self.steps}, epochs={self.epochs:g})")
+        if not self.steps and not self.epochs:
+            object.__setattr__(self, "steps", 5)
+        if not self.batches:
+            object.__setattr__(self, "batches", "persistent" if self.steps else "fresh")
+        for name, lowest in (("clients", 1), ("cohort", 1), ("batch", 1), ("rounds", 0), ("eval_every", 1), ("checkpoint_every", 1), ("steps", 0), ("seed", 0), ("chunk", 0)):
+            if getattr(self, name) < lowest:
+                raise BadSetting(f"{name} must be at least {lowest}, not {getattr(self, name)}")
+        for name in ("epochs", "val_fraction", "colour"):
+            if not 0.0 <= getattr(self, name) < float("inf"):
+                raise BadSetting(f"{name} must be a finite number of at least 0, not {getattr(self, name)}")
+        for name, allowed in CHOICES.items():
+            if getattr(self, name) not in allowed:
+                raise UnknownName(f"value of {name}", str(getattr(self, name)), allowed)
+        if self.batches == "persistent" and self.epochs:
+            raise BadSetting("persistent batches count steps; use --steps, or --batches fresh with --epochs")
+        if self.cohort > self.clients:
+            raise BadSetting(f"a cohort of {self.cohort} cannot be drawn from {self.clients} clients; lower cohort or raise clients")
+        parse_stop(self.stop_at)
+
+
+CHOICES = {
+    "batches": ("persistent", "fresh"),
+    "weights": ("uniform", "size"),
+    "device": ("auto", "cpu", "cuda"),
+    "dtype": ("float32", "float64"),
+    "execution": ("auto", "stacked", "pool"),
+}
+# What may change when a run is resumed: how long and how it runs, not what it computes.
+RESUMABLE = ("rounds", "stop_at", "checkpoint_every", "device", "execution", "chunk", "deterministic")
+FIELDS = {f.name: f for f in dataclasses.fields(RunConfig)}
+TYPES = get_type_hints(RunConfig)
+
+
+def from_mapping(settings: Mapping[str, Any]) -> RunConfig:
+    """A RunConfig from plain values; unknown names and values of the wrong kind are errors."""
+    checked: dict[str, Any] = {}
+    for name, value in settings.items():
+        if name not in FIELDS:
+            raise UnknownName("setting", name, FIELDS)
+        checked[name] = dict(value) if name == "set" else as_type(name, value, TYPES[name])
+    return RunConfig(**checked)
+
+
+def from_toml(path: Path) -> dict[str, Any]:
+    """The settings of a TOML file, such as a run folder's run.toml; its [made] table is left out."""
+    settings = read_toml(path)
+    settings.pop("made", None)
+    return settings
+
+
+def read_toml(path: Path) -> dict[str, Any]:
+    try:
+        return tomllib.loads(path.read_text())
+    except OSError as error:
+        raise BadSetting(f"cannot read {path}: {error.strerror}") from error
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise BadSetting(f"{path} is not valid TOML: {error}") from error
+
+
+def as_type(name: str, value: Any, kind: Any) -> Any:
+    """The value as the field's type: an int serves as a float, nothing else is converted."""
+    if kind is float and isinstance(value, int) and not isinstance(value, bool):
+        return float(value)
+    if isinstance(value, bool) != (kind is bool) or not isinstance(value, kind):
+        raise BadSetting(f"{name} must be {kind.__name__}, not {value!r}")
+    return value
+
+
+def parse_value(text: str) -> Any:
+    """A value as TOML would read it, and text where TOML would not.
+
+    >>> parse_value("0.5"), parse_value("true"), parse_value("tensor"), parse_value("[0.6, 0.3]")
+    (0.5, True, 'tensor', [0.6, 0.3])
+    """
+    try:
+        return tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError:
+        return text
+
+
+def parse_stop(text: str) -> dict[str, float]:
+    """When to stop early.
+
+    >>> parse_stop("accuracy=0.9,time=10m")
+    {'accuracy': 0.9, 'time': 600.0}
+    """
+    stop: dict[str, float] = {}
+    for part in filter(None, text.split(",")):
+        name, _, value = part.partition("=")
+        unit = {"s": 1, "m": 60, "h": 3600}.get(value[-1:], None) if name == "time" else None
+        try:
+            stop[name] = float(value[:-1]) * unit if unit else float(value)
+        except ValueError:
+            raise BadSetting(f"stop_at {part!r} is not understood; write accuracy=0.9 or time=10m") from None
+        if name not in ("accuracy", "time") or not stop[name] > 0:
+            raise BadSetting(f"stop_at {part!r} is not understood; write accuracy=0.9 or time=10m")
+    return stop
+
+
+def make_algorithm(kind: type[Any], name: str, settings: Mapping[str, Any]) -> Any:
+    """The algorithm with the given fields."""
+    hints = get_type_hints(kind)
+    known = {f.name for f in dataclasses.fields(kind)}
+    for field_name in settings:
+        if field_name not in known:
+            raise UnknownName(f"field of {name}", field_name, known)
+    values = {n: as_type(n, v, hints[n]) if hints[n] in (int, float, bool, str) else v for n, v in settings.items()}
+    return kind(**values)

@@ -1,0 +1,78 @@
+"""Data sets by name: loading one, which are there, one as NAME.npz, and who gets what under a partition."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from undrift.data.dataset import Dataset
+from undrift.data.own import dataset_from
+from undrift.data.partition import partition
+from undrift.errors import BadData, BadSetting, MissingData, UndriftError
+from undrift.registry import attribute, module_of, names
+
+
+def data_root() -> Path | None:
+    """The folder that UNDRIFT_DATA names."""
+    root = Path(os.environ["UNDRIFT_DATA"]) if os.environ.get("UNDRIFT_DATA") else None
+    if root is not None and not root.is_dir():
+        raise MissingData(f"UNDRIFT_DATA is {root}, which is no folder; point it at the folder that holds the data sets")
+    return root
+
+
+def load_dataset(name: str) -> Dataset:
+    """The data set registered under a name, `imagefolder:PATH`, or what `package.module:function` returns."""
+    kind, colon, rest = name.partition(":")
+    if kind == "imagefolder":
+        loaded: Dataset = module_of("datasets", kind).load(data_root(), rest)
+        return loaded
+    if colon:
+        return dataset_from(attribute(name)())
+    found: Dataset = module_of("datasets", name).load(data_root())
+    return found
+
+
+def available(root: Path | None) -> list[tuple[str, str]]:
+    """Every registered data set, and whether it can be read now."""
+    found = []
+    for name in names("datasets"):
+        if name == "imagefolder":
+            found.append((name, "any folder in ImageNet's layout: imagefolder:PATH"))
+            continue
+        try:
+            data = module_of("datasets", name).load(root)
+            found.append((name, f"{len(data.y_train)} training and {len(data.y_test)} test samples, {data.classes} classes"))
+        except MissingData:
+            found.append((name, "not there"))
+        except UndriftError as error:
+            found.append((name, str(error)))
+    return found
+
+
+def prepare(name: str, root: Path | None, out: Path | None) -> Path:
+    """Read a data set from wherever it is and write it as NAME.npz, from which it loads fastest."""
+    data = module_of("datasets", name).load(root)
+    if not isinstance(data.x_train, np.ndarray):
+        raise BadSetting(f"{name} is read from its files and never held whole; there is nothing to prepare")
+    if out is None and root is None:
+        raise BadSetting("say where to write with --out FILE.npz, or set UNDRIFT_DATA")
+    path = out or Path(root or ".") / f"{name}.npz"
+    if path.exists():
+        raise BadSetting(f"{path} exists already; remove it or give another --out")
+    temporary = path.with_name(f".{path.name}")
+    with temporary.open("wb") as file:
+        np.savez(file, x_train=data.x_train, y_train=data.y_train, x_test=np.asarray(data.x_test), y_test=data.y_test)
+    os.replace(temporary, path)
+    return path
+
+
+def class_counts(data: Dataset, spec: str, clients: int, seed: int) -> NDArray[np.int64]:
+    """[clients, classes] how many samples of each class each client gets."""
+    if data.y_train.ndim != 1 or not data.classes:
+        raise BadData("only data with one class label a sample can be shown by class")
+    labels = data.y_train.astype(np.int64)
+    parts = partition(spec, labels, clients, seed, data.sites)
+    return np.stack([np.bincount(labels[part], minlength=data.classes) for part in parts])

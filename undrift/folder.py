@@ -1,0 +1,134 @@
+"""The run folder: run.toml, rounds.jsonl, checkpoint/ and model.safetensors, written so that a kill loses nothing.
+
+Every file but rounds.jsonl is written beside its place and renamed. A checkpoint is a safetensors file and a JSON file
+that names it with its checksum and the length of rounds.jsonl at that moment; to resume is to cut rounds.jsonl back to
+that length. Nothing is pickled.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import os
+from pathlib import Path
+from typing import Any
+
+import tomli_w
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from undrift.config import read_toml
+from undrift.errors import BadRunFolder, UndriftError
+
+OURS = ("run.toml", "rounds.jsonl", "checkpoint", "model.safetensors")
+
+
+class RunFolder:
+    """One run on disk."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.settings_file, self.rounds_file = path / "run.toml", path / "rounds.jsonl"
+        self.checkpoints, self.model_file = path / "checkpoint", path / "model.safetensors"
+
+    def exists(self) -> bool:
+        return any((self.path / name).exists() for name in OURS)
+
+    def create(self, settings: dict[str, Any]) -> None:
+        if self.exists():
+            raise BadRunFolder(f"{self.path} holds a run already; go on with --resume, or choose another --out")
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise BadRunFolder(f"cannot make {self.path}: {error.strerror}") from error
+        self.write_settings(settings)
+        self.rounds_file.touch()
+
+    def write_settings(self, settings: dict[str, Any]) -> None:
+        _replace(self.settings_file, tomli_w.dumps(settings).encode())
+
+    def settings(self) -> dict[str, Any]:
+        if not self.settings_file.exists():
+            raise BadRunFolder(f"{self.path} holds no run (no run.toml); start it without --resume")
+        try:
+            return read_toml(self.settings_file)
+        except UndriftError as error:
+            raise BadRunFolder(str(error)) from error
+
+    def append(self, record: dict[str, Any]) -> None:
+        with self.rounds_file.open("a") as file:
+            file.write(json.dumps({k: _plain(v) for k, v in record.items()}) + "\n")
+
+    def records(self) -> list[dict[str, Any]]:
+        return [json.loads(line) for line in self.rounds_file.read_text().splitlines()]
+
+    def save(self, tensors: dict[str, Tensor], facts: dict[str, Any]) -> None:
+        """A checkpoint of the moment; the one before it is removed only when this one is complete."""
+        self.checkpoints.mkdir(exist_ok=True)
+        name = f"round-{facts['round']:06d}.safetensors"
+        temporary = self.checkpoints / f".{name}"
+        save_file({n: t.detach().cpu().contiguous() for n, t in tensors.items()}, temporary)
+        _sync(temporary)
+        checksum = _checksum(temporary)
+        os.replace(temporary, self.checkpoints / name)
+        with self.rounds_file.open("rb") as file:
+            os.fsync(file.fileno())
+        latest = facts | {"tensors": name, "sha256": checksum, "rounds_bytes": self.rounds_file.stat().st_size}
+        _replace(self.checkpoints / "latest.json", json.dumps(latest, indent=1).encode())
+        for old in self.checkpoints.glob("*.safetensors"):
+            if old.name != name:
+                old.unlink()
+
+    def load(self) -> tuple[dict[str, Tensor], dict[str, Any]] | None:
+        """The last complete checkpoint, or None where none was written; rounds.jsonl is cut back to it."""
+        latest = self.checkpoints / "latest.json"
+        if not latest.exists():
+            with self.rounds_file.open("wb"):
+                return None
+        try:
+            facts = json.loads(latest.read_text())
+            file = self.checkpoints / facts["tensors"]
+            if _checksum(file) != facts["sha256"]:
+                raise BadRunFolder(f"the checkpoint {file} is damaged (its checksum is wrong); start again with another --out")
+            tensors = load_file(file)
+        except (OSError, ValueError, KeyError, SafetensorError) as error:
+            raise BadRunFolder(f"the checkpoint in {self.checkpoints} is damaged ({error}); start again with another --out") from error
+        if not self.rounds_file.exists() or self.rounds_file.stat().st_size < facts["rounds_bytes"]:
+            raise BadRunFolder(f"{self.rounds_file} is shorter than its checkpoint says; start again with another --out")
+        os.truncate(self.rounds_file, facts["rounds_bytes"])
+        return tensors, facts
+
+    def finished(self) -> bool:
+        """Whether the run came to its end."""
+        latest = self.checkpoints / "latest.json"
+        return self.model_file.exists() and latest.exists() and bool(json.loads(latest.read_text()).get("finished"))
+
+    def write_model(self, model: dict[str, Tensor]) -> None:
+        temporary = self.path / ".model.safetensors"
+        save_file({name: tensor.contiguous() for name, tensor in model.items()}, temporary)
+        _sync(temporary)
+        os.replace(temporary, self.model_file)
+
+
+def _plain(value: Any) -> Any:
+    """JSON has no NaN and no infinity: they become null."""
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _replace(path: Path, content: bytes) -> None:
+    temporary = path.with_name(f".{path.name}")
+    temporary.write_bytes(content)
+    _sync(temporary)
+    os.replace(temporary, path)
+
+
+def _sync(path: Path) -> None:
+    with path.open("rb") as file:
+        os.fsync(file.fileno())
+
+
+def _checksum(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()

@@ -1,0 +1,79 @@
+"""Names to things: the file name is the registered name, and `package.module:attribute` reaches anything else."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import pkgutil
+import sys
+from pathlib import Path
+from typing import Any
+
+from undrift.algorithms.base import Server, Worker
+from undrift.errors import BadSetting, UnknownName
+
+PACKAGES = {"algorithms": "undrift.algorithms", "datasets": "undrift.data", "models": "undrift.models"}
+
+
+def names(kind: str) -> list[str]:
+    """The registered names of a kind: the files of its folder that define an algorithm, `load` or `build`.
+
+    >>> "gradma-s" in names("algorithms")
+    True
+    """
+    package = importlib.import_module(PACKAGES[kind])
+    files = [m.name for m in pkgutil.iter_modules(package.__path__) if not m.name.startswith("_")]
+    return sorted(f.replace("_", "-") for f in files if _registers(kind, importlib.import_module(f"{PACKAGES[kind]}.{f}")))
+
+
+def describe(kind: str, name: str) -> str:
+    """The first line of a registered file's docstring."""
+    module = importlib.import_module(f"{PACKAGES[kind]}.{name.replace('-', '_')}")
+    return (inspect.getdoc(module) or "").splitlines()[0]
+
+
+def module_of(kind: str, name: str) -> Any:
+    """The module registered under a name."""
+    if name not in names(kind):
+        raise UnknownName(kind.removesuffix("s"), name, names(kind))
+    return importlib.import_module(f"{PACKAGES[kind]}.{name.replace('-', '_')}")
+
+
+def algorithm_class(name: str) -> type[Any]:
+    """The one algorithm defined in the file of that name, or the class at `package.module:Class`."""
+    if ":" in name:
+        found = attribute(name)
+        if not (inspect.isclass(found) and issubclass(found, Worker) and issubclass(found, Server)):
+            raise BadSetting(f"{name} is not an algorithm; it must be a class with a worker part and a server part")
+        return found
+    (only,) = _algorithms(module_of("algorithms", name))
+    return only
+
+
+def attribute(reference: str) -> Any:
+    """What `package.module:attribute` names; the current folder is searched too."""
+    path, _, name = reference.partition(":")
+    here = str(Path.cwd())
+    if here not in sys.path:
+        sys.path.insert(0, here)
+    try:
+        module = importlib.import_module(path)
+    except ImportError as error:
+        raise BadSetting(f"cannot import {path!r} of {reference!r}: {error}") from error
+    try:
+        return getattr(module, name)
+    except AttributeError:
+        public = [n for n in vars(module) if not n.startswith("_")]
+        raise UnknownName(f"attribute of {path}", name, public) from None
+
+
+def _algorithms(module: Any) -> list[type[Any]]:
+    """The classes defined in a module that join a worker part and a server part."""
+    here = [c for c in vars(module).values() if inspect.isclass(c) and c.__module__ == module.__name__]
+    return [c for c in here if issubclass(c, Worker) and issubclass(c, Server) and not inspect.isabstract(c)]
+
+
+def _registers(kind: str, module: Any) -> bool:
+    if kind == "algorithms":
+        return bool(_algorithms(module))
+    return hasattr(module, "load" if kind == "datasets" else "build")

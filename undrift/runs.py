@@ -1,0 +1,247 @@
+"""`undrift.run`: from settings, or from the user's own model and data, to records and a trained model."""
+
+from __future__ import annotations
+
+import os
+import platform
+import subprocess
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import undrift.data.federation as federation
+from undrift.algorithms.base import Worker
+from undrift.config import FIELDS, RESUMABLE, RunConfig, from_mapping, from_toml, make_algorithm, parse_stop
+from undrift.data.batches import Plan
+from undrift.data.own import dataset_from
+from undrift.datasets import load_dataset
+from undrift.errors import BadRunFolder, BadSetting
+from undrift.folder import RunFolder
+from undrift.net import Loss, Net
+from undrift.registry import algorithm_class, attribute, module_of
+from undrift.simulate.engine import Settings, Simulation
+from undrift.simulate.evaluate import Metric, accuracy
+from undrift.streams import Purpose, stream
+
+Progress = Callable[[dict[str, Any], int], None]  # called with each record and the number of rounds asked for
+
+
+@dataclass(frozen=True)
+class Result:
+    """What a run leaves behind."""
+
+    records: list[dict[str, Any]]  # one a round, as in rounds.jsonl
+    model: dict[str, Tensor]  # a plain state_dict
+    config: RunConfig
+    folder: Path | None
+    stopped: str  # why it ended: "rounds", "accuracy" or "time"
+
+    @property
+    def accuracy(self) -> float | None:
+        """The last accuracy measured."""
+        return next((r["accuracy"] for r in reversed(self.records) if r.get("accuracy") is not None), None)
+
+
+def run(
+    config: RunConfig | Mapping[str, Any] | str | Path | None = None,
+    *,
+    algorithm: str | type[Any] | Worker | None = None,
+    model: str | nn.Module | None = None,
+    data: Any = None,
+    loss: Loss = F.cross_entropy,
+    metrics: Mapping[str, Metric] | None = None,
+    out: str | Path | None = None,
+    resume: bool = False,
+    progress: Progress | None = None,
+    **settings: Any,
+) -> Result:
+    """Simulate a federated training run.
+
+    `config` is a RunConfig, a mapping, or the path of a TOML file; `settings` are the same names as the command line's and
+    override it. `model` may be any nn.Module and `data` arrays, a torch Dataset or one Dataset a client (see
+    `undrift.data.own`); `loss(outputs, targets)` is evaluated sample by sample and averaged over the real samples;
+    `metrics` are functions (outputs, targets) -> one number a sample or one a batch. With `out` the run is written to
+    that folder and can be resumed.
+
+    >>> result = run(algorithm="fedavg", rounds=2, clients=10, cohort=2)
+    >>> len(result.records), sorted(result.model)[:2]
+    (2, ['head.bias', 'head.weight'])
+    """
+    folder = RunFolder(Path(out)) if out is not None else None
+    given: dict[str, Any] = {}
+    execution = ""  # what a resumed run was executed as
+    if isinstance(config, (str, Path)):
+        given = from_toml(Path(config))
+    elif config is not None:
+        given = asdict(config) if isinstance(config, RunConfig) else dict(config)
+    if resume:
+        if folder is None:
+            raise BadSetting("resume needs the run's folder; give --out DIR")
+        stored = folder.settings()
+        made = stored.pop("made", {})
+        check_same_run(folder, stored, given | settings)
+        given = stored | given
+        execution = made.get("execution", "")
+    given |= settings
+    if algorithm is not None and isinstance(algorithm, str):
+        given["algorithm"] = algorithm
+    if isinstance(model, str):
+        given["model"] = model
+    alg, given = resolve_algorithm(algorithm, given)
+    if isinstance(model, nn.Module):
+        given["model"] = f"object {type(model).__name__}"
+    dataset = None
+    if data is not None:
+        dataset = dataset_from(data)
+        given["dataset"] = "object"
+        if dataset.sites is not None:
+            given.setdefault("partition", "sites")
+            given.setdefault("clients", int(dataset.sites.max()) + 1)
+            given.setdefault("cohort", min(FIELDS["cohort"].default, given["clients"]))
+    chosen = from_mapping(given)
+    if not isinstance(alg, Worker):
+        alg = make_algorithm(alg, chosen.algorithm, chosen.set)
+    chosen = replace(chosen, set={name: value for name, value in asdict(alg).items()})
+
+    device = pick_device(chosen.device)
+    if chosen.deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        torch.use_deterministic_algorithms(True)
+    if dataset is None:
+        dataset = load_dataset(chosen.dataset)
+    clients = federation.federate(
+        dataset, chosen.partition, chosen.clients, chosen.seed, device, chosen.val_fraction, chosen.colour
+    )
+    module = model if isinstance(model, nn.Module) else build_model(chosen.model, clients.shape, clients.classes, chosen.seed)
+    net = Net(module, loss, torch.float64 if chosen.dtype == "float64" else torch.float32)
+    if metrics is None:
+        metrics = {"accuracy": accuracy} if loss is F.cross_entropy else {}
+    plan = Plan(chosen.batch, chosen.steps, chosen.epochs, chosen.batches == "persistent")
+    simulation = Simulation(
+        alg, net, clients,
+        Settings(chosen.cohort, plan, chosen.seed, chosen.weights, chosen.eval_every, execution or chosen.execution, chosen.chunk),
+        metrics, device,
+    )  # fmt: skip
+    return drive(simulation, chosen, folder, resume, progress)
+
+
+def drive(simulation: Simulation, config: RunConfig, folder: RunFolder | None, resume: bool, progress: Progress | None) -> Result:
+    """Rounds, records and checkpoints, from where the run stands to its end."""
+    stop, records, elapsed, stopped = parse_stop(config.stop_at), [], 0.0, "rounds"
+    if folder is not None and not resume:
+        folder.create(written(config, simulation))
+    if folder is not None and resume:
+        checkpoint = folder.load()
+        if checkpoint is not None:
+            tensors, facts = checkpoint
+            simulation.restore(tensors, facts["round"])
+            elapsed = facts["seconds"]
+        records = folder.records()
+        folder.write_settings(written(config, simulation))
+    began = time.perf_counter() - elapsed
+    saved = simulation.t
+    reached = _reached(stop, records[-1] if records else {}, elapsed)
+    while simulation.t < config.rounds and not reached:
+        record = simulation.round(last=simulation.t + 1 == config.rounds).as_dict()
+        records.append(record)
+        elapsed = time.perf_counter() - began
+        reached = _reached(stop, record, elapsed)
+        if folder is not None:
+            if simulation.t == 1:
+                folder.write_settings(written(config, simulation))  # now the execution is chosen
+            folder.append(record)
+            if simulation.t % config.checkpoint_every == 0 and simulation.t < config.rounds and not reached:
+                folder.save(simulation.tensors(), {"round": simulation.t, "seconds": elapsed, "finished": False})
+                saved = simulation.t
+        if progress is not None:
+            progress(record, config.rounds)
+    stopped = reached or stopped
+    if folder is not None and (saved < simulation.t or not folder.finished()):
+        folder.write_model(simulation.model())
+        folder.save(simulation.tensors(), {"round": simulation.t, "seconds": elapsed, "finished": True, "stopped": stopped})
+    return Result(records, simulation.model(), config, folder.path if folder else None, stopped)
+
+
+def _reached(stop: Mapping[str, float], record: Mapping[str, Any], elapsed: float) -> str:
+    if "accuracy" in stop and (record.get("accuracy") or 0.0) >= stop["accuracy"]:
+        return "accuracy"
+    return "time" if "time" in stop and elapsed >= stop["time"] else ""
+
+
+def resolve_algorithm(algorithm: str | type[Any] | Worker | None, given: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    """The algorithm's class, or the object itself where one was given, and the settings with its name in them."""
+    if isinstance(algorithm, Worker):
+        if given.get("set"):
+            raise BadSetting("set goes with an algorithm's name; an algorithm object carries its own fields")
+        return algorithm, given | {"algorithm": reference(type(algorithm)), "set": {}}
+    if isinstance(algorithm, type):
+        return algorithm, given | {"algorithm": reference(algorithm)}
+    return algorithm_class(str(given.get("algorithm", FIELDS["algorithm"].default))), given
+
+
+def reference(kind: type[Any]) -> str:
+    """The name under which an algorithm's class is found again."""
+    package, _, file = kind.__module__.rpartition(".")
+    return file.replace("_", "-") if package == "undrift.algorithms" else f"{kind.__module__}:{kind.__qualname__}"
+
+
+def check_same_run(folder: RunFolder, stored: Mapping[str, Any], asked: Mapping[str, Any]) -> None:
+    """Refuse to go on with a run under settings that it was not started with."""
+    for name, value in asked.items():
+        was = stored.get(name)
+        if name == "set":
+            for field, new in value.items():
+                if field in (was or {}) and was[field] != new:
+                    raise BadRunFolder(f"{folder.path} holds another run: its {field} is {was[field]}, not {new}; choose another --out")
+        elif name not in RESUMABLE and name in stored and was != value:
+            raise BadRunFolder(f"{folder.path} holds another run: its {name} is {was}, not {value}; choose another --out")
+
+
+def build_model(name: str, shape: tuple[int, ...], classes: int, seed: int) -> nn.Module:
+    """A model with its initial weights drawn under the seed, on the CPU so that they are the same for every device."""
+    build = attribute(name) if ":" in name else module_of("models", name).build
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(stream(seed, Purpose.INITIAL) >> 1)
+        model = build(shape, classes)
+    if not isinstance(model, nn.Module):
+        raise BadSetting(f"{name} returned {type(model).__name__}; a model function takes (shape, classes) and returns an nn.Module")
+    return model
+
+
+def pick_device(name: str) -> torch.device:
+    if name == "cuda" and not torch.cuda.is_available():
+        raise BadSetting("device cuda was asked for, but this PyTorch sees no GPU; use --device cpu or auto")
+    return torch.device("cuda" if name != "cpu" and torch.cuda.is_available() else "cpu")
+
+
+def written(config: RunConfig, simulation: Simulation) -> dict[str, Any]:
+    """What run.toml says: every resolved setting, and under [made] what it was made with."""
+    from undrift import __version__
+
+    settings = asdict(config)
+    made = {
+        "undrift": __version__, "commit": commit(), "python": platform.python_version(), "torch": torch.__version__,
+        "numpy": np.__version__, "device": str(simulation.device), "threads": torch.get_num_threads(),
+        "parameters": simulation.net.layout.size,
+    }  # fmt: skip
+    execution = simulation.settings.execution if simulation.execution is None else simulation.execution.name
+    if execution != "auto":
+        made["execution"] = execution  # what a resumed run must use to go on bit for bit
+    return settings | {"set": settings.pop("set"), "made": made}
+
+
+def commit() -> str:
+    """The commit of the checkout that this package runs from; empty for an installed one."""
+    here = Path(__file__).parent.parent
+    if not (here / ".git").exists():
+        return ""
+    asked = subprocess.run(["git", "-C", str(here), "rev-parse", "HEAD"], capture_output=True, text=True, check=False)
+    return asked.stdout.strip()
+

@@ -1,0 +1,148 @@
+"""Many runs from one TOML file: algorithms x settings x seeds, side by side, resumable.
+
+    dataset = "digits"            # settings of `undrift run`, common to all runs
+    [set]
+    lr = 0.05                     # fields common to all algorithms
+    [sweep]
+    algorithms = ["fedavg", "fedprox"]
+    seeds = [0, 1]
+    target = 0.9                  # for "rounds to a target" in the report
+    [sweep.grid]                  # every combination, for every algorithm; settings or fields
+    lr = [0.1, 0.05]
+    [sweep.only.fedprox]          # for one algorithm alone; lists are tried one by one
+    mu = [0.01, 0.1]
+"""
+
+from __future__ import annotations
+
+import itertools
+import multiprocessing
+import os
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import asdict
+from pathlib import Path
+from queue import Empty
+from typing import Any, NamedTuple
+
+import torch
+
+from undrift.config import FIELDS, RunConfig, from_mapping, make_algorithm, read_toml
+from undrift.errors import BadRunFolder, UndriftError, UnknownName
+from undrift.folder import RunFolder
+from undrift.registry import algorithm_class
+from undrift.runs import run
+
+
+class Job(NamedTuple):
+    """One run of a sweep."""
+
+    name: str  # of its folder
+    config: RunConfig
+
+
+Watch = Callable[[str, int, int], None]  # a job's name, rounds done, rounds asked for
+
+
+def plan(path: Path) -> tuple[list[Job], dict[str, Any]]:
+    """Every run that a sweep file asks for, all checked before the first one starts, and its [sweep] table."""
+    settings = read_toml(path)
+    sweep = settings.pop("sweep", {})
+    for name in sweep:
+        if name not in ("algorithms", "seeds", "target", "grid", "only"):
+            raise UnknownName("key of [sweep]", name, ("algorithms", "seeds", "target", "grid", "only"))
+    algorithms = sweep.get("algorithms") or [settings.get("algorithm", FIELDS["algorithm"].default)]
+    seeds = sweep.get("seeds") or [settings.get("seed", 0)]
+    for name in sweep.get("only", {}):
+        if name not in algorithms:
+            raise UnknownName("algorithm of [sweep.only]", name, algorithms)
+    jobs = []
+    for algorithm in algorithms:
+        grid = sweep.get("grid", {}) | sweep.get("only", {}).get(algorithm, {})
+        for values in _combinations(grid):
+            for seed in seeds:
+                chosen = settings | {"algorithm": algorithm, "seed": seed, "set": dict(settings.get("set", {}))}
+                for name, value in values.items():
+                    _put(chosen, algorithm, name, value)
+                config = from_mapping(chosen)
+                built = make_algorithm(algorithm_class(algorithm), algorithm, config.set)
+                built.check(config.clients, config.cohort)
+                built.check_server(config.clients, config.cohort)
+                varied = [f"{n}={v}" for n, v in values.items() if isinstance(grid[n], list)]
+                jobs.append(Job(_folder_name(algorithm, *varied, f"seed={seed}"), config))
+    return jobs, sweep
+
+
+def run_all(jobs: list[Job], out: Path, processes: int, watch: Watch) -> dict[str, str]:
+    """Run what is not finished yet, `processes` at a time; the messages of the runs that failed, by name."""
+    failed: dict[str, str] = {}
+    context = multiprocessing.get_context("spawn")
+    with context.Manager() as manager:
+        news = manager.Queue()
+        with ProcessPoolExecutor(processes, context, initializer=_share_cores, initargs=(processes,)) as pool:
+            waiting = {pool.submit(_run_one, job, out / job.name, news): job for job in jobs}
+            try:
+                while waiting:
+                    _tell(news, watch)
+                    for done in [f for f in waiting if f.done()]:
+                        job = waiting.pop(done)
+                        error = done.exception()
+                        if error is not None:
+                            failed[job.name] = str(error) if isinstance(error, UndriftError) else repr(error)
+            except KeyboardInterrupt:
+                for future in waiting:
+                    future.cancel()
+                for process in list((pool._processes or {}).values()):
+                    process.terminate()
+                raise
+            _tell(news, watch)
+    return failed
+
+
+def _tell(news: Any, watch: Watch) -> None:
+    """Pass on what the runs have reported, waiting a moment where there is nothing."""
+    try:
+        watch(*news.get(timeout=0.1))
+        while True:
+            watch(*news.get_nowait())
+    except Empty:
+        return
+
+
+def _run_one(job: Job, folder: Path, news: Any) -> None:
+    """One run in a worker process: begin, go on, or find it finished."""
+    stored = RunFolder(folder)
+    resume = stored.exists()
+    if resume:
+        was = stored.settings()
+        was.pop("made", None)
+        now = asdict(job.config)
+        for name in now.keys() - {"set", "rounds"}:
+            if was.get(name) != now[name]:
+                raise BadRunFolder(f"{folder} holds another run: its {name} is {was.get(name)}, not {now[name]}")
+    run(job.config, out=folder, resume=resume, progress=lambda record, rounds: news.put((job.name, record["round"], rounds)))
+    news.put((job.name, job.config.rounds, job.config.rounds))
+
+
+def _share_cores(processes: int) -> None:
+    torch.set_num_threads(max(1, (os.cpu_count() or 1) // processes))
+
+
+def _combinations(grid: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    lists = [value if isinstance(value, list) else [value] for value in grid.values()]
+    for values in itertools.product(*lists):
+        yield dict(zip(grid, values, strict=True))
+
+
+def _put(chosen: dict[str, Any], algorithm: str, name: str, value: Any) -> None:
+    """Set a setting of the run, or a field of the algorithm, whichever has that name."""
+    if name in FIELDS and name != "set":
+        chosen[name] = value
+    else:
+        chosen["set"][name] = value
+
+
+def _folder_name(*parts: str) -> str:
+    return "-".join(parts).replace("/", "_").replace(":", "_")
+
+
