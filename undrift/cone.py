@@ -56,13 +56,14 @@ def project(p: Tensor, rows: Tensor, products: Tensor | None = None, rho: float 
         G, b, size = normalised(p.double(), wide, gram(wide, wide), rho)
         z, solved = solve(G, b, tolerance=1e-12)
     active = z > 0
+    straight = None
     if digits_lost(G, active) > 8:
-        z[active] = factorised(p, rows, size, active, rho)
+        z[active], straight = factorised(p, rows, size, active, rho)
     index = torch.from_numpy(np.flatnonzero(active)).to(p.device)
     multiplier = still.index_copy(
         0, index, torch.from_numpy(z[active] * float(p.double().norm()) / size[active]).to(p.device)
     )
-    u = p + (multiplier[index] @ rows[index].double()).to(p.dtype)
+    u = p + (multiplier[index] @ rows[index].double()).to(p.dtype) if straight is None else straight
     return Projection(u, multiplier, solved)
 
 
@@ -125,11 +126,15 @@ def digits_lost(G: Array, active: NDArray[np.bool_]) -> float:
     return float(np.log10(eigenvalues[-1] / max(eigenvalues[0], 1e-300)))
 
 
-def factorised(p: Tensor, rows: Tensor, size: Array, active: NDArray[np.bool_], rho: float) -> Array:
-    """The multipliers of the active unit columns from their QR factors: M = QR, Rz = rho R^-T 1 - Q'p."""
+def factorised(p: Tensor, rows: Tensor, size: Array, active: NDArray[np.bool_], rho: float) -> tuple[Array, Tensor]:
+    """Multipliers and projection from the active unit columns themselves: M = QR, so that nothing is lost by squaring.
+
+    Rz = rho R^-T 1 - Q'p  and  u = p - QQ'p + rho Q R^-T 1, for unit p.
+    """
     M = rows[torch.from_numpy(active).to(rows.device)].double().cpu().numpy().T / size[active]
-    unit = p.double().cpu().numpy()
+    wide = p.double().cpu().numpy()
+    length = np.linalg.norm(wide)
     Q, R = np.linalg.qr(M)
-    right = -(Q.T @ (unit / np.linalg.norm(unit))) + rho * np.linalg.lstsq(R.T, np.ones(len(R)), rcond=None)[0]
-    found: Array = np.linalg.lstsq(R, right, rcond=None)[0]
-    return found.clip(min=0)
+    along = rho * np.linalg.lstsq(R.T, np.ones(len(R)), rcond=None)[0] - Q.T @ (wide / length)
+    z: Array = np.linalg.lstsq(R, along, rcond=None)[0]
+    return z.clip(min=0), torch.from_numpy(wide + length * (Q @ along)).to(p)

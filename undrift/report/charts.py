@@ -1,0 +1,125 @@
+"""Curves over rounds or megabytes, as SVG to put into a page: no background, no text that comes from files."""
+
+from __future__ import annotations
+
+import io
+import re
+from collections.abc import Callable
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from undrift.report.runs import Group, Run, number
+from undrift.report.summary import traffic
+
+Floats = NDArray[np.float64]
+
+# Told apart with any kind of colour vision and readable on white and on black (after Okabe and Ito, without the
+# yellow); when they are used up, the next line pattern starts.
+COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#8C8C8C")
+DASHES = ("", "6 2", "2 2", "8 2 2 2")
+MOST_POINTS = 400  # drawn of one curve
+GREY = "#808080"
+
+
+class Curve(NamedTuple):
+    """The mean over seeds with the range from the lowest to the highest."""
+
+    x: Floats
+    mean: Floats
+    low: Floats
+    high: Floats
+    place: int  # among the groups; decides colour and line
+
+    @property
+    def colour(self) -> str:
+        return colour(self.place)
+
+    @property
+    def dash(self) -> str:
+        return dash(self.place)
+
+
+def colour(place: int) -> str:
+    return COLOURS[place % len(COLOURS)]
+
+
+def dash(place: int) -> str:
+    return DASHES[place // len(COLOURS) % len(DASHES)]
+
+
+def over_rounds(groups: list[Group], key: str) -> list[Curve]:
+    return _curves(groups, key, lambda run: {r["round"]: float(r["round"]) for r in run.records})
+
+
+def over_megabytes(groups: list[Group], key: str) -> list[Curve]:
+    return _curves(groups, key, _megabytes)
+
+
+def chart(curves: list[Curve], name: str, x_label: str, y_label: str, log: bool = False) -> str:
+    """The curves as an <svg> element whose ids start with `name`."""
+    from matplotlib import style
+    from matplotlib.backends.backend_svg import FigureCanvasSVG
+    from matplotlib.figure import Figure
+
+    plain = {"svg.hashsalt": "undrift", "svg.fonttype": "none", "font.size": 10.0, "axes.labelsize": 10.0}
+    greys = {f"{part}.color": GREY for part in ("text", "xtick", "ytick")}
+    with style.context(["default", plain | greys | {"axes.labelcolor": GREY, "axes.edgecolor": GREY}]):
+        figure = Figure(figsize=(4.8, 3.1), layout="constrained")
+        figure.patch.set_alpha(0.0)
+        axes = figure.add_subplot(facecolor="none")
+        if log:
+            axes.set_yscale("log")
+        for curve in curves:
+            pattern = (0, tuple(float(n) for n in curve.dash.split())) if curve.dash else "-"
+            marker = "o" if len(curve.x) < 3 else None
+            axes.plot(curve.x, curve.mean, color=curve.colour, linestyle=pattern, linewidth=1.6, marker=marker)
+            if (curve.high > curve.low).any():
+                axes.fill_between(curve.x, curve.low, curve.high, color=curve.colour, alpha=0.18, linewidth=0)
+        axes.grid(color=GREY, alpha=0.25, linewidth=0.6)
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.set_xlabel(x_label)
+        axes.set_ylabel(y_label)
+        file = io.StringIO()
+        nothing = dict.fromkeys(("Date", "Creator", "Format", "Type"))
+        FigureCanvasSVG(figure).print_svg(file, metadata=nothing)
+    return _for_a_page(file.getvalue(), name, f"{y_label} over {x_label}")
+
+
+def _for_a_page(svg: str, name: str, alt: str) -> str:
+    """Without the XML head, and with ids that no other chart of the page has."""
+    svg = svg[svg.index("<svg"):]
+    svg = re.sub(r'(\bid="|url\(#|href="#)', rf"\g<1>{name}-", svg)
+    return svg.replace("<svg ", f'<svg role="img" aria-label="{alt}" ', 1).strip()
+
+
+def _megabytes(run: Run) -> dict[int, float]:
+    """The traffic so far, at each round."""
+    spent, total = {}, 0.0
+    for record in run.records:
+        total += traffic(record)
+        spent[record["round"]] = total / 1e6
+    return spent
+
+
+def _curves(groups: list[Group], key: str, position: Callable[[Run], dict[int, float]]) -> list[Curve]:
+    curves = (_curve(group, key, position, place) for place, group in enumerate(groups))
+    return [curve for curve in curves if curve is not None]
+
+
+def _curve(group: Group, key: str, position: Callable[[Run], dict[int, float]], place: int) -> Curve | None:
+    """Over the rounds that all seeds have, so that the mean is over the same seeds everywhere."""
+    seeds = []
+    for run in group.runs:
+        values = {r["round"]: v for r in run.records if (v := number(r, key)) is not None}
+        if values:
+            seeds.append((values, position(run)))
+    rounds = sorted(set.intersection(*(set(values) for values, _ in seeds))) if seeds else []
+    if not rounds:
+        return None
+    if len(rounds) > MOST_POINTS:
+        rounds = [rounds[i] for i in np.linspace(0, len(rounds) - 1, MOST_POINTS).round().astype(int)]
+    y = np.array([[values[r] for r in rounds] for values, _ in seeds])
+    x = np.array([[places[r] for r in rounds] for _, places in seeds])
+    return Curve(x.mean(0), y.mean(0), y.min(0), y.max(0), place)

@@ -1,0 +1,95 @@
+"""The picture of how the classes are dealt out to clients, and the same in a few numbers."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from undrift.errors import BadSetting, UndriftError
+
+MOST_CLIENTS = 100  # that one picture shows
+POINTS = 72  # an inch
+
+
+def partition_picture(counts: NDArray[np.int64], out: Path, title: str) -> None:
+    """counts [clients, classes] as dots whose area is proportional to the number of samples, in a .png or .svg file."""
+    from matplotlib import style
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.backends.backend_svg import FigureCanvasSVG
+    from matplotlib.figure import Figure
+
+    ending = out.suffix.lower()
+    if ending not in (".png", ".svg"):
+        raise BadSetting(f"a picture is written as .png or .svg, not {out.name!r}; choose one of these endings")
+    if len(counts) > MOST_CLIENTS:
+        title = f"{title} (first {MOST_CLIENTS} of {len(counts)} clients)"
+    counts = counts[:MOST_CLIENTS]
+    clients, classes = counts.shape
+    width, height = float(np.clip(0.16 * clients, 4, 11)), float(np.clip(0.25 * classes, 2, 12))
+    cell = POINTS * min(width / clients, height / classes)  # the room for a dot, in points
+    most = max(int(counts.max(initial=0)), 1)
+    owner, label = np.nonzero(counts)
+    with style.context(["default", {"svg.hashsalt": "undrift", "svg.fonttype": "none"}]):
+        figure = Figure(figsize=(width + 1.0, height + 1.2), layout="constrained")
+        axes = figure.add_subplot()
+        area = (0.95 * min(cell, 26)) ** 2 * counts[owner, label] / most  # a marker's size is its width squared
+        axes.scatter(owner, label, s=area, color="#0072B2", linewidths=0)
+        axes.set_xlim(-0.7, clients - 0.3)
+        axes.set_ylim(-0.7, classes - 0.3)
+        axes.xaxis.get_major_locator().set_params(integer=True)
+        axes.yaxis.get_major_locator().set_params(integer=True)
+        axes.set_xlabel(f"client (largest dot: {most} samples)")
+        axes.set_ylabel("class")
+        axes.set_title(title, fontsize=11, parse_math=False, wrap=True)
+        axes.grid(color="#dddddd", linewidth=0.5)
+        axes.set_axisbelow(True)
+        temporary = out.with_name(f".{out.name}.{os.getpid()}")
+        try:
+            out.parent.mkdir(parents=True, exist_ok=True)
+            if ending == ".png":
+                FigureCanvasAgg(figure).print_png(str(temporary), metadata={"Software": None})
+            else:
+                FigureCanvasSVG(figure).print_svg(str(temporary), metadata={"Date": None, "Creator": None})
+            os.replace(temporary, out)
+        except OSError as error:
+            raise UndriftError(f"cannot write {out}: {error.strerror}") from error
+        finally:
+            temporary.unlink(missing_ok=True)
+
+
+def partition_text(counts: NDArray[np.int64]) -> list[list[str]]:
+    """A header and one row: how many clients, and how unequal they are.
+
+    >>> partition_text(np.array([[8, 0], [4, 4]]))[1]
+    ['2', '8 / 8 / 8', '1 / 1.5 / 2', '0.50']
+    """
+    return [
+        [
+            "clients",
+            "samples per client (min / median / max)",
+            "classes per client (min / median / max)",
+            "mean label entropy (bits)",
+        ],
+        [
+            str(len(counts)),
+            _range(counts.sum(1)),
+            _range((counts > 0).sum(1)),
+            f"{_mean_entropy(counts):.2f}",
+        ],
+    ]
+
+
+def _range(values: NDArray[np.int64]) -> str:
+    return " / ".join(f"{v:.1f}".removesuffix(".0") for v in (values.min(), np.median(values), values.max()))
+
+
+def _mean_entropy(counts: NDArray[np.int64]) -> float:
+    """Over the clients that have samples: 0 for a single class, log2(classes) for all in equal parts."""
+    held = counts[counts.sum(1) > 0]
+    if not len(held):
+        return 0.0
+    share = held / held.sum(1, keepdims=True)
+    return float(-(share * np.log2(np.where(share > 0, share, 1.0))).sum(1).mean())

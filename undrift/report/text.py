@@ -1,0 +1,95 @@
+"""The summary as rows of plain strings, for the terminal and for the page."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from undrift.report.runs import Group
+from undrift.report.summary import (
+    Spread,
+    Summary,
+    at_validation_name,
+    default_target,
+    metric_of,
+    on_test_name,
+    on_validation,
+    picked,
+    summarise,
+)
+
+NOTHING = "-"
+
+
+def table(groups: list[Group], target: float | None) -> list[list[str]]:
+    """A header and a row for each group; without a target, the score that even the worst group reaches."""
+    metric = metric_of(groups)
+    target = default_target(groups) if target is None else target
+    goal = f"{metric.name} {target:g}" if target is not None else "target"
+    rows = summarise(groups, target)
+    columns: list[tuple[str, Callable[[Summary], str]]] = [
+        ("method", lambda row: row.group.label),
+        ("seeds", lambda row: str(len(row.group.runs))),
+        ("rounds", lambda row: _rounds(row.group)),
+    ]
+    if any(row.at_best_validation for row in rows):
+        columns.append((at_validation_name(metric), lambda row: show(row.at_best_validation, _score)))
+    if not on_validation(groups, metric):
+        columns.append((on_test_name(metric), lambda row: show(row.best_on_test, _score)))
+    columns += [
+        (f"last {metric.name}", lambda row: show(row.last, _score)),
+        (f"rounds to {goal}", lambda row: show(row.rounds_to_target, _count)),
+        (f"bytes to {goal}", lambda row: show_bytes(row.bytes_to_target)),
+        ("bytes per round", lambda row: show_bytes(row.bytes_per_round)),
+        ("gradients per round", lambda row: show(row.gradients_per_round, _count)),
+        ("consistency at the end", lambda row: show(row.consistency, _short)),
+        ("seconds per round", lambda row: show(row.seconds_per_round, _short)),
+    ]
+    how = {pick.group.label: pick.how for pick in picked(groups)}
+    if any(how.values()):
+        columns.append(("picked", lambda row: how.get(row.group.label, "")))
+    return [[name for name, _ in columns], *([cell(row) for _, cell in columns] for row in rows)]
+
+
+def show(spread: Spread | None, form: Callable[[float], str]) -> str:
+    """Mean ± standard deviation, and how many seeds it is over where that is not all of them."""
+    if spread is None:
+        return NOTHING
+    text = form(spread.mean)
+    if spread.deviation is not None and (spread.deviation > 0 or form is _score):
+        text += f" ± {form(spread.deviation)}"
+    return text + _of(spread)
+
+
+def show_bytes(spread: Spread | None) -> str:
+    if spread is None:
+        return NOTHING
+    size, unit = next(((s, u) for s, u in UNITS if spread.mean >= s), (1, "B"))
+    text = _short(spread.mean / size)
+    if spread.deviation:
+        text += f" ± {_short(spread.deviation / size)}"
+    return f"{text} {unit}{_of(spread)}"
+
+
+UNITS = ((10**12, "TB"), (10**9, "GB"), (10**6, "MB"), (10**3, "kB"))
+
+
+def _of(spread: Spread) -> str:
+    return f" ({spread.seeds} of {spread.of})" if spread.seeds < spread.of else ""
+
+
+def _rounds(group: Group) -> str:
+    lengths = [run.rounds for run in group.runs]
+    return str(min(lengths)) if min(lengths) == max(lengths) else f"{min(lengths)} to {max(lengths)}"
+
+
+def _score(value: float) -> str:
+    return f"{value:.4f}"
+
+
+def _count(value: float) -> str:
+    return f"{value:.1f}".removesuffix(".0")
+
+
+def _short(value: float) -> str:
+    """Three significant digits, and no exponent for numbers that are easily read without."""
+    return f"{value:.0f}" if 1000 <= abs(value) < 100_000 else f"{value:.3g}"
