@@ -35,13 +35,13 @@ class Batch(NamedTuple):
 class View:
     """The model as an objective sees it: a function of a vector [P] and inputs, for one client."""
 
-    def __init__(self, net: Net, buffers: Tensor, context: Context) -> None:
-        self.net, self.buffers, self.context = net, buffers, context
+    def __init__(self, net: Net, buffers: Tensor, context: Context, stacked: bool) -> None:
+        self.net, self.buffers, self.context, self.stacked = net, buffers, context, stacked
         self.after = buffers
 
     def __call__(self, x: Tensor, inputs: Tensor) -> Tensor:
         """Outputs in training mode; the last call's running statistics are kept."""
-        outputs, self.after = self.net(x, self.buffers, inputs, self.context)
+        outputs, self.after = self.net(x, self.buffers, inputs, self.context, self.stacked)
         return outputs
 
     def loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
@@ -87,7 +87,7 @@ class Oracle:
         """Every client's loss [...] and buffers [..., Q], by vmap over all leading dimensions at once."""
 
         def of_one(x: Tensor, buffers: Tensor, inputs: Tensor, targets: Tensor, real: Tensor | None, key: Tensor, *others: Tensor) -> tuple[Tensor, Tensor]:
-            model = View(self.net, buffers, Context(real, key))
+            model = View(self.net, buffers, Context(real, key), bool(self.lead))
             losses = objective(model, x, inputs, targets, *others)
             if real is None:
                 return losses.mean(), model.after

@@ -47,6 +47,15 @@ def clip(v: Tensor, largest: float) -> Tensor:
     return v * (largest / (norm(v) + 1e-6)).clamp(max=1.0)
 
 
+def descend(x: Tensor, rate: float | Tensor, u: Tensor) -> Tensor:
+    """x - rate u, in one pass over memory where the rate is a plain number.
+
+    >>> descend(torch.tensor([1.0]), 0.5, torch.tensor([4.0]))
+    tensor([-1.])
+    """
+    return x - rate * u if isinstance(rate, Tensor) else torch.sub(x, u, alpha=rate)
+
+
 def leaves(state: object) -> list[Tensor]:
     """The tensors of a state (nested NamedTuples), depth first."""
     if isinstance(state, Tensor):

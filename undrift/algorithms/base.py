@@ -21,7 +21,7 @@ from torch import Tensor
 from undrift.errors import BadSetting, UnknownName
 from undrift.layout import Layout
 from undrift.oracle import GradientOracle
-from undrift.vec import clip, mean
+from undrift.vec import clip, descend, mean
 
 
 class Nothing(NamedTuple):
@@ -171,7 +171,7 @@ class Worker(ABC):
             k, beta2 = work.k + 1, 0.999
             opt = Adam(torch.lerp(u, opt.m, self.momentum), torch.lerp(u * u, opt.v, beta2))
             u = opt.m / (1 - self.momentum**k) / ((opt.v / (1 - beta2**k)).sqrt() + 1e-8)
-        moved: W = work._replace(x=work.x - self.lr * u, k=work.k + 1, opt=opt)
+        moved: W = work._replace(x=descend(work.x, self.lr, u), k=work.k + 1, opt=opt)
         return moved
 
     def check(self, clients: int, cohort: int) -> None:

@@ -1,4 +1,4 @@
-"""Curves over rounds or megabytes, as SVG to put into a page: no background, no text that comes from files."""
+"""Curves over rounds or megabytes, as SVG for a page: no background, no text that comes from files."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from undrift.report.runs import Group, Run, number
-from undrift.report.summary import traffic
+from undrift.report.scores import traffic
 
 Floats = NDArray[np.float64]
 
-# Told apart with any kind of colour vision and readable on white and on black (after Okabe and Ito, without the
-# yellow); when they are used up, the next line pattern starts.
+# Told apart with any kind of colour vision and readable on white and on black (after Okabe and Ito, without
+# the yellow); when they are used up, the next line pattern starts.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#8C8C8C")
 DASHES = ("", "6 2", "2 2", "8 2 2 2")
 MOST_POINTS = 400  # drawn of one curve
@@ -60,7 +60,6 @@ def over_megabytes(groups: list[Group], key: str) -> list[Curve]:
 def chart(curves: list[Curve], name: str, x_label: str, y_label: str, log: bool = False) -> str:
     """The curves as an <svg> element whose ids start with `name`."""
     from matplotlib import style
-    from matplotlib.backends.backend_svg import FigureCanvasSVG
     from matplotlib.figure import Figure
 
     plain = {"svg.hashsalt": "undrift", "svg.fonttype": "none", "font.size": 10.0, "axes.labelsize": 10.0}
@@ -71,10 +70,10 @@ def chart(curves: list[Curve], name: str, x_label: str, y_label: str, log: bool 
         axes = figure.add_subplot(facecolor="none")
         if log:
             axes.set_yscale("log")
-        for curve in curves:
+        for curve in map(_positive, curves) if log else curves:
             pattern = (0, tuple(float(n) for n in curve.dash.split())) if curve.dash else "-"
-            marker = "o" if len(curve.x) < 3 else None
-            axes.plot(curve.x, curve.mean, color=curve.colour, linestyle=pattern, linewidth=1.6, marker=marker)
+            marker = "o" if len(curve.x) < 3 else "none"
+            axes.plot(curve.x, curve.mean, color=curve.colour, ls=pattern, lw=1.6, marker=marker)
             if (curve.high > curve.low).any():
                 axes.fill_between(curve.x, curve.low, curve.high, color=curve.colour, alpha=0.18, linewidth=0)
         axes.grid(color=GREY, alpha=0.25, linewidth=0.6)
@@ -83,8 +82,14 @@ def chart(curves: list[Curve], name: str, x_label: str, y_label: str, log: bool 
         axes.set_ylabel(y_label)
         file = io.StringIO()
         nothing = dict.fromkeys(("Date", "Creator", "Format", "Type"))
-        FigureCanvasSVG(figure).print_svg(file, metadata=nothing)
+        figure.savefig(file, format="svg", metadata=nothing)
     return _for_a_page(file.getvalue(), name, f"{y_label} over {x_label}")
+
+
+def _positive(curve: Curve) -> Curve:
+    """With gaps where a logarithmic axis has no place."""
+    mean, low, high = (np.where(v > 0, v, np.nan) for v in (curve.mean, curve.low, curve.high))
+    return curve._replace(mean=mean, low=low, high=high)
 
 
 def _for_a_page(svg: str, name: str, alt: str) -> str:

@@ -15,32 +15,32 @@ POINTS = 72  # an inch
 
 
 def partition_picture(counts: NDArray[np.int64], out: Path, title: str) -> None:
-    """counts [clients, classes] as dots whose area is proportional to the number of samples, in a .png or .svg file."""
+    """counts [clients, classes] as dots, the area proportional to the samples, in a .png or .svg file."""
     from matplotlib import style
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.backends.backend_svg import FigureCanvasSVG
     from matplotlib.figure import Figure
+    from matplotlib.ticker import MaxNLocator
 
     ending = out.suffix.lower()
     if ending not in (".png", ".svg"):
-        raise BadSetting(f"a picture is written as .png or .svg, not {out.name!r}; choose one of these endings")
+        raise BadSetting(f"a picture is written as .png or .svg, not {out.name!r}; choose such an ending")
     if len(counts) > MOST_CLIENTS:
         title = f"{title} (first {MOST_CLIENTS} of {len(counts)} clients)"
     counts = counts[:MOST_CLIENTS]
     clients, classes = counts.shape
     width, height = float(np.clip(0.16 * clients, 4, 11)), float(np.clip(0.25 * classes, 2, 12))
-    cell = POINTS * min(width / clients, height / classes)  # the room for a dot, in points
+    cell = POINTS * min(2 * width / clients, height / classes)  # points; large dots may touch
     most = max(int(counts.max(initial=0)), 1)
     owner, label = np.nonzero(counts)
     with style.context(["default", {"svg.hashsalt": "undrift", "svg.fonttype": "none"}]):
         figure = Figure(figsize=(width + 1.0, height + 1.2), layout="constrained")
         axes = figure.add_subplot()
-        area = (0.95 * min(cell, 26)) ** 2 * counts[owner, label] / most  # a marker's size is its width squared
-        axes.scatter(owner, label, s=area, color="#0072B2", linewidths=0)
+        largest = (0.95 * min(cell, 26)) ** 2  # a marker's size is its width squared
+        area = largest * counts[owner, label] / most
+        axes.scatter(owner, label, s=area, color="#0072B2", linewidths=0, alpha=0.85)
         axes.set_xlim(-0.7, clients - 0.3)
         axes.set_ylim(-0.7, classes - 0.3)
-        axes.xaxis.get_major_locator().set_params(integer=True)
-        axes.yaxis.get_major_locator().set_params(integer=True)
+        axes.xaxis.set_major_locator(MaxNLocator(20, integer=True))
+        axes.yaxis.set_major_locator(MaxNLocator(20, integer=True))
         axes.set_xlabel(f"client (largest dot: {most} samples)")
         axes.set_ylabel("class")
         axes.set_title(title, fontsize=11, parse_math=False, wrap=True)
@@ -49,10 +49,8 @@ def partition_picture(counts: NDArray[np.int64], out: Path, title: str) -> None:
         temporary = out.with_name(f".{out.name}.{os.getpid()}")
         try:
             out.parent.mkdir(parents=True, exist_ok=True)
-            if ending == ".png":
-                FigureCanvasAgg(figure).print_png(str(temporary), metadata={"Software": None})
-            else:
-                FigureCanvasSVG(figure).print_svg(str(temporary), metadata={"Date": None, "Creator": None})
+            unsaid = ("Software",) if ending == ".png" else ("Date", "Creator")
+            figure.savefig(temporary, format=ending[1:], dpi=150, metadata=dict.fromkeys(unsaid))
             os.replace(temporary, out)
         except OSError as error:
             raise UndriftError(f"cannot write {out}: {error.strerror}") from error

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from undrift.errors import BadRunFolder
 
 DEPTH = 2  # how far below a given path run folders are looked for
-TASK = ("dataset", "partition", "model", "clients", "colour")  # what is learned; scores compare only within one task
+TASK = ("dataset", "partition", "model", "clients", "colour")  # scores compare only where these are alike
 NAMED_BY_VALUE = ("dataset", "partition", "model")  # the value alone says what it is
 
 
@@ -149,7 +149,7 @@ def _records(path: Path) -> list[dict[str, Any]]:
         except (ValueError, TypeError, KeyError) as error:
             if place == len(lines):
                 break
-            raise BadRunFolder(f"{path} is damaged in line {place}: not the JSON object of a round") from error
+            raise BadRunFolder(f"{path} is damaged in line {place}: not the JSON of a round") from error
         records.append(record)
     return records
 
@@ -166,7 +166,7 @@ def _group(members: list[Run], firsts: list[Run]) -> Group:
     in_report, in_algorithm = differing(firsts), differing(rivals)
 
     def told(name: str) -> bool:
-        """Settings of the run count wherever they differ, fields of the algorithm only against its own groups."""
+        """A run's settings are told wherever they differ, an algorithm's fields only among its groups."""
         return name in in_algorithm or (name in in_report and not any(name in run.own for run in firsts))
 
     names = [name for name in _all_names(firsts) if name not in ("seed", "algorithm", *TASK) and told(name)]

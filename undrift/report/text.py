@@ -5,14 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from undrift.report.runs import Group
-from undrift.report.summary import (
+from undrift.report.scores import (
     Spread,
-    Summary,
     at_validation_name,
     default_target,
     metric_of,
     on_test_name,
     on_validation,
+)
+from undrift.report.summary import (
+    Summary,
     picked,
     summarise,
 )
@@ -29,34 +31,34 @@ def table(groups: list[Group], target: float | None) -> list[list[str]]:
     columns: list[tuple[str, Callable[[Summary], str]]] = [
         ("method", lambda row: row.group.label),
         ("seeds", lambda row: str(len(row.group.runs))),
-        ("rounds", lambda row: _rounds(row.group)),
     ]
     if any(row.at_best_validation for row in rows):
         columns.append((at_validation_name(metric), lambda row: show(row.at_best_validation, _score)))
     if not on_validation(groups, metric):
         columns.append((on_test_name(metric), lambda row: show(row.best_on_test, _score)))
+    how = {pick.group.label: pick.how for pick in picked(groups)}
+    if any(how.values()):
+        columns.append(("picked", lambda row: how.get(row.group.label, "")))
     columns += [
         (f"last {metric.name}", lambda row: show(row.last, _score)),
         (f"rounds to {goal}", lambda row: show(row.rounds_to_target, _count)),
         (f"bytes to {goal}", lambda row: show_bytes(row.bytes_to_target)),
         ("bytes per round", lambda row: show_bytes(row.bytes_per_round)),
-        ("gradients per round", lambda row: show(row.gradients_per_round, _count)),
+        ("gradients per round", lambda row: show(row.gradients_per_round, _count, hide_zero=True)),
         ("consistency at the end", lambda row: show(row.consistency, _short)),
         ("seconds per round", lambda row: show(row.seconds_per_round, _short)),
+        ("rounds run", lambda row: _rounds(row.group)),
     ]
-    how = {pick.group.label: pick.how for pick in picked(groups)}
-    if any(how.values()):
-        columns.append(("picked", lambda row: how.get(row.group.label, "")))
     return [[name for name, _ in columns], *([cell(row) for _, cell in columns] for row in rows)]
 
 
-def show(spread: Spread | None, form: Callable[[float], str]) -> str:
+def show(spread: Spread | None, form: Callable[[float], str], hide_zero: bool = False) -> str:
     """Mean ± standard deviation, and how many seeds it is over where that is not all of them."""
     if spread is None:
         return NOTHING
     text = form(spread.mean)
-    if spread.deviation is not None and (spread.deviation > 0 or form is _score):
-        text += f" ± {form(spread.deviation)}"
+    if spread.deviation is not None and not (hide_zero and spread.deviation == 0):
+        text += f" ± {spread.deviation:.2g}" if form is _short else f" ± {form(spread.deviation)}"
     return text + _of(spread)
 
 
@@ -66,7 +68,7 @@ def show_bytes(spread: Spread | None) -> str:
     size, unit = next(((s, u) for s, u in UNITS if spread.mean >= s), (1, "B"))
     text = _short(spread.mean / size)
     if spread.deviation:
-        text += f" ± {_short(spread.deviation / size)}"
+        text += f" ± {spread.deviation / size:.2g}"
     return f"{text} {unit}{_of(spread)}"
 
 

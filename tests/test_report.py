@@ -1,0 +1,299 @@
+"""The report on run folders written by hand: numbers, labels, selection, verdict, page and pictures."""
+
+from __future__ import annotations
+
+import json
+import re
+from html import escape
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+import numpy as np
+import pytest
+import tomli_w
+
+from undrift.errors import BadRunFolder, BadSetting
+from undrift.report.page import write
+from undrift.report.pictures import partition_picture, partition_text
+from undrift.report.runs import Group, grouped, load
+from undrift.report.scores import default_target
+from undrift.report.summary import picked, summarise, verdict
+from undrift.report.text import table
+
+COMMON = {"dataset": "digits", "model": "mlp", "partition": "iid", "clients": 4, "cohort": 2, "rounds": 3}
+MADE = {"commit": "abc123", "device": "cpu", "versions": {"torch": "2.13"}}
+
+
+def make_run(
+    folder: Path, algorithm: str, seed: int, accuracy: list[float | None],
+    fields: dict[str, Any] | None = None, val: list[float | None] | None = None, **settings: Any,
+) -> Path:
+    """A run folder with one record for each accuracy; loss is 1 - accuracy unless `loss` lists it."""
+    folder.mkdir(parents=True)
+    loss = settings.pop("loss", [None if a is None else 1 - a for a in accuracy])
+    more = settings.pop("more", {})
+    toml = {"algorithm": algorithm, **COMMON, "seed": seed, **settings, "set": fields or {}, "made": MADE}
+    (folder / "run.toml").write_text(tomli_w.dumps(toml))
+    lines = []
+    for place, value in enumerate(accuracy):
+        record = {
+            "round": place + 1, "loss": loss[place], "accuracy": value, "bytes_down": 600, "bytes_up": 400,
+            "gradients": 10, "consistency": 1.0 / (place + 1), "seconds": [0.3, 0.1, 0.2][place % 3],
+            "train_loss": 0.5, "clients": 2, "dropped": 0, **more,
+        }
+        if val:
+            record["val_accuracy"] = val[place]
+        lines.append(json.dumps(record) + "\n")
+    (folder / "rounds.jsonl").write_text("".join(lines))
+    return folder
+
+
+def constant(root: Path, scores: dict[str, list[float]]) -> list[Group]:
+    """Groups whose seeds have the given scores in their only evaluated round."""
+    for algorithm, values in scores.items():
+        for seed, value in enumerate(values):
+            make_run(root / f"{algorithm}-{seed}", algorithm, seed, [value])
+    return grouped(load([root]))
+
+
+def test_the_numbers_of_a_group_and_their_spread_over_seeds(tmp_path: Path) -> None:
+    make_run(tmp_path / "a0", "fedavg", 0, [0.5, 0.8, 0.7])
+    make_run(tmp_path / "a1", "fedavg", 1, [0.5, None, 0.6])
+    (row,) = summarise(grouped(load([tmp_path])), 0.75)
+    # best 0.8 and 0.6: mean 0.7, deviation sqrt(2 * 0.1^2 / 1) = 0.141421
+    assert row.best_on_test == pytest.approx((0.7, 0.1414214, 2, 2))
+    assert row.at_best_validation is None
+    # last 0.7 and 0.6; only seed 0 reaches 0.75, in round 2, after 2 * (600 + 400) bytes
+    assert row.last == pytest.approx((0.65, 0.0707107, 2, 2))
+    assert row.rounds_to_target == (2.0, None, 1, 2)
+    assert row.bytes_to_target == (2000.0, None, 1, 2)
+    assert row.bytes_per_round == (1000.0, 0.0, 2, 2) and row.gradients_per_round == (10.0, 0.0, 2, 2)
+    assert row.consistency == pytest.approx((1 / 3, 0.0, 2, 2))  # of round 3
+    assert row.seconds_per_round == pytest.approx((0.2, 0.0, 2, 2))  # the median of 0.3, 0.1, 0.2
+
+
+def test_the_table_in_words(tmp_path: Path) -> None:
+    make_run(tmp_path / "a0", "fedavg", 0, [0.5, 0.8, 0.7])
+    make_run(tmp_path / "a1", "fedavg", 1, [0.5, None, 0.6])
+    assert table(grouped(load([tmp_path])), 0.75) == [
+        ["method", "seeds", "best accuracy (chosen on test)", "last accuracy",
+         "rounds to accuracy 0.75", "bytes to accuracy 0.75", "bytes per round", "gradients per round",
+         "consistency at the end", "seconds per round", "rounds run"],
+        ["fedavg", "2", "0.7000 ± 0.1414", "0.6500 ± 0.0707", "2 (1 of 2)",
+         "2 kB (1 of 2)", "1 kB", "10", "0.333 ± 0", "0.2 ± 0", "3"],
+    ]
+    assert table(grouped(load([tmp_path])), 0.99)[1][4:6] == ["-", "-"]
+
+
+def test_default_target_is_the_worst_mean_rounded_down(tmp_path: Path) -> None:
+    groups = constant(tmp_path, {"fedavg": [0.28, 0.30], "scaffold": [0.5]})
+    assert default_target(groups) == 0.29  # though 0.29 * 100 is just under 29 in floating point
+    assert table(groups, None)[2][2] == "0.5000"  # no deviation with a single seed
+
+
+def test_best_round_is_chosen_by_validation_where_all_runs_have_it(tmp_path: Path) -> None:
+    # Best test accuracy is 0.9 in round 2; validation is best in round 3, where the test accuracy is 0.7.
+    make_run(tmp_path / "a", "fedavg", 0, [0.5, 0.9, 0.7], val=[0.4, 0.6, 0.8])
+    header, row = table(grouped(load([tmp_path])), 0.5)
+    assert header[2] == "accuracy at best validation" and row[2] == "0.7000"
+    assert not any("chosen on test" in name for name in header)
+
+
+def test_mixed_validation_compares_all_on_test_and_says_so(tmp_path: Path) -> None:
+    make_run(tmp_path / "a", "fedavg", 0, [0.5, 0.9, 0.7], val=[0.4, 0.6, 0.8])
+    make_run(tmp_path / "b", "scaffold", 0, [0.5, 0.6, 0.65])
+    header, fedavg, scaffold = table(grouped(load([tmp_path])), 0.5)
+    assert header[2:4] == ["accuracy at best validation", "best accuracy (chosen on test)"]
+    assert fedavg[2:4] == ["0.7000", "0.9000"] and scaffold[2:4] == ["-", "0.6500"]
+
+
+def test_settings_are_picked_on_validation_else_on_test(tmp_path: Path) -> None:
+    # mu=0.1 is better on test (0.9 > 0.8), mu=1.0 better on validation (0.7 > 0.6).
+    for part, val in (("with", True), ("without", False)):
+        root = tmp_path / part
+        make_run(root / "p1", "fedprox", 0, [0.9], {"mu": 0.1}, val=[0.6] if val else None)
+        make_run(root / "p2", "fedprox", 0, [0.8], {"mu": 1.0}, val=[0.7] if val else None)
+        make_run(root / "a", "fedavg", 0, [0.7], val=[0.5] if val else None)
+    on_validation = {pick.group.label: pick.how for pick in picked(grouped(load([tmp_path / "with"])))}
+    assert on_validation == {"fedavg": "", "fedprox mu=1.0": "setting picked on validation"}
+    groups = grouped(load([tmp_path / "without"]))
+    on_test = {pick.group.label: pick.how for pick in picked(groups)}
+    assert on_test == {"fedavg": "", "fedprox mu=0.1": "setting picked on test"}
+    assert [row[3] for row in table(groups, None)] == ["picked", "", "setting picked on test", ""]
+    assert "picked on test" in verdict(groups)
+
+
+def test_without_accuracy_the_loss_decides(tmp_path: Path) -> None:
+    make_run(tmp_path / "a", "fedavg", 0, [None, None, None], loss=[3.0, 1.234, 2.0])
+    make_run(tmp_path / "b", "scaffold", 0, [0.5, 0.5, 0.5], loss=[3.0, 0.5, 0.7])
+    groups = grouped(load([tmp_path]))
+    assert default_target(groups) == 1.24  # the worst is 1.234, rounded to the easier side
+    header, fedavg, scaffold = table(groups, None)
+    assert header[2:5] == ["best loss (chosen on test)", "last loss", "rounds to loss 1.24"]
+    assert fedavg[2:5] == ["1.2340", "2.0000", "2"] and scaffold[2:5] == ["0.5000", "0.7000", "2"]
+    assert verdict(groups).startswith("scaffold has the best mean")
+
+
+def test_labels_say_what_differs(tmp_path: Path) -> None:
+    make_run(tmp_path / "a", "fedavg", 0, [0.5], {"lr": 0.1})
+    make_run(tmp_path / "p1", "fedprox", 0, [0.5], {"lr": 0.2, "mu": 0.1})
+    make_run(tmp_path / "p2", "fedprox", 0, [0.5], {"lr": 0.2, "mu": 1.0})
+    assert [g.label for g in grouped(load([tmp_path]))] == ["fedavg", "fedprox mu=0.1", "fedprox mu=1.0"]
+    make_run(tmp_path / "q", "fedprox", 0, [0.5], {"lr": 0.2, "mu": 1.0}, partition="label:2")
+    assert [g.label for g in grouped(load([tmp_path]))] == [
+        "fedavg (iid)", "fedprox mu=0.1 (iid)", "fedprox mu=1.0 (iid)", "fedprox mu=1.0 (label:2)"]
+    make_run(tmp_path / "other" / "b", "scaffold", 0, [0.5], cohort=4)
+    make_run(tmp_path / "other" / "a", "fedavg", 0, [0.5], cohort=2)
+    assert [g.label for g in grouped(load([tmp_path / "other"]))] == ["fedavg cohort=2", "scaffold cohort=4"]
+
+
+def test_a_repeated_seed_does_not_count_twice(tmp_path: Path) -> None:
+    make_run(tmp_path / "short", "fedavg", 0, [0.5])
+    make_run(tmp_path / "long", "fedavg", 0, [0.5, 0.6])
+    (group,) = grouped(load([tmp_path, tmp_path / "long"]))
+    assert [run.folder.name for run in group.runs] == ["long"]
+    assert [run.folder.name for run in group.repeats] == ["short"]
+
+
+@pytest.mark.parametrize(("values", "said"), [
+    # means 0.8, 0.9: deviation 0.1 / sqrt(2) = 0.0707; seeds 0.01; error 0.01 * sqrt(2 / 3) = 0.0082 < 0.05
+    ({"a": [0.79, 0.80, 0.81], "b": [0.89, 0.90, 0.91]},
+     ["are further apart than the seeds", "0.0707", "0.0100", "b is best", "0.1000, is larger than twice",
+      "(0.0082)", "with 3 seeds this is an indication, not a proof"]),
+    # means 0.80, 0.82: deviation 0.0141; seeds 0.1; error 0.1 * sqrt(2 / 3) = 0.0816 > 0.01
+    ({"a": [0.70, 0.80, 0.90], "b": [0.72, 0.82, 0.92]},
+     ["are not further apart than the seeds", "but its lead over a, 0.0200, is not", "0.0141", "(0.0816)"]),
+    # The leaders' seeds agree exactly, but c shows that seeds move results by sqrt(0.02): pooled over three
+    # groups sqrt(0.02 / 3) = 0.0816, error 0.0816 * sqrt(1 / 2 + 1 / 2) = 0.0816.
+    ({"a": [0.91, 0.91], "b": [0.90, 0.90], "c": [0.7, 0.9]}, ["is not larger than twice", "(0.0816)"]),
+    ({"a": [0.1], "b": [0.9]}, ["only one seed for every method: nothing can be said without more seeds"]),
+    ({"a": [0.1, 0.2], "b": [0.9]}, ["only one seed for b: nothing can be said without more seeds"]),
+    ({"a": [0.5, 0.5], "b": [0.6, 0.6]}, ["chance cannot be judged"]),
+    ({"a": [0.5, 0.5], "b": [0.5, 0.5]}, ["chance cannot be judged", "have the same mean"]),
+])
+def test_verdict(tmp_path: Path, values: dict[str, list[float]], said: list[str]) -> None:
+    text = verdict(constant(tmp_path, values))
+    assert [words for words in said if words not in text] == [], text
+    assert ("is best" in text) == ("b is best" in said), "claims more than the seeds allow"
+
+
+def test_verdict_needs_two_methods_and_keeps_tasks_apart(tmp_path: Path) -> None:
+    make_run(tmp_path / "a", "fedavg", 0, [0.5])
+    assert "nothing to compare" in verdict(grouped(load([tmp_path])))
+    make_run(tmp_path / "b", "scaffold", 0, [0.9], dataset="mnist")
+    text = verdict(grouped(load([tmp_path])))
+    assert text.count("nothing to compare") == 2 and "mnist, iid, mlp:" in text
+
+
+def test_a_torn_last_line_is_left_out_and_a_torn_middle_is_damage(tmp_path: Path) -> None:
+    rounds = make_run(tmp_path / "a", "fedavg", 0, [0.5, 0.6, 0.7]) / "rounds.jsonl"
+    whole = rounds.read_text()
+    rounds.write_text(whole[:-30])
+    (run,) = load([tmp_path])
+    assert [record["accuracy"] for record in run.records] == [0.5, 0.6]
+    rounds.write_text(whole[30:])
+    with pytest.raises(BadRunFolder, match="line 1"):
+        load([tmp_path])
+
+
+def test_a_run_that_has_just_begun(tmp_path: Path) -> None:
+    make_run(tmp_path / "a", "fedavg", 0, [0.5])
+    (make_run(tmp_path / "b", "scaffold", 0, []) / "rounds.jsonl").unlink()
+    assert table(grouped(load([tmp_path])), None)[2][1:4] == ["1", "-", "-"]
+    write([tmp_path], tmp_path / "page.html")
+    assert "(0 of 3 rounds)" in (tmp_path / "page.html").read_text()
+
+
+def test_what_cannot_be_read_is_said_in_one_line(tmp_path: Path) -> None:
+    for path, word in ((tmp_path, "no run folder"), (tmp_path / "none", "does not exist")):
+        with pytest.raises(BadRunFolder, match=word) as error:
+            load([path])
+        assert "\n" not in str(error.value)
+    (tmp_path / "bad").mkdir()
+    for content in (b"algorithm = ", b"\xff\xfe", b"clients = 3", b'algorithm = "x"\nset = 3'):
+        (tmp_path / "bad" / "run.toml").write_bytes(content)
+        with pytest.raises(BadRunFolder, match=r"run\.toml") as error:
+            load([tmp_path])
+        assert "\n" not in str(error.value)
+
+
+def test_runs_are_found_two_levels_deep(tmp_path: Path) -> None:
+    make_run(tmp_path / "x" / "y", "fedavg", 0, [0.5])
+    make_run(tmp_path / "x" / "y2" / "z", "fedavg", 1, [0.5])
+    make_run(tmp_path / ".hidden", "fedavg", 2, [0.5])
+    assert [run.folder.name for run in load([tmp_path])] == ["y"]
+
+
+class Strict(HTMLParser):
+    """Collects the tags, and where a file or an address outside the page would be loaded."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tags: set[str] = set()
+        self.ids: list[str] = []
+        self.loads: list[str] = []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.add(tag)
+        for name, value in attrs:
+            self.ids += [value or ""] if name == "id" else []
+            outside = name in ("src", "href", "xlink:href") and not (value or "").startswith("#")
+            self.loads += [value or ""] if outside else []
+
+
+def test_the_page_is_whole_escaped_and_repeatable(tmp_path: Path) -> None:
+    evil = "<script>alert('$x$ & _y')</script>"
+    for seed in (0, 1):
+        make_run(tmp_path / f"a{seed}", "fedavg", seed, [0.5, 0.6], val=[0.5, 0.6], note=evil)
+        make_run(tmp_path / f"<b>{seed}", "fedprox", seed, [0.5, 0.7], {"mu": evil}, [0.5, 0.6], note=evil)
+        make_run(tmp_path / f"c{seed}", "scaffold", seed, [0.5, 0.8], {}, [0.5, 0.6], more={"dropped": 1})
+        make_run(tmp_path / f"d{seed}", "fedprox", seed, [0.5, 0.8], {"mu": 1}, [0.5, 0.6])
+    (tmp_path / "sweep.toml").write_text("[sweep]\ntarget = 0.55\n")
+    first, second = tmp_path / "out" / "one.html", tmp_path / "out" / "two.html"
+    write([tmp_path], first)
+    write([tmp_path], second)
+    assert first.read_bytes() == second.read_bytes()
+    assert sorted(file.name for file in first.parent.iterdir()) == ["one.html", "two.html"]
+    text = first.read_text()
+    for group in grouped(load([tmp_path])):
+        assert escape(group.label) in text
+    page = Strict()
+    page.feed(text)
+    assert not page.tags & {"script", "b", "link", "img", "iframe"} and page.loads == []
+    assert len(page.ids) == len(set(page.ids)), "ids of the charts are not unique"
+    assert not re.search(r"@import|url\((?!#)", text)
+    assert text.count("<figure>") == 5  # accuracy over rounds and traffic, loss, consistency, validation
+    assert "rounds to accuracy 0.55" in text and "Dropped clients" in text and "abc123" in text
+    assert f"undrift run {tmp_path}/a0/run.toml --out NEW" in text
+    assert f"undrift run &#x27;{tmp_path}/&lt;b&gt;0/run.toml&#x27; --out NEW" in text
+
+
+COUNTS = np.array([[8, 0, 0, 0], [4, 4, 0, 0], [1, 1, 1, 1]], dtype=np.int64)
+
+
+def test_the_partition_in_numbers() -> None:
+    # entropies 0, 1 and 2 bits
+    assert partition_text(COUNTS)[1] == ["3", "4 / 8 / 8", "1 / 2 / 4", "1.00"]
+    with_an_empty_client = np.vstack([COUNTS, np.zeros((1, 4), dtype=np.int64)])
+    assert partition_text(with_an_empty_client)[1] == ["4", "0 / 6 / 8", "0 / 1.5 / 4", "1.00"]
+
+
+def test_partition_pictures_are_real_files(tmp_path: Path) -> None:
+    for ending in ("png", "svg"):
+        one, two = tmp_path / f"one.{ending}", tmp_path / f"two.{ending}"
+        partition_picture(COUNTS, one, "digits $1 <iid>")
+        partition_picture(COUNTS, two, "digits $1 <iid>")
+        assert one.read_bytes() == two.read_bytes()
+    assert (tmp_path / "one.png").read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
+    assert ElementTree.parse(tmp_path / "one.svg").getroot().tag == "{http://www.w3.org/2000/svg}svg"
+    assert len(list(tmp_path.iterdir())) == 4
+    with pytest.raises(BadSetting, match="png or"):
+        partition_picture(COUNTS, tmp_path / "one.jpg", "digits")
+
+
+def test_a_picture_of_many_clients_shows_the_first_hundred(tmp_path: Path) -> None:
+    partition_picture(np.ones((150, 2), dtype=np.int64), tmp_path / "p.svg", "digits")
+    text = " ".join("".join(ElementTree.parse(tmp_path / "p.svg").getroot().itertext()).split())
+    assert "digits (first 100 of 150 clients)" in text

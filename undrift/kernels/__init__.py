@@ -1,0 +1,1 @@
+"""Batched operations for stacked clients, each with its plain form as the test."""

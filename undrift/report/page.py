@@ -1,0 +1,237 @@
+"""The report as one HTML file that needs nothing else: tables, curves, settings, how to run it again."""
+
+from __future__ import annotations
+
+import os
+import shlex
+from collections.abc import Iterable, Mapping
+from html import escape
+from pathlib import Path
+from typing import Any
+
+from undrift.errors import UndriftError
+from undrift.report.charts import Curve, chart, colour, dash, over_megabytes, over_rounds
+from undrift.report.runs import Group, Run, by_task, differing, grouped, load, number, shown, sweep_target
+from undrift.report.scores import metric_of
+from undrift.report.summary import picked, verdict
+from undrift.report.text import table
+
+MOST_CURVES = 10  # above this, the charts show only the setting picked for each method
+
+STYLE = """
+:root { color-scheme: light dark; --ground: #ffffff; --ink: #1d2329; --faint: #5b6670; --line: #d5dade;
+  --tint: #f2f5f7; --mark: #0072B2; }
+@media (prefers-color-scheme: dark) {
+  :root { --ground: #14181c; --ink: #e3e7ea; --faint: #9aa5ae; --line: #343c43; --tint: #1d2328;
+    --mark: #56B4E9; } }
+* { box-sizing: border-box; }
+body { margin: 0 auto; padding: 1rem; max-width: 80rem; background: var(--ground); color: var(--ink);
+  font: 16px/1.5 system-ui, sans-serif; }
+h1 { font-size: 1.5rem; line-height: 1.25; margin: .5rem 0 0; overflow-wrap: anywhere; }
+h2 { font-size: 1.2rem; margin: 2.2rem 0 .6rem; overflow-wrap: anywhere; }
+h3 { font-size: 1rem; margin: 0 0 .3rem; }
+p { margin: .5rem 0; max-width: 48rem; overflow-wrap: anywhere; }
+.faint, footer { color: var(--faint); font-size: .9rem; }
+.verdict { border-left: 4px solid var(--mark); background: var(--tint); padding: .6rem .9rem;
+  margin-bottom: 1rem; }
+.wide { overflow-x: auto; }
+table { border-collapse: collapse; font-size: .85rem; font-variant-numeric: tabular-nums; }
+th, td { text-align: left; padding: .3rem .8rem .3rem 0; border-bottom: 1px solid var(--line); }
+th { font-weight: 600; vertical-align: bottom; }
+td { white-space: nowrap; }
+td.words { white-space: normal; min-width: 8rem; }
+dl { margin: .5rem 0; display: grid;
+  grid-template-columns: repeat(auto-fill, minmax(9rem, 1fr)); gap: .2rem 1rem; }
+dt { color: var(--faint); font-size: .8rem; }
+dd { margin: 0 0 .3rem; overflow-wrap: anywhere; }
+.charts { margin: 1.2rem 0; display: grid; gap: 1.6rem 2rem;
+  grid-template-columns: repeat(auto-fit, minmax(min(24rem, 100%), 1fr)); }
+figure { margin: 0; max-width: 36rem; }
+figure > svg { width: 100%; height: auto; display: block; }
+figure > svg text, figure > svg tspan { fill: currentColor !important; }
+figcaption { font-size: .85rem; display: flex; flex-wrap: wrap; gap: 0 1rem; }
+figcaption svg { width: 1.8rem; height: .7rem; vertical-align: middle; margin-right: .3rem; }
+details { border-bottom: 1px solid var(--line); padding: .4rem 0; }
+summary { cursor: pointer; font-weight: 600; overflow-wrap: anywhere; }
+pre { background: var(--tint); padding: .5rem .7rem; margin: .4rem 0; overflow-x: auto; font-size: .85rem;
+  user-select: all; }
+footer { margin-top: 2.5rem; border-top: 1px solid var(--line); }
+"""
+
+
+def write(paths: list[Path], out: Path, target: float | None = None) -> None:
+    """The report on the runs in `paths`; a target that is not given is looked for in a sweep.toml."""
+    runs = load(paths)
+    target = sweep_target(paths) if target is None else target
+    page = html(runs, target).encode()
+    temporary = out.with_name(f".{out.name}.{os.getpid()}")
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        temporary.write_bytes(page)
+        os.replace(temporary, out)
+    except OSError as error:
+        temporary.unlink(missing_ok=True)
+        raise UndriftError(f"cannot write {out}: {error.strerror}") from error
+
+
+def html(runs: list[Run], target: float | None) -> str:
+    """The whole page."""
+    groups = grouped(runs)
+    tasks = by_task(groups)
+    about = "; ".join(rivals[0].task for rivals in tasks) if len(tasks) < 3 else f"{len(tasks)} tasks"
+    title = f"undrift: {about}"
+    parts = [
+        f"<h1>{escape(title)}</h1>",
+        _what_was_run(runs, groups),
+        *(_results(rivals, target, f"t{i}", alone=len(tasks) == 1) for i, rivals in enumerate(tasks)),
+        _dropped(groups),
+        "<h2>Exact settings, and how to run it again</h2>",
+        *(_again(group) for group in groups),
+        _foot(runs),
+    ]
+    head = (
+        '<meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">'
+        f"<title>{escape(title)}</title><style>{STYLE}</style>"
+    )
+    body = "\n".join(part for part in parts if part)
+    return f'<!DOCTYPE html>\n<html lang="en">\n<head>{head}</head>\n<body>\n{body}\n</body>\n</html>\n'
+
+
+def _what_was_run(runs: list[Run], groups: list[Group]) -> str:
+    varying = {*differing(runs), "seed"}
+    common = {name: value for name, value in runs[0].settings.items() if name not in varying}
+    seeds = dict.fromkeys(shown(run.settings.get("seed")) for run in runs)
+    counted = f"{_count(len(runs), 'run')} in {_count(len(groups), 'group')}; seeds: {', '.join(seeds)}."
+    notes = [f"<p>{escape(counted)} Settings that all runs share:</p>", _list(common)]
+    going_on = [f"{r.folder} ({r.rounds} of {r.settings['rounds']} rounds)" for r in runs if _unfinished(r)]
+    if going_on:
+        notes.append(f"<p><strong>Not at their last round:</strong> {escape(', '.join(going_on))}</p>")
+    repeats = [str(run.folder) for group in groups for run in group.repeats]
+    if repeats:
+        text = f"repeats a seed of its group and is left out of the results: {', '.join(repeats)}"
+        notes.append(f"<p><strong>Left out:</strong> {escape(text)}</p>")
+    return "<h2>What was run</h2>" + "".join(notes)
+
+
+def _unfinished(run: Run) -> bool:
+    rounds = number(run.settings, "rounds")
+    return rounds is not None and run.rounds < rounds and not run.settings.get("stop_at")
+
+
+def _results(groups: list[Group], target: float | None, name: str, alone: bool) -> str:
+    """Table, verdict and charts of the groups of one task."""
+    title = "Results" if alone else f"Results: {groups[0].task}"
+    drawn, note = groups, ""
+    if len(groups) > MOST_CURVES:
+        drawn = [pick.group for pick in picked(groups)]
+        note = f"<p>The charts show the setting picked for each method, not all {len(groups)} groups.</p>"
+    return "\n".join([
+        f"<h2>{escape(title)}</h2>",
+        f'<p class="verdict">{escape(verdict(groups))}</p>',
+        _table(table(groups, target)),
+        '<p class="faint">Mean ± standard deviation over seeds (n - 1); none for a single seed. '
+        "Targets are reached on the test set. Bytes are down and up together.</p>",
+        note,
+        f'<div class="charts">{_charts(drawn, name)}</div>',
+        '<p class="faint">Lines are means over seeds, bands go from the lowest seed to the highest; '
+        "each ends where the first of its seeds ends.</p>",
+    ])
+
+
+def _charts(groups: list[Group], name: str) -> str:
+    score = metric_of(groups).name
+    by_rounds, by_traffic = over_rounds(groups, score), over_megabytes(groups, score)
+    plans: list[tuple[str, list[Curve], str, str, bool]] = [
+        (f"Test {score} over rounds", by_rounds, "round", f"test {score}", False),
+        (f"Test {score} over traffic", by_traffic, "megabytes, down and up", f"test {score}", False),
+        ("Test loss", over_rounds(groups, "loss") if score != "loss" else [], "round", "test loss", False),
+        ("Consistency: how far apart the local models end", over_rounds(groups, "consistency"), "round",
+         "mean squared distance", True),
+        (f"Validation {score}", over_rounds(groups, f"val_{score}"), "round", f"validation {score}", False),
+    ]
+    figures = []
+    for place, (title, curves, x_label, y_label, log) in enumerate(plans):
+        if log:
+            curves = [curve for curve in curves if (curve.mean > 0).any()]
+        if curves:
+            drawing = chart(curves, f"{name}c{place}", x_label, y_label, log)
+            legend = "".join(_legend(groups[curve.place], curve.place) for curve in curves)
+            figures.append(f"<figure><h3>{title}</h3>{drawing}<figcaption>{legend}</figcaption></figure>")
+    return "\n".join(figures)
+
+
+def _legend(group: Group, place: int) -> str:
+    line = f'<path d="M0 5H28" stroke="{colour(place)}" stroke-width="3" stroke-dasharray="{dash(place)}"/>'
+    return f'<span><svg viewBox="0 0 28 10" aria-hidden="true">{line}</svg>{escape(group.label)}</span>'
+
+
+def _dropped(groups: list[Group]) -> str:
+    """Which runs lost updates because they were not finite."""
+    rows = [["method", "seed", "dropped updates", "of", "rounds with a drop", "first round with a drop"]]
+    for group in groups:
+        for run in group.runs:
+            lost = [record for record in run.records if number(record, "dropped")]
+            if lost:
+                total, sent = _total(lost, "dropped"), _total(run.records, "clients")
+                seed = shown(run.settings.get("seed"))
+                rows.append([group.label, seed, total, sent, str(len(lost)), str(lost[0]["round"])])
+    if len(rows) == 1:
+        return ""
+    why = "<p>Updates that were not finite were left out of their round.</p>"
+    return f"<h2>Dropped clients</h2>{why}{_table(rows)}"
+
+
+def _total(records: list[dict[str, Any]], key: str) -> str:
+    return f"{sum(number(record, key) or 0.0 for record in records):.0f}"
+
+
+def _again(group: Group) -> str:
+    settings = {name: value for name, value in group.runs[0].settings.items() if name != "seed"}
+    seeds = ", ".join(shown(run.settings.get("seed")) for run in group.runs)
+    files = (shlex.quote(str(run.folder / "run.toml")) for run in group.runs)
+    commands = "".join(f"<pre>{escape(f'undrift run {file} --out NEW')}</pre>" for file in files)
+    return (
+        f"<details><summary>{escape(group.label)}</summary>"
+        f"{_list(settings | {'seeds': seeds})}{commands}</details>"
+    )
+
+
+def _foot(runs: list[Run]) -> str:
+    found: dict[str, dict[str, None]] = {}
+    for run in runs:
+        for name, value in _flat(run.made):
+            found.setdefault(name, {})[shown(value)] = None
+    if not found:
+        return "<footer><p>The runs do not say which versions made them.</p></footer>"
+    made = _list({name: ", ".join(values) for name, values in found.items()})
+    return f"<footer><p>Made with</p>{made}</footer>"
+
+
+def _flat(made: Mapping[str, Any], prefix: str = "") -> Iterable[tuple[str, Any]]:
+    for name, value in made.items():
+        if isinstance(value, Mapping):
+            yield from _flat(value, f"{prefix}{name}.")
+        else:
+            yield prefix + name, value
+
+
+def _table(rows: list[list[str]]) -> str:
+    head = "".join(f"<th>{escape(cell)}</th>" for cell in rows[0])
+    body = "".join(f"<tr>{''.join(map(_cell, row))}</tr>" for row in rows[1:])
+    return f'<div class="wide"><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>'
+
+
+def _cell(text: str) -> str:
+    """Words may be broken into lines, numbers not."""
+    words = ' class="words"' if len(text) > 12 and not text[0].isdigit() else ""
+    return f"<td{words}>{escape(text)}</td>"
+
+
+def _list(pairs: Mapping[str, Any]) -> str:
+    """A compact table of names and values; what is empty says so."""
+    items = ((escape(name), escape(shown(value)) or "&ndash;") for name, value in pairs.items())
+    return "<dl>" + "".join(f"<div><dt>{name}</dt><dd>{value}</dd></div>" for name, value in items) + "</dl>"
+
+
+def _count(number_of: int, what: str) -> str:
+    return f"{number_of} {what}{'' if number_of == 1 else 's'}"

@@ -1,0 +1,123 @@
+"""How a run is scored, by which round, and what its seeds say together."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from undrift.report.runs import Group, Run, number
+
+
+class Spread(NamedTuple):
+    """Mean and standard deviation over the seeds that have a value."""
+
+    mean: float
+    deviation: float | None  # with n - 1; None for a single seed
+    seeds: int
+    of: int  # seeds in the group
+
+
+class Metric(NamedTuple):
+    """What decides which model is better."""
+
+    name: str  # the key in the records
+    higher: bool  # whether higher is better
+
+    @property
+    def validation(self) -> str:
+        return f"val_{self.name}"
+
+    def best(self, values: list[float]) -> float:
+        return max(values) if self.higher else min(values)
+
+    def reached(self, value: float, target: float) -> bool:
+        return value >= target if self.higher else value <= target
+
+
+ACCURACY, LOSS = Metric("accuracy", True), Metric("loss", False)
+
+
+def metric_of(groups: list[Group]) -> Metric:
+    """Accuracy, but loss where a run was evaluated and has no accuracy at all."""
+    runs = [run for group in groups for run in group.runs]
+    lacking = any(has(run, "loss") and not has(run, "accuracy") for run in runs)
+    return LOSS if lacking else ACCURACY
+
+
+def has_validation(group: Group, metric: Metric) -> bool:
+    """Whether every evaluated run of the group has validation scores."""
+    evaluated = [run for run in group.runs if has(run, metric.name)]
+    return bool(evaluated) and all(best_record(run, metric, metric.validation) for run in evaluated)
+
+
+def on_validation(groups: list[Group], metric: Metric) -> bool:
+    """Whether all groups that have a score can be compared at their best validation round."""
+    scored = [group for group in groups if any(has(run, metric.name) for run in group.runs)]
+    return bool(scored) and all(has_validation(group, metric) for group in scored)
+
+
+def score_name(groups: list[Group]) -> str:
+    """What the compared score is, in the words of the table's column."""
+    metric = metric_of(groups)
+    return at_validation_name(metric) if on_validation(groups, metric) else on_test_name(metric)
+
+
+def at_validation_name(metric: Metric) -> str:
+    return f"{metric.name} at best validation"
+
+
+def on_test_name(metric: Metric) -> str:
+    return f"best {metric.name} (chosen on test)"
+
+
+def scores(groups: list[Group]) -> list[Spread | None]:
+    """The score by which the groups are compared: all by the same rule."""
+    metric = metric_of(groups)
+    chosen_by = metric.validation if on_validation(groups, metric) else metric.name
+    return [over_seeds(group, lambda run: score(run, metric, chosen_by)) for group in groups]
+
+
+def default_target(groups: list[Group]) -> float | None:
+    """The worst group's mean score, rounded to two decimals towards the easier side."""
+    means = [spread.mean for spread in scores(groups) if spread]
+    if not means:
+        return None
+    if metric_of(groups).higher:
+        return math.floor(round(min(means) * 100, 6)) / 100
+    return math.ceil(round(max(means) * 100, 6)) / 100
+
+
+def traffic(record: dict[str, Any]) -> float:
+    """The bytes of a round, down and up."""
+    return (number(record, "bytes_down") or 0.0) + (number(record, "bytes_up") or 0.0)
+
+
+def over_seeds(group: Group, value: Callable[[Run], float | None]) -> Spread | None:
+    values = [v for v in map(value, group.runs) if v is not None]
+    if not values:
+        return None
+    deviation = statistics.stdev(values) if len(values) > 1 else None
+    return Spread(statistics.fmean(values), deviation, len(values), len(group.runs))
+
+
+def best_record(run: Run, metric: Metric, chosen_by: str) -> dict[str, Any] | None:
+    """The round that is best by the given key among those with a test score; the first of equals."""
+    rounds = [r for r in run.records if None not in (number(r, metric.name), number(r, chosen_by))]
+    best = metric.best([r[chosen_by] for r in rounds]) if rounds else None
+    return next((r for r in rounds if r[chosen_by] == best), None)
+
+
+def score(run: Run, metric: Metric, chosen_by: str) -> float | None:
+    """The test score in the round that is best by the given key."""
+    record = best_record(run, metric, chosen_by)
+    return number(record, metric.name) if record else None
+
+
+def values_of(run: Run, key: str) -> list[float]:
+    return [value for record in run.records if (value := number(record, key)) is not None]
+
+
+def has(run: Run, key: str) -> bool:
+    return any(number(record, key) is not None for record in run.records)
