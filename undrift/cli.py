@@ -166,8 +166,9 @@ def sweep_command(arguments: argparse.Namespace) -> int:
         failed = run_all(jobs, arguments.out, processes, show)
     for name, message in failed.items():
         print(f"undrift: {name} failed: {message}", file=sys.stderr)
-    print_summary([arguments.out], sweep.get("target"))
-    page.write([arguments.out], arguments.out / "report.html", sweep.get("target"))
+    target = sweep.get("target")
+    print_summary([arguments.out], target)
+    page.write([arguments.out], arguments.out / "report.html", target)
     print(f"written to {arguments.out / 'report.html'}")
     return 1 if failed else 0
 
@@ -175,8 +176,11 @@ def sweep_command(arguments: argparse.Namespace) -> int:
 def report_command(arguments: argparse.Namespace) -> None:
     from undrift.report import page
 
-    page.write(arguments.folders, arguments.out, arguments.target)
-    print_summary(arguments.folders, arguments.target)
+    from undrift.report.runs import sweep_target
+
+    target = arguments.target if arguments.target is not None else sweep_target(arguments.folders)
+    page.write(arguments.folders, arguments.out, target)
+    print_summary(arguments.folders, target)
     print(f"written to {arguments.out}")
 
 
@@ -186,15 +190,14 @@ def print_summary(folders: list[Path], target: float | None) -> None:
 
     from undrift.report import runs, summary, text
 
-    groups = runs.groups(runs.load(folders))
-    target = summary.default_target(groups) if target is None else target
-    header, *rows = text.table(groups, target)
-    shown = Table(*header)
-    for row in rows:
-        shown.add_row(*row)
     console = Console(width=None if sys.stdout.isatty() else 160)
-    console.print(shown)
-    console.print(summary.verdict(groups), highlight=False)
+    for groups in runs.by_task(runs.grouped(runs.load(folders))):
+        header, *rows = text.table(groups, target)
+        shown = Table(*header)
+        for row in rows:
+            shown.add_row(*row)
+        console.print(shown)
+        console.print(summary.verdict(groups), highlight=False)
 
 
 def list_command(arguments: argparse.Namespace) -> None:

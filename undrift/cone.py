@@ -73,7 +73,7 @@ def normalised(p: Tensor, rows: Tensor, products: Tensor, rho: float) -> tuple[A
     length = p.double().norm()
     inverse = torch.where(size > 0, 1 / size, 0.0)
     G = (products.double() * inverse * inverse[:, None]).cpu().numpy()
-    b = (rows @ p).double() * inverse * torch.where(length > 0, 1 / length, 0.0) - rho * (size > 0)
+    b = (rows @ p).double() * inverse * torch.where(length > 0, 1 / length, 0.0) - rho * (size > 0).double()
     return G, torch.where((size > 0) & (length > 0), b, b.clamp(min=0)).cpu().numpy(), size.cpu().numpy()
 
 
@@ -135,6 +135,6 @@ def factorised(p: Tensor, rows: Tensor, size: Array, active: NDArray[np.bool_], 
     wide = p.double().cpu().numpy()
     length = np.linalg.norm(wide)
     Q, R = np.linalg.qr(M)
-    along = rho * np.linalg.lstsq(R.T, np.ones(len(R)), rcond=None)[0] - Q.T @ (wide / length)
+    along = rho * np.linalg.lstsq(R.T, np.ones(R.shape[1]), rcond=None)[0] - Q.T @ (wide / length)
     z: Array = np.linalg.lstsq(R, along, rcond=None)[0]
     return z.clip(min=0), torch.from_numpy(wide + length * (Q @ along)).to(p)

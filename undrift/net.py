@@ -188,10 +188,13 @@ class Net:
 
     def state_dict(self, x: Tensor, buffers: Tensor) -> dict[str, Tensor]:
         """A plain PyTorch state dict with the module's own names and dtypes."""
-        state = {name: tensor.detach().clone() for name, tensor in self.original.state_dict().items()}
-        for name, tensor in (self.layout.split(x) | self.buffer_layout.split(buffers)).items():
-            if name in state:  # a buffer registered with persistent=False is not part of a state dict
-                state[name] = tensor.detach().to(state[name].dtype).clone()
+        trained = self.layout.split(x) | self.buffer_layout.split(buffers)
+        tensors = dict(self.original.named_parameters()) | dict(self.original.named_buffers())
+        first = {id(tensor): name for name, tensor in tensors.items()}  # tied weights have several names, one vector entry
+        state = {}
+        for name, tensor in self.original.state_dict(keep_vars=True).items():
+            value = trained.get(first.get(id(tensor), name), tensor)
+            state[name] = value.detach().to(tensor.dtype).clone()
         return state
 
 

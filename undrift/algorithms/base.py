@@ -176,7 +176,10 @@ class Worker(ABC):
 
     def check(self, clients: int, cohort: int) -> None:
         """Raise BadSetting where a field's value, alone or with the federation's size, makes no sense."""
-        at_least(self, 0.0, "lr", "weight_decay", "clip", "momentum")
+        at_least(self, 0.0, "lr", "weight_decay", "clip")
+        below_one(self, "momentum")
+        if self.lr == 0:
+            raise BadSetting("lr must be greater than 0")
         if self.optimizer not in OPTIMIZERS:
             raise UnknownName("optimizer", self.optimizer, OPTIMIZERS)
 
@@ -233,7 +236,7 @@ def at_least(settings: object, lowest: float, *fields: str) -> None:
             raise BadSetting(f"{field} must be a finite number of at least {lowest:g}, not {value}")
 
 
-def at_most_one(settings: object, *fields: str) -> None:
+def below_one(settings: object, *fields: str) -> None:
     """Raise BadSetting unless every named field lies in [0, 1)."""
     at_least(settings, 0.0, *fields)
     for field in fields:

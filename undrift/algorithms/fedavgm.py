@@ -12,7 +12,7 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
-from undrift.algorithms.base import Cohort, LocalSGD, Server, at_most_one
+from undrift.algorithms.base import Cohort, LocalSGD, Server, below_one
 from undrift.errors import UnknownName
 from undrift.layout import Layout
 
@@ -44,7 +44,7 @@ class ServerMomentum(Server):
 
     def check_server(self, clients: int, cohort: int) -> None:
         super().check_server(clients, cohort)
-        at_most_one(self, "beta1", "dampening")
+        below_one(self, "beta1", "dampening")
         if self.momentum_units not in ("param", "grad"):
             raise UnknownName("momentum_units", self.momentum_units, ("param", "grad"))
 

@@ -12,7 +12,7 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
-from undrift.algorithms.base import Cohort, LocalSGD, Server, at_least, at_most_one
+from undrift.algorithms.base import Cohort, LocalSGD, Server, at_least, below_one
 from undrift.cone import gram, project
 from undrift.errors import BadSetting, UnknownName
 from undrift.layout import Layout
@@ -118,7 +118,7 @@ class ServerMemory(Server):
 
     def check_server(self, clients: int, cohort: int) -> None:
         super().check_server(clients, cohort)
-        at_most_one(self, "beta1", "beta2")
+        below_one(self, "beta1", "beta2")
         at_least(self, 0.0, "rho")
         if self.slots != 0 and not cohort <= self.slots:
             raise BadSetting(f"slots must be 0 or at least the cohort's {cohort} clients, not {self.slots}")

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
-
 import numpy as np
 import torch
 from numpy.typing import NDArray
@@ -18,7 +16,8 @@ from undrift.errors import BadData, BadSetting
 from undrift.streams import Purpose, stream
 
 
-class Split(NamedTuple):
+@dataclass(frozen=True)
+class Split:
     """Samples of one kind. `held` is on the device, or None for samples that are read when they are needed."""
 
     samples: Samples

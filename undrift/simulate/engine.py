@@ -84,6 +84,8 @@ class Simulation:
             work = RoundWork(self.net, self.data, self.settings.seed, self.t, ids, table)  # counts afresh
         answers = self.execution(self.alg, down, client, self.state.buffers, work)
 
+        bytes_up = nbytes(answers.up) + nbytes(answers.buffers)
+
         # A client whose update is not finite is dropped: its state stays as it was, the others' weights add up to one.
         good = finite(answers)
         kept = len(ids) if bool(good.all()) else int(good.sum())
@@ -96,7 +98,6 @@ class Simulation:
         self.position[host_ids[good.cpu().numpy()]] += table.steps[good.cpu().numpy()]
 
         bytes_down = len(ids) * (nbytes(down) + nbytes(self.state.buffers))
-        bytes_up = nbytes(answers.up) + nbytes(answers.buffers)
         self.t += 1
         scores = self.evaluate() if last or self.t % self.settings.eval_every == 0 else {}
         return RoundRecord(

@@ -66,7 +66,10 @@ class RoundWork:
             if (count < width).any():
                 real = (torch.arange(width, device=ids.device) < torch.from_numpy(count).to(ids.device).unsqueeze(-1)).to(self.net.dtype)
             key = fold(dropout, torch.tensor(k, device=ids.device))
-            batch = Batch(inputs.view(*rows.shape, *inputs.shape[1:]), targets, real, key)
+            inputs = inputs.view(*rows.shape, *inputs.shape[1:])
+            if real is not None:  # whatever stands in row 0 must not reach a client that has no sample in that place
+                inputs = inputs.masked_fill((real == 0).view(*rows.shape, *(1,) * (inputs.dim() - rows.dim())), 0)
+            batch = Batch(inputs, targets, real, key)
             oracle = Oracle(self.net, batch, torch.zeros((), dtype=self.net.dtype, device=ids.device))
             yield oracle, live
             self.gradients += oracle.calls * int((count > 0).sum())

@@ -1,0 +1,57 @@
+# Everything runs in .venv, made on first use. `make help` lists the targets.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+INSTALLED := $(VENV)/installed
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test system lint types imports doctest unit golden bench size clean
+
+help: ## list the targets
+	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-9s %s\n", $$1, $$2}'
+
+$(VENV)/core: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e .
+	@touch $@
+
+$(INSTALLED): $(VENV)/core
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev,svhn,hf]'
+	@touch $@
+
+demo: $(VENV)/core ## four algorithms on 100 clients with handwritten digits, a table and report.html (2 minutes)
+	$(BIN)/undrift sweep suites/demo.toml --out runs/demo
+
+test: lint types imports doctest unit ## lint, types, import rule, doctests and tests
+
+lint: $(INSTALLED)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+types: $(INSTALLED)
+	$(BIN)/mypy
+
+imports: $(INSTALLED)
+	$(BIN)/lint-imports
+
+doctest: $(INSTALLED)
+	$(BIN)/pytest -q --doctest-modules undrift
+
+unit: $(INSTALLED)
+	$(BIN)/pytest -q -n 2 -m "not system" --durations=8
+
+system: $(INSTALLED) ## slow checks of the whole system (many kill -9 and resume)
+	$(BIN)/pytest -q -m system
+
+golden: $(INSTALLED) ## write tests/golden anew: only for a deliberate change of results
+	UNDRIFT_WRITE_GOLDEN=1 $(BIN)/pytest -q tests/test_all_algorithms.py -k golden
+
+bench: $(INSTALLED) ## speed beside a plain loop and pfl-research
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[bench]'
+	$(BIN)/python benchmarks/cpu.py
+
+size: ## lines of each file
+	@git ls-files 'undrift/*.py' | xargs wc -l | sort -rn | head -25
+
+clean: ## remove the virtual environment and caches
+	rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis
