@@ -42,7 +42,9 @@ def test_a_last_batch_of_one_sample_is_left_out_when_persistent_and_kept_in_epoc
     persistent = batches(Plan(batch=32, steps=3), 0, [5], [0])  # 65 = 2 * 32 + 1
     assert persistent.count.tolist() == [[32, 32, 32]]
     assert batches(Plan(batch=32, epochs=1, persistent=False), 0, [5], [0]).count.tolist() == [[32, 32, 1]]
-    assert batches(Plan(batch=32, steps=2), 0, [2], [0]).count.tolist() == [[1, 1]]  # a client with one sample trains on it
+    assert batches(Plan(batch=32, steps=2), 0, [2], [0]).count.tolist() == [
+        [1, 1]
+    ]  # a client with one sample trains on it
 
 
 def test_a_small_client_trains_on_all_it_has() -> None:

@@ -12,7 +12,12 @@ from torch import Tensor
 
 from undrift.cone import gram, project
 
-problems = st.tuples(st.integers(1, 20), st.integers(1, 15), st.integers(0, 2**31), st.sampled_from(["plain", "twins", "antipodal", "few", "scales", "spanning"]))
+problems = st.tuples(
+    st.integers(1, 20),
+    st.integers(1, 15),
+    st.integers(0, 2**31),
+    st.sampled_from(["plain", "twins", "antipodal", "few", "scales", "spanning"]),
+)
 
 
 def problem(d: int, m: int, seed: int, kind: str) -> tuple[Tensor, Tensor]:

@@ -426,9 +426,7 @@ def write_tiny_imagenet(folder: Path) -> Arrays:
         test_labels.append(sorted(wnids).index(wnid))
         annotations.append(f"val_{number}.JPEG\t{wnid}\t0\t32\t44\t62\n")
     (folder / "val" / "val_annotations.txt").write_text("".join(annotations))
-    return Arrays(
-        np.stack(train_images), np.array(train_labels), np.stack(test_images), np.array(test_labels)
-    )
+    return Arrays(np.stack(train_images), np.array(train_labels), np.stack(test_images), np.array(test_labels))
 
 
 @pytest.mark.parametrize("folder", ["tiny-imagenet-200", "tiny-imagenet/tiny-imagenet-200"])
@@ -644,9 +642,7 @@ def test_hugging_face_reads_a_genuine_parquet_set(tmp_path: Path, monkeypatch: p
     folder = tmp_path / "uoft-cs" / "cifar100" / "data"
     folder.mkdir(parents=True)
     whole_number = datasets.Value("int64")
-    features = datasets.Features(
-        {"img": datasets.Image(), "fine_label": whole_number, "coarse_label": whole_number}
-    )
+    features = datasets.Features({"img": datasets.Image(), "fine_label": whole_number, "coarse_label": whole_number})
     for split, images, labels in (
         ("train", arrays.x_train, arrays.y_train),
         ("test", arrays.x_test, arrays.y_test),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 
 import numpy as np
@@ -148,9 +149,7 @@ def test_sites_are_the_clients() -> None:
     assert [len(part) for part in partition("sites", masks, 3, seed=0, sites=sites)] == [2, 3, 1]
 
 
-def plain_class_wise_dirichlet(
-    labels: Labels, clients: int, concentration: float, seed: int
-) -> list[set[int]]:
+def plain_class_wise_dirichlet(labels: Labels, clients: int, concentration: float, seed: int) -> list[set[int]]:
     """The description step by step, with lists and loops, from the same random numbers in the same order."""
     random = np.random.Generator(np.random.PCG64([seed, STREAM]))
     lists = {one: [i for i in range(len(labels)) if labels[i] == one] for one in sorted(set(labels.tolist()))}
@@ -197,7 +196,7 @@ def test_label_entropy_grows_with_the_concentration_up_to_iid(name: str) -> None
         mean_label_entropy(partition(f"{name}:{concentration}", labels, 20, seed=0), labels)
         for concentration in (0.01, 0.1, 1, 100, 1e308)
     ]
-    assert all(lower < higher for lower, higher in zip(entropies[:-1], entropies[1:], strict=True))
+    assert all(lower < higher for lower, higher in itertools.pairwise(entropies))
     assert entropies[0] < 1.2 and entropies[-1] > np.log(10) - 0.02  # log 10 is what iid has
 
 

@@ -27,8 +27,13 @@ MADE = {"commit": "abc123", "device": "cpu", "versions": {"torch": "2.13"}}
 
 
 def make_run(
-    folder: Path, algorithm: str, seed: int, accuracy: list[float | None],
-    fields: dict[str, Any] | None = None, val: list[float | None] | None = None, **settings: Any,
+    folder: Path,
+    algorithm: str,
+    seed: int,
+    accuracy: list[float | None],
+    fields: dict[str, Any] | None = None,
+    val: list[float | None] | None = None,
+    **settings: Any,
 ) -> Path:
     """A run folder with one record for each accuracy; loss is 1 - accuracy unless `loss` lists it."""
     folder.mkdir(parents=True)
@@ -39,9 +44,18 @@ def make_run(
     lines = []
     for place, value in enumerate(accuracy):
         record = {
-            "round": place + 1, "loss": loss[place], "accuracy": value, "bytes_down": 600, "bytes_up": 400,
-            "gradients": 10, "consistency": 1.0 / (place + 1), "seconds": [0.3, 0.1, 0.2][place % 3],
-            "train_loss": 0.5, "clients": 2, "dropped": 0, **more,
+            "round": place + 1,
+            "loss": loss[place],
+            "accuracy": value,
+            "bytes_down": 600,
+            "bytes_up": 400,
+            "gradients": 10,
+            "consistency": 1.0 / (place + 1),
+            "seconds": [0.3, 0.1, 0.2][place % 3],
+            "train_loss": 0.5,
+            "clients": 2,
+            "dropped": 0,
+            **more,
         }
         if val:
             record["val_accuracy"] = val[place]
@@ -78,11 +92,32 @@ def test_the_table_in_words(tmp_path: Path) -> None:
     make_run(tmp_path / "a0", "fedavg", 0, [0.5, 0.8, 0.7])
     make_run(tmp_path / "a1", "fedavg", 1, [0.5, None, 0.6])
     assert table(grouped(load([tmp_path])), 0.75) == [
-        ["method", "seeds", "best accuracy (chosen on test)", "last accuracy",
-         "rounds to accuracy 0.75", "bytes to accuracy 0.75", "bytes per round", "gradients per round",
-         "consistency at the end", "seconds per round", "rounds run"],
-        ["fedavg", "2", "0.7000 ± 0.1414", "0.6500 ± 0.0707", "2 (1 of 2)",
-         "2 kB (1 of 2)", "1 kB", "10", "0.333 ± 0", "0.2 ± 0", "3"],
+        [
+            "method",
+            "seeds",
+            "best accuracy (chosen on test)",
+            "last accuracy",
+            "rounds to accuracy 0.75",
+            "bytes to accuracy 0.75",
+            "bytes per round",
+            "gradients per round",
+            "consistency at the end",
+            "seconds per round",
+            "rounds run",
+        ],
+        [
+            "fedavg",
+            "2",
+            "0.7000 ± 0.1414",
+            "0.6500 ± 0.0707",
+            "2 (1 of 2)",
+            "2 kB (1 of 2)",
+            "1 kB",
+            "10",
+            "0.333 ± 0",
+            "0.2 ± 0",
+            "3",
+        ],
     ]
     assert table(grouped(load([tmp_path])), 0.99)[1][4:6] == ["-", "-"]
 
@@ -143,7 +178,11 @@ def test_labels_say_what_differs(tmp_path: Path) -> None:
     assert [g.label for g in grouped(load([tmp_path]))] == ["fedavg", "fedprox mu=0.1", "fedprox mu=1.0"]
     make_run(tmp_path / "q", "fedprox", 0, [0.5], {"lr": 0.2, "mu": 1.0}, partition="label:2")
     assert [g.label for g in grouped(load([tmp_path]))] == [
-        "fedavg (iid)", "fedprox mu=0.1 (iid)", "fedprox mu=1.0 (iid)", "fedprox mu=1.0 (label:2)"]
+        "fedavg (iid)",
+        "fedprox mu=0.1 (iid)",
+        "fedprox mu=1.0 (iid)",
+        "fedprox mu=1.0 (label:2)",
+    ]
     make_run(tmp_path / "other" / "b", "scaffold", 0, [0.5], cohort=4)
     make_run(tmp_path / "other" / "a", "fedavg", 0, [0.5], cohort=2)
     assert [g.label for g in grouped(load([tmp_path / "other"]))] == ["fedavg cohort=2", "scaffold cohort=4"]
@@ -157,22 +196,36 @@ def test_a_repeated_seed_does_not_count_twice(tmp_path: Path) -> None:
     assert [run.folder.name for run in group.repeats] == ["short"]
 
 
-@pytest.mark.parametrize(("values", "said"), [
-    # means 0.8, 0.9: deviation 0.1 / sqrt(2) = 0.0707; seeds 0.01; error 0.01 * sqrt(2 / 3) = 0.0082 < 0.05
-    ({"a": [0.79, 0.80, 0.81], "b": [0.89, 0.90, 0.91]},
-     ["are further apart than the seeds", "0.0707", "0.0100", "b is best", "0.1000, is larger than twice",
-      "(0.0082)", "with 3 seeds this is an indication, not a proof"]),
-    # means 0.80, 0.82: deviation 0.0141; seeds 0.1; error 0.1 * sqrt(2 / 3) = 0.0816 > 0.01
-    ({"a": [0.70, 0.80, 0.90], "b": [0.72, 0.82, 0.92]},
-     ["are not further apart than the seeds", "but its lead over a, 0.0200, is not", "0.0141", "(0.0816)"]),
-    # The leaders' seeds agree exactly, but c shows that seeds move results by sqrt(0.02): pooled over three
-    # groups sqrt(0.02 / 3) = 0.0816, error 0.0816 * sqrt(1 / 2 + 1 / 2) = 0.0816.
-    ({"a": [0.91, 0.91], "b": [0.90, 0.90], "c": [0.7, 0.9]}, ["is not larger than twice", "(0.0816)"]),
-    ({"a": [0.1], "b": [0.9]}, ["only one seed for every method: nothing can be said without more seeds"]),
-    ({"a": [0.1, 0.2], "b": [0.9]}, ["only one seed for b: nothing can be said without more seeds"]),
-    ({"a": [0.5, 0.5], "b": [0.6, 0.6]}, ["chance cannot be judged"]),
-    ({"a": [0.5, 0.5], "b": [0.5, 0.5]}, ["chance cannot be judged", "have the same mean"]),
-])
+@pytest.mark.parametrize(
+    ("values", "said"),
+    [
+        # means 0.8, 0.9: deviation 0.1 / sqrt(2) = 0.0707; seeds 0.01; error 0.01 * sqrt(2 / 3) = 0.0082 < 0.05
+        (
+            {"a": [0.79, 0.80, 0.81], "b": [0.89, 0.90, 0.91]},
+            [
+                "are further apart than the seeds",
+                "0.0707",
+                "0.0100",
+                "b is best",
+                "0.1000, is larger than twice",
+                "(0.0082)",
+                "with 3 seeds this is an indication, not a proof",
+            ],
+        ),
+        # means 0.80, 0.82: deviation 0.0141; seeds 0.1; error 0.1 * sqrt(2 / 3) = 0.0816 > 0.01
+        (
+            {"a": [0.70, 0.80, 0.90], "b": [0.72, 0.82, 0.92]},
+            ["are not further apart than the seeds", "but its lead over a, 0.0200, is not", "0.0141", "(0.0816)"],
+        ),
+        # The leaders' seeds agree exactly, but c shows that seeds move results by sqrt(0.02): pooled over three
+        # groups sqrt(0.02 / 3) = 0.0816, error 0.0816 * sqrt(1 / 2 + 1 / 2) = 0.0816.
+        ({"a": [0.91, 0.91], "b": [0.90, 0.90], "c": [0.7, 0.9]}, ["is not larger than twice", "(0.0816)"]),
+        ({"a": [0.1], "b": [0.9]}, ["only one seed for every method: nothing can be said without more seeds"]),
+        ({"a": [0.1, 0.2], "b": [0.9]}, ["only one seed for b: nothing can be said without more seeds"]),
+        ({"a": [0.5, 0.5], "b": [0.6, 0.6]}, ["chance cannot be judged"]),
+        ({"a": [0.5, 0.5], "b": [0.5, 0.5]}, ["chance cannot be judged", "have the same mean"]),
+    ],
+)
 def test_verdict(tmp_path: Path, values: dict[str, list[float]], said: list[str]) -> None:
     text = verdict(constant(tmp_path, values))
     assert [words for words in said if words not in text] == [], text

@@ -33,7 +33,7 @@ def test_streams_differ_by_every_part() -> None:
 def test_numbers_are_uniform() -> None:
     word = words(torch.tensor(signed(stream(0, Purpose.AUGMENT))), 200_000)
     u = uniform(word)
-    assert 0 <= u.min() and u.max() < 1
+    assert u.min() >= 0 and u.max() < 1
     assert abs(u.mean() - 0.5) < 0.003 and abs(u.var() - 1 / 12) < 0.002
     counts = torch.bincount(below(word, 7), minlength=7)
     assert len(counts) == 7 and (counts - 200_000 / 7).abs().max() < 700
@@ -44,7 +44,7 @@ def test_numbers_are_uniform() -> None:
 @pytest.mark.parametrize(("population", "size"), [(1, 1), (10, 3), (10, 10), (1_000_000, 5)])
 def test_sample_draws_without_replacement(population: int, size: int) -> None:
     drawn = [sample(stream(0, Purpose.COHORT, t), population, size) for t in range(50)]
-    assert all(len(set(d)) == size and 0 <= min(d) and max(d) < population for d in drawn)
+    assert all(len(set(d)) == size and min(d) >= 0 and max(d) < population for d in drawn)
     assert drawn == [sample(stream(0, Purpose.COHORT, t), population, size) for t in range(50)]
 
 

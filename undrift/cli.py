@@ -39,7 +39,9 @@ class Parser(argparse.ArgumentParser):
 
 
 def parser() -> Parser:
-    top = Parser(prog="undrift", description="Federated and distributed training that does not drift.", allow_abbrev=False)
+    top = Parser(
+        prog="undrift", description="Federated and distributed training that does not drift.", allow_abbrev=False
+    )
     top.add_argument("--version", action="version", version=f"undrift {__version__}")
     commands = top.add_subparsers(dest="command", required=True, parser_class=Parser, metavar="COMMAND")
 
@@ -60,7 +62,9 @@ def parser() -> Parser:
     sweep = commands.add_parser("sweep", help="run algorithms x settings x seeds", allow_abbrev=False)
     sweep.add_argument("file", type=Path, metavar="FILE.toml")
     sweep.add_argument("--out", type=Path, required=True, metavar="DIR")
-    sweep.add_argument("--processes", type=int, default=0, metavar="N", help="runs at a time [one a core; one on a GPU]")
+    sweep.add_argument(
+        "--processes", type=int, default=0, metavar="N", help="runs at a time [one a core; one on a GPU]"
+    )
 
     report = commands.add_parser("report", help="tables and plots of run folders as one HTML page", allow_abbrev=False)
     report.add_argument("folders", type=Path, nargs="+", metavar="DIR")
@@ -71,13 +75,17 @@ def parser() -> Parser:
     listing.add_argument("kind", metavar="|".join(KINDS))
     listing.add_argument("--json", action="store_true")
 
-    data = commands.add_parser("data", help="which data sets are there, prepare one, or show a partition", allow_abbrev=False)
+    data = commands.add_parser(
+        "data", help="which data sets are there, prepare one, or show a partition", allow_abbrev=False
+    )
     data.add_argument("action", metavar="list|prepare|show")
     data.add_argument("name", nargs="?", default="digits", help="a data set [digits]")
     data.add_argument("--partition", default="dirichlet:0.1", metavar="SPEC")
     data.add_argument("--clients", type=int, default=100, metavar="N")
     data.add_argument("--seed", type=int, default=0)
-    data.add_argument("--out", type=Path, metavar="FILE", help="prepare: where NAME.npz goes; show: a .png or .svg picture")
+    data.add_argument(
+        "--out", type=Path, metavar="FILE", help="prepare: where NAME.npz goes; show: a .png or .svg picture"
+    )
 
     cite = commands.add_parser("cite", help="the BibTeX entry of an algorithm's paper", allow_abbrev=False)
     cite.add_argument("name")
@@ -175,7 +183,6 @@ def sweep_command(arguments: argparse.Namespace) -> int:
 
 def report_command(arguments: argparse.Namespace) -> None:
     from undrift.report import page
-
     from undrift.report.runs import sweep_target
 
     target = arguments.target if arguments.target is not None else sweep_target(arguments.folders)
@@ -240,7 +247,9 @@ def data_command(arguments: argparse.Namespace) -> None:
     elif arguments.action == "show":
         from undrift.report.pictures import partition_picture, partition_text
 
-        counts = datasets.class_counts(datasets.load_dataset(arguments.name), arguments.partition, arguments.clients, arguments.seed)
+        counts = datasets.class_counts(
+            datasets.load_dataset(arguments.name), arguments.partition, arguments.clients, arguments.seed
+        )
         for row in partition_text(counts):
             print("  ".join(f"{cell:24}" for cell in row).rstrip())
         out = arguments.out or Path(f"{arguments.name}-{arguments.partition.replace(':', '-')}.png")
@@ -257,7 +266,14 @@ def cite_command(arguments: argparse.Namespace) -> None:
 
 
 def progress_bar() -> Any:
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+    from rich.progress import (
+        BarColumn,
+        MofNCompleteColumn,
+        Progress,
+        TextColumn,
+        TimeElapsedColumn,
+        TimeRemainingColumn,
+    )
 
     return Progress(
         TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn(),

@@ -17,7 +17,9 @@ class RunConfig:
     """Everything that decides a run's result, and how it is run. Each field is a flag of `undrift run`."""
 
     algorithm: str = field(default="fedavg", metadata={"help": "a listed name, or package.module:Class"})
-    dataset: str = field(default="digits", metadata={"help": "a listed name, imagefolder:PATH, or package.module:function"})
+    dataset: str = field(
+        default="digits", metadata={"help": "a listed name, imagefolder:PATH, or package.module:function"}
+    )
     model: str = field(default="mlp", metadata={"help": "a listed name, or package.module:function"})
     partition: str = field(default="dirichlet:0.1", metadata={"help": "how the samples are dealt out to clients"})
     clients: int = field(default=100, metadata={"help": "N"})
@@ -39,7 +41,9 @@ class RunConfig:
     eval_every: int = field(default=5, metadata={"help": "rounds between evaluations"})
     checkpoint_every: int = field(default=50, metadata={"help": "rounds between checkpoints"})
     stop_at: str = field(default="", metadata={"help": "accuracy=0.9 or time=10m (s, m, h), or both with a comma"})
-    set: dict[str, Any] = field(default_factory=dict, metadata={"help": "FIELD=VALUE, a field of the algorithm; repeatable"})
+    set: dict[str, Any] = field(
+        default_factory=dict, metadata={"help": "FIELD=VALUE, a field of the algorithm; repeatable"}
+    )
 
     def __post_init__(self) -> None:
         if self.steps and self.epochs:
@@ -48,7 +52,17 @@ class RunConfig:
             object.__setattr__(self, "steps", 5)
         if not self.batches:
             object.__setattr__(self, "batches", "persistent" if self.steps else "fresh")
-        for name, lowest in (("clients", 1), ("cohort", 1), ("batch", 1), ("rounds", 0), ("eval_every", 1), ("checkpoint_every", 1), ("steps", 0), ("seed", 0), ("chunk", 0)):
+        for name, lowest in (
+            ("clients", 1),
+            ("cohort", 1),
+            ("batch", 1),
+            ("rounds", 0),
+            ("eval_every", 1),
+            ("checkpoint_every", 1),
+            ("steps", 0),
+            ("seed", 0),
+            ("chunk", 0),
+        ):
             if getattr(self, name) < lowest:
                 raise BadSetting(f"{name} must be at least {lowest}, not {getattr(self, name)}")
         for name in ("epochs", "val_fraction", "colour"):
@@ -60,7 +74,9 @@ class RunConfig:
         if self.batches == "persistent" and self.epochs:
             raise BadSetting("persistent batches count steps; use --steps, or --batches fresh with --epochs")
         if self.cohort > self.clients:
-            raise BadSetting(f"a cohort of {self.cohort} cannot be drawn from {self.clients} clients; lower cohort or raise clients")
+            raise BadSetting(
+                f"a cohort of {self.cohort} cannot be drawn from {self.clients} clients; lower cohort or raise clients"
+            )
         parse_stop(self.stop_at)
 
 
@@ -133,7 +149,7 @@ def parse_stop(text: str) -> dict[str, float]:
     stop: dict[str, float] = {}
     for part in filter(None, text.split(",")):
         name, _, value = part.partition("=")
-        unit = {"s": 1, "m": 60, "h": 3600}.get(value[-1:], None) if name == "time" else None
+        unit = {"s": 1, "m": 60, "h": 3600}.get(value[-1:]) if name == "time" else None
         try:
             stop[name] = float(value[:-1]) * unit if unit else float(value)
         except ValueError:

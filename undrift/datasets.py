@@ -19,7 +19,9 @@ def data_root() -> Path | None:
     """The folder that UNDRIFT_DATA names."""
     root = Path(os.environ["UNDRIFT_DATA"]) if os.environ.get("UNDRIFT_DATA") else None
     if root is not None and not root.is_dir():
-        raise MissingData(f"UNDRIFT_DATA is {root}, which is no folder; point it at the folder that holds the data sets")
+        raise MissingData(
+            f"UNDRIFT_DATA is {root}, which is no folder; point it at the folder that holds the data sets"
+        )
     return root
 
 
@@ -44,7 +46,9 @@ def available(root: Path | None) -> list[tuple[str, str]]:
             continue
         try:
             data = module_of("datasets", name).load(root)
-            found.append((name, f"{len(data.y_train)} training and {len(data.y_test)} test samples, {data.classes} classes"))
+            found.append(
+                (name, f"{len(data.y_train)} training and {len(data.y_test)} test samples, {data.classes} classes")
+            )
         except MissingData:
             found.append((name, "not there"))
         except UndriftError as error:

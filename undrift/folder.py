@@ -91,12 +91,18 @@ class RunFolder:
             facts = json.loads(latest.read_text())
             file = self.checkpoints / facts["tensors"]
             if _checksum(file) != facts["sha256"]:
-                raise BadRunFolder(f"the checkpoint {file} is damaged (its checksum is wrong); start again with another --out")
+                raise BadRunFolder(
+                    f"the checkpoint {file} is damaged (its checksum is wrong); start again with another --out"
+                )
             tensors = load_file(file)
         except (OSError, ValueError, KeyError, SafetensorError) as error:
-            raise BadRunFolder(f"the checkpoint in {self.checkpoints} is damaged ({error}); start again with another --out") from error
+            raise BadRunFolder(
+                f"the checkpoint in {self.checkpoints} is damaged ({error}); start again with another --out"
+            ) from error
         if not self.rounds_file.exists() or self.rounds_file.stat().st_size < facts["rounds_bytes"]:
-            raise BadRunFolder(f"{self.rounds_file} is shorter than its checkpoint says; start again with another --out")
+            raise BadRunFolder(
+                f"{self.rounds_file} is shorter than its checkpoint says; start again with another --out"
+            )
         os.truncate(self.rounds_file, facts["rounds_bytes"])
         return tensors, facts
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -35,7 +36,7 @@ class Layout:
         ends = [0]
         for size in self.sizes:
             ends.append(ends[-1] + size)
-        return [slice(a, b) for a, b in zip(ends, ends[1:], strict=False)]
+        return [slice(a, b) for a, b in itertools.pairwise(ends)]
 
     def split(self, x: Tensor) -> dict[str, Tensor]:
         """The named tensors of a vector [P]. One `split`, because its backward is one `cat`."""

@@ -136,7 +136,10 @@ class Net:
             (n, b) for n, b in prepared.named_buffers() if any(n == t + n.rpartition(".")[2] for t in tracked)
         )
         self.counters = torch.cat(
-            [torch.full((s,), n.endswith("num_batches_tracked")) for n, s in zip(self.buffer_layout.names, self.buffer_layout.sizes, strict=True)]
+            [
+                torch.full((s,), n.endswith("num_batches_tracked"))
+                for n, s in zip(self.buffer_layout.names, self.buffer_layout.sizes, strict=True)
+            ]
             or [torch.zeros(0, dtype=torch.bool)]
         )  # which entries of the buffers' vector are counters: they are aggregated by maximum
         self._local = threading.local()
@@ -183,14 +186,18 @@ class Net:
         """The loss of each sample [B]. A loss that returns one number is asked for one sample at a time."""
         if self.loss is F.cross_entropy:
             return F.cross_entropy(outputs, targets, reduction="none")
-        losses: Tensor = torch.vmap(lambda o, t: self.loss(o.unsqueeze(0), t.unsqueeze(0)).reshape(()))(outputs, targets)
+        losses: Tensor = torch.vmap(lambda o, t: self.loss(o.unsqueeze(0), t.unsqueeze(0)).reshape(()))(
+            outputs, targets
+        )
         return losses
 
     def state_dict(self, x: Tensor, buffers: Tensor) -> dict[str, Tensor]:
         """A plain PyTorch state dict with the module's own names and dtypes."""
         trained = self.layout.split(x) | self.buffer_layout.split(buffers)
         tensors = dict(self.original.named_parameters()) | dict(self.original.named_buffers())
-        first = {id(tensor): name for name, tensor in tensors.items()}  # tied weights have several names, one vector entry
+        first = {
+            id(tensor): name for name, tensor in tensors.items()
+        }  # tied weights have several names, one vector entry
         state = {}
         for name, tensor in self.original.state_dict(keep_vars=True).items():
             value = trained.get(first.get(id(tensor), name), tensor)
@@ -210,7 +217,9 @@ def _prepared(module: nn.Module, name: str, current: _Pass) -> nn.Module:
         return StackedLinear(module, current)
     if isinstance(module, _DropoutNd):
         if isinstance(module, (nn.AlphaDropout, nn.FeatureAlphaDropout)):
-            raise BadSetting(f"{type(module).__name__} cannot be drawn from seeded streams; use nn.Dropout or remove it")
+            raise BadSetting(
+                f"{type(module).__name__} cannot be drawn from seeded streams; use nn.Dropout or remove it"
+            )
         return StreamDropout(module.p, current, whole_channels=not isinstance(module, nn.Dropout))
     for child, part in list(module.named_children()):
         setattr(module, child, _prepared(part, f"{name}{child}.", current))

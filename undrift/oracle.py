@@ -7,7 +7,7 @@ ordinary calls. The oracle alone knows how many clients there are: x is [..., P]
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -86,7 +86,15 @@ class Oracle:
     def _losses(self, objective: Objective, x: Tensor, others: list[Tensor]) -> tuple[Tensor, Tensor]:
         """Every client's loss [...] and buffers [..., Q], by vmap over all leading dimensions at once."""
 
-        def of_one(x: Tensor, buffers: Tensor, inputs: Tensor, targets: Tensor, real: Tensor | None, key: Tensor, *others: Tensor) -> tuple[Tensor, Tensor]:
+        def of_one(
+            x: Tensor,
+            buffers: Tensor,
+            inputs: Tensor,
+            targets: Tensor,
+            real: Tensor | None,
+            key: Tensor,
+            *others: Tensor,
+        ) -> tuple[Tensor, Tensor]:
             model = View(self.net, buffers, Context(real, key), bool(self.lead))
             losses = objective(model, x, inputs, targets, *others)
             if real is None:
@@ -97,8 +105,7 @@ class Oracle:
         batch = self.batch
         if not self.lead:
             return of_one(x, self.buffers, *batch, *others)
-        dims, flat = len(self.lead), [x, self.buffers, *batch, *others]
-        flat = [None if t is None else t.flatten(0, dims - 1) for t in flat]
-        mapped = torch.vmap(of_one, in_dims=tuple(None if t is None else 0 for t in flat))
-        losses, after = mapped(*flat)
+        last = len(self.lead) - 1
+        flat: list[Any] = [None if t is None else t.flatten(0, last) for t in (x, self.buffers, *batch, *others)]
+        losses, after = torch.vmap(of_one, in_dims=tuple(None if t is None else 0 for t in flat))(*flat)
         return losses.unflatten(0, self.lead), after.unflatten(0, self.lead)

@@ -23,7 +23,9 @@ def names(kind: str) -> list[str]:
     """
     package = importlib.import_module(PACKAGES[kind])
     files = [m.name for m in pkgutil.iter_modules(package.__path__) if not m.name.startswith("_")]
-    return sorted(f.replace("_", "-") for f in files if _registers(kind, importlib.import_module(f"{PACKAGES[kind]}.{f}")))
+    return sorted(
+        f.replace("_", "-") for f in files if _registers(kind, importlib.import_module(f"{PACKAGES[kind]}.{f}"))
+    )
 
 
 def describe(kind: str, name: str) -> str:

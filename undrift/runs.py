@@ -108,7 +108,7 @@ def run(
     chosen = from_mapping(given)
     if not isinstance(alg, Worker):
         alg = make_algorithm(alg, chosen.algorithm, chosen.set)
-    chosen = replace(chosen, set={name: value for name, value in asdict(alg).items()})
+    chosen = replace(chosen, set=asdict(alg))
 
     device = pick_device(chosen.device)
     if chosen.deterministic:
@@ -119,20 +119,25 @@ def run(
     clients = federation.federate(
         dataset, chosen.partition, chosen.clients, chosen.seed, device, chosen.val_fraction, chosen.colour
     )
-    module = model if isinstance(model, nn.Module) else build_model(chosen.model, clients.shape, clients.classes, chosen.seed)
+    module = (
+        model
+        if isinstance(model, nn.Module)
+        else build_model(chosen.model, clients.shape, clients.classes, chosen.seed)
+    )
     net = Net(module, loss, torch.float64 if chosen.dtype == "float64" else torch.float32)
     if metrics is None:
         metrics = {"accuracy": accuracy} if loss is F.cross_entropy else {}
     plan = Plan(chosen.batch, chosen.steps, chosen.epochs, chosen.batches == "persistent")
-    simulation = Simulation(
-        alg, net, clients,
-        Settings(chosen.cohort, plan, chosen.seed, chosen.weights, chosen.eval_every, execution or chosen.execution, chosen.chunk),
-        metrics, device,
-    )  # fmt: skip
+    how = Settings(
+        chosen.cohort, plan, chosen.seed, chosen.weights, chosen.eval_every, execution or chosen.execution, chosen.chunk
+    )
+    simulation = Simulation(alg, net, clients, how, metrics, device)
     return drive(simulation, chosen, folder, resume, progress)
 
 
-def drive(simulation: Simulation, config: RunConfig, folder: RunFolder | None, resume: bool, progress: Progress | None) -> Result:
+def drive(
+    simulation: Simulation, config: RunConfig, folder: RunFolder | None, resume: bool, progress: Progress | None
+) -> Result:
     """Rounds, records and checkpoints, from where the run stands to its end."""
     stop, records, elapsed, stopped = parse_stop(config.stop_at), [], 0.0, "rounds"
     if folder is not None and not resume:
@@ -165,7 +170,9 @@ def drive(simulation: Simulation, config: RunConfig, folder: RunFolder | None, r
     stopped = reached or stopped
     if folder is not None and (saved < simulation.t or not folder.finished()):
         folder.write_model(simulation.model())
-        folder.save(simulation.tensors(), {"round": simulation.t, "seconds": elapsed, "finished": True, "stopped": stopped})
+        folder.save(
+            simulation.tensors(), {"round": simulation.t, "seconds": elapsed, "finished": True, "stopped": stopped}
+        )
     return Result(records, simulation.model(), config, folder.path if folder else None, stopped)
 
 
@@ -195,13 +202,17 @@ def reference(kind: type[Any]) -> str:
 def check_same_run(folder: RunFolder, stored: Mapping[str, Any], asked: Mapping[str, Any]) -> None:
     """Refuse to go on with a run under settings that it was not started with."""
     for name, value in asked.items():
-        was = stored.get(name)
+        was: Any = stored.get(name)
         if name == "set":
             for field, new in value.items():
-                if field in (was or {}) and was[field] != new:
-                    raise BadRunFolder(f"{folder.path} holds another run: its {field} is {was[field]}, not {new}; choose another --out")
+                if was and was.get(field, new) != new:
+                    raise BadRunFolder(
+                        f"{folder.path} holds another run: its {field} is {was[field]}, not {new}; choose another --out"
+                    )
         elif name not in RESUMABLE and name in stored and was != value:
-            raise BadRunFolder(f"{folder.path} holds another run: its {name} is {was}, not {value}; choose another --out")
+            raise BadRunFolder(
+                f"{folder.path} holds another run: its {name} is {was}, not {value}; choose another --out"
+            )
 
 
 def build_model(name: str, shape: tuple[int, ...], classes: int, seed: int) -> nn.Module:
@@ -211,7 +222,9 @@ def build_model(name: str, shape: tuple[int, ...], classes: int, seed: int) -> n
         torch.manual_seed(stream(seed, Purpose.INITIAL) >> 1)
         model = build(shape, classes)
     if not isinstance(model, nn.Module):
-        raise BadSetting(f"{name} returned {type(model).__name__}; a model function takes (shape, classes) and returns an nn.Module")
+        raise BadSetting(
+            f"{name} returned {type(model).__name__}; a model function takes (shape, classes) and returns an nn.Module"
+        )
     return model
 
 
@@ -244,4 +257,3 @@ def commit() -> str:
         return ""
     asked = subprocess.run(["git", "-C", str(here), "rev-parse", "HEAD"], capture_output=True, text=True, check=False)
     return asked.stdout.strip()
-

@@ -1,16 +1,16 @@
 """Many runs from one TOML file: algorithms x settings x seeds, side by side, resumable.
 
-    dataset = "digits"            # settings of `undrift run`, common to all runs
-    [set]
-    lr = 0.05                     # fields common to all algorithms
-    [sweep]
-    algorithms = ["fedavg", "fedprox"]
-    seeds = [0, 1]
-    target = 0.9                  # for "rounds to a target" in the report
-    [sweep.grid]                  # every combination, for every algorithm; settings or fields
-    lr = [0.1, 0.05]
-    [sweep.only.fedprox]          # for one algorithm alone; lists are tried one by one
-    mu = [0.01, 0.1]
+dataset = "digits"            # settings of `undrift run`, common to all runs
+[set]
+lr = 0.05                     # fields common to all algorithms
+[sweep]
+algorithms = ["fedavg", "fedprox"]
+seeds = [0, 1]
+target = 0.9                  # for "rounds to a target" in the report
+[sweep.grid]                  # every combination, for every algorithm; settings or fields
+lr = [0.1, 0.05]
+[sweep.only.fedprox]          # for one algorithm alone; lists are tried one by one
+mu = [0.01, 0.1]
 """
 
 from __future__ import annotations
@@ -112,15 +112,20 @@ def _tell(news: Any, watch: Watch) -> None:
 def _run_one(job: Job, folder: Path, news: Any) -> None:
     """One run in a worker process: begin, go on, or find it finished."""
     stored = RunFolder(folder)
-    resume = stored.exists()
+    resume, was = stored.exists(), {}
     if resume:
         was = stored.settings()
-        was.pop("made", None)
         now = asdict(job.config)
         for name in now.keys() - {"set", "rounds"}:
             if was.get(name) != now[name]:
                 raise BadRunFolder(f"{folder} holds another run: its {name} is {was.get(name)}, not {now[name]}")
-    run(job.config, out=folder, resume=resume, progress=lambda record, rounds: news.put((job.name, record["round"], rounds)))
+    if not (resume and stored.finished() and was["rounds"] == job.config.rounds):  # a finished run is not run again
+        run(
+            job.config,
+            out=folder,
+            resume=resume,
+            progress=lambda record, rounds: news.put((job.name, record["round"], rounds)),
+        )
     news.put((job.name, job.config.rounds, job.config.rounds))
 
 
@@ -144,5 +149,3 @@ def _put(chosen: dict[str, Any], algorithm: str, name: str, value: Any) -> None:
 
 def _folder_name(*parts: str) -> str:
     return "-".join(parts).replace("/", "_").replace(":", "_")
-
-

@@ -72,7 +72,9 @@ def map_leaves(f: Callable[..., Tensor], state: T, *others: T) -> T:
     """
     if isinstance(state, Tensor):
         return cast(T, f(state, *others))
-    parts = [map_leaves(f, *each) for each in zip(*(cast("tuple[object, ...]", s) for s in (state, *others)), strict=True)]
+    parts = [
+        map_leaves(f, *each) for each in zip(*(cast("tuple[object, ...]", s) for s in (state, *others)), strict=True)
+    ]
     return type(state)(*parts)
 
 

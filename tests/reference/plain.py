@@ -36,9 +36,7 @@ class Invited(NamedTuple):
     batches: dict[int, list[list[int]]]  # the samples of each mini-batch of each client
 
 
-Schedule = Callable[
-    [int, list[int]], Invited
-]  # of the round, and the batches every client has taken before it
+Schedule = Callable[[int, list[int]], Invited]  # of the round, and the batches every client has taken before it
 
 
 class Answer(NamedTuple):

@@ -22,7 +22,7 @@ import undrift.algorithms.gradma_s
 import undrift.algorithms.scaffold
 from tests.reference import plain
 from undrift.data.batches import Plan
-from undrift.data.federation import Federation, Split, federate
+from undrift.data.federation import Federation, federate
 from undrift.data.own import dataset_from
 from undrift.datasets import load_dataset
 from undrift.net import Net
@@ -93,9 +93,7 @@ CASES = [
         dict(optimizer="adam", lr=0.01, momentum=0.7, weight_decay=0.1, clip=0.3),
     ),
     Case("fedavg", "batch norm", {"lr": 0.2}, Plan(batch=4, steps=3), "size", model="norm"),
-    Case(
-        "fedavg", "batch norm, unequal steps", {}, Plan(batch=6, epochs=2), "size", model="norm", data="even"
-    ),
+    Case("fedavg", "batch norm, unequal steps", {}, Plan(batch=6, epochs=2), "size", model="norm", data="even"),
     Case("fedavg", "digits", {"lr": 0.2}, Plan(batch=32, epochs=1), "size", data="digits", model="digits"),
     Case("fedavg", "bad sample", {}, Plan(batch=4, steps=1), "size", data="bad", cohort=6),
     Case("fedprox", "plain", {"mu": 0.5}),
@@ -269,9 +267,7 @@ def disagreement(case: Case, after: plain.After, run: Simulation, record: RoundR
         return f"round {record.round}: the model differs by {gap:.3g}"
     facts = {"gradients": after.gradients, "dropped": len(after.dropped), **after.facts}
     if case.fields.get("qp_scope") == "tensor":
-        del facts[
-            "qp_active"
-        ]  # biases have more constraints than dimensions: their multipliers are not unique
+        del facts["qp_active"]  # biases have more constraints than dimensions: their multipliers are not unique
     found = record.as_dict()
     wrong = {name: (found[name], value) for name, value in facts.items() if found[name] != value}
     return f"round {record.round}: recorded and expected {wrong}" if wrong else ""
@@ -288,11 +284,11 @@ def first_disagreement(case: Case, execution: str, kind: type[Any] | None = None
 
 def spoil(run: Simulation, rows: slice) -> None:
     """Make training samples of this run NaN."""
-    samples, held, targets = run.data.train
-    assert held is not None
-    held = held.clone()
+    train = run.data.train
+    assert train.held is not None
+    held = train.held.clone()
     held[rows] = float("nan")
-    run.data = replace(run.data, train=Split(samples, held, targets))
+    run.data = replace(run.data, train=replace(train, held=held))
 
 
 # The tests.
@@ -332,9 +328,7 @@ def test_the_cases_reach_what_they_are_for() -> None:
             dropped = {i for after in rounds for i in after.dropped}
             assert dropped and all(side.taken[i] > 0 for i in dropped), f"{case}: {dropped}, {side.taken}"
         if case.fields.get("clip"):
-            loose = expected(
-                replace(case, name=f"{case.name}, unclipped", fields=case.fields | {"clip": 0.0})
-            )
+            loose = expected(replace(case, name=f"{case.name}, unclipped", fields=case.fields | {"clip": 0.0}))
             assert difference(loose[1][0].model, rounds[0].model) > 1e-6, f"{case}: nothing was clipped"
 
 

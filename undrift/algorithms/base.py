@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import Any, ClassVar, NamedTuple, Protocol, TypeVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -88,19 +88,6 @@ class Cohort(NamedTuple):
         return self.steps.mean(-2)
 
 
-class Moving(Protocol):
-    """Work that `move` can advance: at least x, k and opt."""
-
-    @property
-    def x(self) -> Tensor: ...
-    @property
-    def k(self) -> Tensor: ...
-    @property
-    def opt(self) -> Nothing | Momentum | Adam: ...
-    def _replace(self, **fields: Any) -> Any: ...
-
-
-W = TypeVar("W", bound=Moving)
 OPTIMIZERS = ("sgd", "momentum", "adam")
 
 
@@ -157,8 +144,11 @@ class Worker(ABC):
             return Adam(torch.zeros_like(x), torch.zeros_like(x))
         return Nothing()
 
-    def move(self, work: W, u: Tensor) -> W:
-        """One local step along the method's direction u: clip it, add weight decay, let the base optimiser step."""
+    def move(self, work: Any, u: Tensor) -> Any:
+        """One local step along the method's direction u: clip it, add weight decay, let the base optimiser step.
+
+        `work` is `Work`, or a method's own NamedTuple that has x, k and opt among its fields.
+        """
         if self.clip:
             u = clip(u, self.clip)
         if self.weight_decay:
@@ -171,8 +161,7 @@ class Worker(ABC):
             k, beta2 = work.k + 1, 0.999
             opt = Adam(torch.lerp(u, opt.m, self.momentum), torch.lerp(u * u, opt.v, beta2))
             u = opt.m / (1 - self.momentum**k) / ((opt.v / (1 - beta2**k)).sqrt() + 1e-8)
-        moved: W = work._replace(x=descend(work.x, self.lr, u), k=work.k + 1, opt=opt)
-        return moved
+        return work._replace(x=descend(work.x, self.lr, u), k=work.k + 1, opt=opt)
 
     def check(self, clients: int, cohort: int) -> None:
         """Raise BadSetting where a field's value, alone or with the federation's size, makes no sense."""
@@ -216,7 +205,7 @@ class Algorithm(Worker, Server, ABC):
 class LocalSGD(Worker):
     """The clients do nothing new: x_i^{k+1} = x_i^k - eta_l g_i(x_i^k)."""
 
-    def local_step(self, down: Any, client: Any, work: Work, oracle: GradientOracle) -> Work:
+    def local_step(self, down: Any, client: Any, work: Work, oracle: GradientOracle) -> Any:
         return self.move(work, oracle.grad(work.x))
 
 

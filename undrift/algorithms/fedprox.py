@@ -8,7 +8,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from undrift.algorithms.base import Average, GradientOracle, Work, Worker, at_least
+from undrift.algorithms.base import Average, Work, Worker, at_least
+from undrift.oracle import GradientOracle
 
 
 @dataclass(frozen=True)
@@ -17,7 +18,7 @@ class Proximal(Worker):
 
     mu: float = 0.01
 
-    def local_step(self, down: Any, client: Any, work: Work, oracle: GradientOracle) -> Work:
+    def local_step(self, down: Any, client: Any, work: Work, oracle: GradientOracle) -> Any:
         # x_i^{k+1} = x_i^k - eta_l ( g_i(x_i^k) + mu (x_i^k - x_t) )
         return self.move(work, oracle.grad(work.x) + self.mu * (work.x - down.x))
 

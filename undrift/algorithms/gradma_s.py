@@ -59,7 +59,13 @@ class ServerMemory(Server):
         number = torch.zeros(slots, dtype=torch.int64, device=x0.device)
         parts = len(layout.names) if self.qp_scope == "tensor" else 1
         memory = Memory(
-            x0.new_zeros(slots, len(x0)), number - 1, number, number, number, x0.new_zeros(parts, slots, slots), number.sum()
+            x0.new_zeros(slots, len(x0)),
+            number - 1,
+            number,
+            number,
+            number,
+            x0.new_zeros(parts, slots, slots),
+            number.sum(),
         )
         return self.State(torch.zeros_like(x0), memory, number.sum(), number.sum())
 
@@ -93,12 +99,20 @@ class ServerMemory(Server):
                 else:
                     row = min((r for r in range(len(ids)) if ids[r] not in present), key=lambda r: (uses[r], since[r]))
                     evictions += 1
-                ids[row], uses[row], age[row], since[row] = client, 0, -1, max(since) + 1  # age -1: nothing remembered yet
+                ids[row], uses[row], age[row], since[row] = (
+                    client,
+                    0,
+                    -1,
+                    max(since) + 1,
+                )  # age -1: nothing remembered yet
             place[s] = ids.index(client)
             uses[place[s]] += 1
         like = memory.ids
         kept = memory._replace(
-            ids=like.new_tensor(ids), age=like.new_tensor(age), uses=like.new_tensor(uses), since=like.new_tensor(since),
+            ids=like.new_tensor(ids),
+            age=like.new_tensor(age),
+            uses=like.new_tensor(uses),
+            since=like.new_tensor(since),
             evictions=memory.evictions + evictions,
         )
         return kept, like.new_tensor(place)

@@ -7,13 +7,14 @@ ICML 2020, Algorithm 1 with option II.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
 
-from undrift.algorithms.base import Cohort, GradientOracle, Work, Worker
+from undrift.algorithms.base import Cohort, Work, Worker
 from undrift.algorithms.fedavgm import ServerMomentum
+from undrift.oracle import GradientOracle
 from undrift.vec import mean
 
 
@@ -44,7 +45,7 @@ class ControlVariates(Worker):
     def client_init(self, down: Down, ids: Tensor) -> Client:
         return self.Client(torch.zeros_like(down.c))
 
-    def local_step(self, down: Down, client: Client, work: Work, oracle: GradientOracle) -> Work:
+    def local_step(self, down: Down, client: Client, work: Work, oracle: GradientOracle) -> Any:
         return self.move(work, oracle.grad(work.x) - client.c + down.c)
 
     def local_end(self, down: Down, client: Client, work: Work) -> tuple[Up, Client]:
@@ -66,7 +67,8 @@ class Scaffold(ControlVariates, ServerMomentum):
 
     paper: ClassVar[str] = """@inproceedings{karimireddy2020scaffold,
   title     = {{SCAFFOLD}: Stochastic Controlled Averaging for Federated Learning},
-  author    = {Karimireddy, Sai Praneeth and Kale, Satyen and Mohri, Mehryar and Reddi, Sashank and Stich, Sebastian and Suresh, Ananda Theertha},
+  author    = {Karimireddy, Sai Praneeth and Kale, Satyen and Mohri, Mehryar and Reddi, Sashank and Stich, Sebastian and
+               Suresh, Ananda Theertha},
   booktitle = {ICML},
   year      = {2020}
 }"""

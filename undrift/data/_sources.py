@@ -116,8 +116,7 @@ def checked_half(
         labels = labels[:, 0]
     if labels.ndim != 1 or labels.dtype.kind not in "iu":
         raise BadData(
-            f"{place}: expected y_{half} as whole numbers of shape [n], "
-            f"found {labels.dtype} {list(labels.shape)}"
+            f"{place}: expected y_{half} as whole numbers of shape [n], found {labels.dtype} {list(labels.shape)}"
         )
     if len(images) != len(labels) or len(images) == 0:
         raise BadData(
@@ -144,9 +143,7 @@ def read_npz(path: Path) -> Arrays:
             held = ", ".join(archive.files) or "nothing"
     except UNREADABLE as error:
         raise BadData(f"{path}: cannot be read as an .npz file of plain arrays ({error})") from error
-    raise BadData(
-        f"{path}: {', '.join(missing)} missing; expected {', '.join(Arrays._fields)}, found {held}"
-    )
+    raise BadData(f"{path}: {', '.join(missing)} missing; expected {', '.join(Arrays._fields)}, found {held}")
 
 
 def read_idx_folder(folder: Path) -> Arrays | None:

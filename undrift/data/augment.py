@@ -22,7 +22,9 @@ class Transform:
     colour: float = 0.0  # client-correlated brightness and saturation factors in [1 - colour, 1 + colour]
     seed: int = 0
 
-    def __call__(self, raw: Tensor, dtype: torch.dtype, keys: Tensor | None = None, clients: Tensor | None = None) -> Tensor:
+    def __call__(
+        self, raw: Tensor, dtype: torch.dtype, keys: Tensor | None = None, clients: Tensor | None = None
+    ) -> Tensor:
         """The inputs for raw samples [n, ...]. In training `keys` [n] name each sample's draw and `clients` [n] its owner."""
         if raw.dtype != torch.uint8:
             return raw.to(dtype) if raw.is_floating_point() else raw
@@ -46,7 +48,9 @@ class Transform:
             columns = torch.where(below(word[:, 2:], 2) == 1, columns.flip(-1), columns)
         padded = F.pad(raw, (self.crop,) * 4) if self.crop else raw
         n_, c_ = torch.arange(n, device=raw.device), torch.arange(channels, device=raw.device)
-        return padded[n_[:, None, None, None], c_[None, :, None, None], rows[:, None, :, None], (dx + columns)[:, None, None, :]]
+        return padded[
+            n_[:, None, None, None], c_[None, :, None, None], rows[:, None, :, None], (dx + columns)[:, None, None, :]
+        ]
 
     def coloured(self, x: Tensor, clients: Tensor) -> Tensor:
         """Brightness blends with black, saturation with the grey image, each clamped to [0, 1]; factors belong to the client."""

@@ -7,7 +7,6 @@ are drawn afresh. Nothing is stored but each client's position, and the table is
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -19,7 +18,8 @@ from undrift.streams import Purpose, fold, stream
 Counts = NDArray[np.int64]
 
 
-class Table(NamedTuple):
+@dataclass(frozen=True)
+class Table:
     """The batches of a cohort in a round; a client's real samples come first in each row."""
 
     index: Tensor  # [S, K, B] rows of the training set; 0 in places that are padding
@@ -40,7 +40,8 @@ class Plan:
         """Batches in one pass. A persistent pass leaves out a last batch of one single sample, as GradMA's loaders do."""
         whole, rest = sizes // self.batch, sizes % self.batch
         least = 2 if self.continues else 1
-        return whole + ((rest >= least) | (whole == 0) & (rest > 0))
+        batches: Counts = whole + ((rest >= least) | (whole == 0) & (rest > 0))
+        return batches
 
     @property
     def continues(self) -> bool:
@@ -52,7 +53,8 @@ class Plan:
             return np.full_like(sizes, self.steps)
         whole = int(self.epochs)
         part = np.rint((self.epochs - whole) * sizes / self.batch).astype(np.int64)
-        return np.maximum(whole * self.per_pass(sizes) + part, 1)
+        steps: Counts = np.maximum(whole * self.per_pass(sizes) + part, 1)
+        return steps
 
 
 def table(

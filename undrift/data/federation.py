@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+
 import numpy as np
 import torch
 from numpy.typing import NDArray
@@ -63,11 +64,17 @@ class Federation:
 
 
 def federate(
-    data: Dataset, spec: str, clients: int, seed: int, device: torch.device, val_fraction: float = 0.0, colour: float = 0.0
+    data: Dataset,
+    spec: str,
+    clients: int,
+    seed: int,
+    device: torch.device,
+    val_fraction: float = 0.0,
+    colour: float = 0.0,
 ) -> Federation:
     """Hold out a validation set, partition the rest, and put the samples on the device."""
     rows = np.arange(len(data.y_train))
-    held_out = int(round(val_fraction * len(rows)))
+    held_out = round(val_fraction * len(rows))
     if not 0.0 <= val_fraction < 1.0 or (val_fraction > 0 and held_out == 0):
         raise BadSetting(f"val_fraction must lie in [0, 1) and leave at least one sample, not {val_fraction}")
     order = np.random.Generator(np.random.PCG64(stream(seed, Purpose.VALIDATION))).permutation(rows)
@@ -75,11 +82,17 @@ def federate(
     labels = data.y_train.astype(np.int64) if data.y_train.ndim == 1 else np.zeros(len(rows), np.int64)
     sites = None if data.sites is None else data.sites[kept]
     parts = [kept[part] for part in partition(spec, labels[kept], clients, seed, sites)]
-    return _federation(data, parts, validation, device, Transform(data.mean, data.std, data.crop, data.flip, colour, seed))
+    return _federation(
+        data, parts, validation, device, Transform(data.mean, data.std, data.crop, data.flip, colour, seed)
+    )
 
 
 def _federation(
-    data: Dataset, parts: list[NDArray[np.int64]], validation: NDArray[np.int64], device: torch.device, transform: Transform
+    data: Dataset,
+    parts: list[NDArray[np.int64]],
+    validation: NDArray[np.int64],
+    device: torch.device,
+    transform: Transform,
 ) -> Federation:
     sizes = np.array([len(part) for part in parts], dtype=np.int64)
     train, test = _split(data.x_train, data.y_train, device), _split(data.x_test, data.y_test, device)

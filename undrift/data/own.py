@@ -83,5 +83,7 @@ def pair(inputs: Any, targets: Any) -> Arrays:
 
 
 def numpy(values: Any) -> NDArray[np.generic]:
-    found: NDArray[np.generic] = values.detach().cpu().numpy() if isinstance(values, torch.Tensor) else np.asarray(values)
+    found: NDArray[np.generic] = (
+        values.detach().cpu().numpy() if isinstance(values, torch.Tensor) else np.asarray(values)
+    )
     return found

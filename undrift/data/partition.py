@@ -35,9 +35,7 @@ class Task:
         return len(self.labels)
 
 
-def partition(
-    spec: str, labels: Indices, clients: int, seed: int, sites: Indices | None = None
-) -> list[Indices]:
+def partition(spec: str, labels: Indices, clients: int, seed: int, sites: Indices | None = None) -> list[Indices]:
     """The sample indices of each client, shuffled, for a spec such as 'iid' or 'dirichlet:0.1'."""
     name, _, parameter = spec.partition(":")
     if name not in PARTITIONS:
@@ -45,9 +43,7 @@ def partition(
     if clients < 1:
         raise BadSetting(f"{clients} clients; expected at least 1")
     if clients > len(labels):
-        raise BadSetting(
-            f"{clients} clients but only {len(labels)} training samples; use fewer, each needs a sample"
-        )
+        raise BadSetting(f"{clients} clients but only {len(labels)} training samples; use fewer, each needs a sample")
     if labels.ndim != 1 and name != "sites":
         raise BadSetting(f"partition {name!r} needs one class per sample, which this data lacks; try 'sites'")
     generator = np.random.Generator(np.random.PCG64([seed, STREAM]))
@@ -224,9 +220,7 @@ def positive_number(name: str, parameter: str) -> float:
     value = number_or_nan(parameter)
     if not 0 < value < math.inf:
         example = "2" if name == "shards" else "0.1"
-        raise BadSetting(
-            f"partition {name!r} needs a number above 0, e.g. '{name}:{example}', found {parameter!r}"
-        )
+        raise BadSetting(f"partition {name!r} needs a number above 0, e.g. '{name}:{example}', found {parameter!r}")
     return value
 
 

@@ -49,11 +49,12 @@ class _Linear(torch.autograd.Function):
             t.expand(info.batch_size, *t.shape) if dim is None else t.movedim(dim, 0)
             for t, dim in zip(tensors, in_dims, strict=True)
         )
-        return _Batched.apply(*stacked), 0
+        y: Tensor = _Batched.apply(*stacked)  # type: ignore[no-untyped-call]
+        return y, 0
 
 
 def linear(x: Tensor, w: Tensor, b: Tensor | None) -> Tensor:
     """F.linear for use under vmap; x [..., n, in]."""
     bias = torch.zeros_like(w[:, 0]) if b is None else b
-    y: Tensor = _Linear.apply(x.flatten(0, -2), w, bias)
-    return y.unflatten(0, x.shape[:-1])
+    y: Tensor = _Linear.apply(x.flatten(0, -2), w, bias)  # type: ignore[no-untyped-call]
+    return y.view(*x.shape[:-1], -1)

@@ -26,9 +26,7 @@ class Blocks(nn.Sequential):
         return hidden.flatten(1)
 
 
-def convolution(
-    channels_in: int, channels_out: int, kernel: int, stride: int = 1, bias: bool = False
-) -> nn.Conv2d:
+def convolution(channels_in: int, channels_out: int, kernel: int, stride: int = 1, bias: bool = False) -> nn.Conv2d:
     """A convolution that keeps the image size, up to its stride."""
     return nn.Conv2d(channels_in, channels_out, kernel, stride=stride, padding=kernel // 2, bias=bias)
 

@@ -43,9 +43,7 @@ def projection_shortcut(norm: Norm) -> Shortcut:
 class BasicBlock(nn.Module):
     """relu(shortcut(x) + residual(x)) with two 3x3 convolutions in the residual."""
 
-    def __init__(
-        self, channels_in: int, channels_out: int, stride: int, norm: Norm, shortcut: Shortcut
-    ) -> None:
+    def __init__(self, channels_in: int, channels_out: int, stride: int, norm: Norm, shortcut: Shortcut) -> None:
         super().__init__()
         self.residual = nn.Sequential(
             convolution(channels_in, channels_out, kernel=3, stride=stride),

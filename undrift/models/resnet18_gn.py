@@ -9,6 +9,4 @@ from undrift.models._resnet import basic_resnet, group_norm, projection_shortcut
 
 def build(shape: tuple[int, ...], classes: int) -> nn.Module:
     norm = group_norm(2)
-    return basic_resnet(
-        "resnet18-gn", shape, classes, (64, 128, 256, 512), 2, norm, projection_shortcut(norm)
-    )
+    return basic_resnet("resnet18-gn", shape, classes, (64, 128, 256, 512), 2, norm, projection_shortcut(norm))

@@ -94,7 +94,7 @@ def _positive(curve: Curve) -> Curve:
 
 def _for_a_page(svg: str, name: str, alt: str) -> str:
     """Without the XML head, and with ids that no other chart of the page has."""
-    svg = svg[svg.index("<svg"):]
+    svg = svg[svg.index("<svg") :]
     svg = re.sub(r'(\bid="|url\(#|href="#)', rf"\g<1>{name}-", svg)
     return svg.replace("<svg ", f'<svg role="img" aria-label="{alt}" ', 1).strip()
 

@@ -125,17 +125,19 @@ def _results(groups: list[Group], target: float | None, name: str, alone: bool) 
     if len(groups) > MOST_CURVES:
         drawn = [pick.group for pick in picked(groups)]
         note = f"<p>The charts show the setting picked for each method, not all {len(groups)} groups.</p>"
-    return "\n".join([
-        f"<h2>{escape(title)}</h2>",
-        f'<p class="verdict">{escape(verdict(groups))}</p>',
-        _table(table(groups, target)),
-        '<p class="faint">Mean ± standard deviation over seeds (n - 1); none for a single seed. '
-        "Targets are reached on the test set. Bytes are down and up together.</p>",
-        note,
-        f'<div class="charts">{_charts(drawn, name)}</div>',
-        '<p class="faint">Lines are means over seeds, bands go from the lowest seed to the highest; '
-        "each ends where the first of its seeds ends.</p>",
-    ])
+    return "\n".join(
+        [
+            f"<h2>{escape(title)}</h2>",
+            f'<p class="verdict">{escape(verdict(groups))}</p>',
+            _table(table(groups, target)),
+            '<p class="faint">Mean ± standard deviation over seeds (n - 1); none for a single seed. '
+            "Targets are reached on the test set. Bytes are down and up together.</p>",
+            note,
+            f'<div class="charts">{_charts(drawn, name)}</div>',
+            '<p class="faint">Lines are means over seeds, bands go from the lowest seed to the highest; '
+            "each ends where the first of its seeds ends.</p>",
+        ]
+    )
 
 
 def _charts(groups: list[Group], name: str) -> str:
@@ -145,8 +147,13 @@ def _charts(groups: list[Group], name: str) -> str:
         (f"Test {score} over rounds", by_rounds, "round", f"test {score}", False),
         (f"Test {score} over traffic", by_traffic, "megabytes, down and up", f"test {score}", False),
         ("Test loss", over_rounds(groups, "loss") if score != "loss" else [], "round", "test loss", False),
-        ("Consistency: how far apart the local models end", over_rounds(groups, "consistency"), "round",
-         "mean squared distance", True),
+        (
+            "Consistency: how far apart the local models end",
+            over_rounds(groups, "consistency"),
+            "round",
+            "mean squared distance",
+            True,
+        ),
         (f"Validation {score}", over_rounds(groups, f"val_{score}"), "round", f"validation {score}", False),
     ]
     figures = []
@@ -190,10 +197,7 @@ def _again(group: Group) -> str:
     seeds = ", ".join(shown(run.settings.get("seed")) for run in group.runs)
     files = (shlex.quote(str(run.folder / "run.toml")) for run in group.runs)
     commands = "".join(f"<pre>{escape(f'undrift run {file} --out NEW')}</pre>" for file in files)
-    return (
-        f"<details><summary>{escape(group.label)}</summary>"
-        f"{_list(settings | {'seeds': seeds})}{commands}</details>"
-    )
+    return f"<details><summary>{escape(group.label)}</summary>{_list(settings | {'seeds': seeds})}{commands}</details>"
 
 
 def _foot(runs: list[Run]) -> str:

@@ -41,7 +41,13 @@ class Simulation:
     """A run in memory. `round()` advances it and returns the round's record; `tensors()` is all that a checkpoint needs."""
 
     def __init__(
-        self, alg: Algorithm, net: Net, data: Federation, settings: Settings, metrics: Mapping[str, Metric], device: torch.device
+        self,
+        alg: Algorithm,
+        net: Net,
+        data: Federation,
+        settings: Settings,
+        metrics: Mapping[str, Metric],
+        device: torch.device,
     ) -> None:
         if not 1 <= settings.cohort <= data.clients:
             raise BadSetting(f"cohort must lie between 1 and the {data.clients} clients, not {settings.cohort}")
@@ -79,7 +85,15 @@ class Simulation:
         if self.execution is None:
             check_repeatable(self.net, self.state.x, self.state.buffers, work)
             self.execution = choose(
-                self.settings.execution, self.settings.chunk, self.alg, down, client, self.net, self.state.x, self.state.buffers, work
+                self.settings.execution,
+                self.settings.chunk,
+                self.alg,
+                down,
+                client,
+                self.net,
+                self.state.x,
+                self.state.buffers,
+                work,
             )
             work = RoundWork(self.net, self.data, self.settings.seed, self.t, ids, table)  # counts afresh
         answers = self.execution(self.alg, down, client, self.state.buffers, work)
@@ -135,7 +149,7 @@ class Simulation:
 
     # What a checkpoint holds: tensors only, under names that say where they belong.
     def tensors(self) -> dict[str, Tensor]:
-        state = {name: leaf for name, leaf in named_leaves("state", self.state)}
+        state = dict(named_leaves("state", self.state))
         return state | self.clients.tensors() | {"position": torch.from_numpy(self.position)}
 
     def restore(self, tensors: dict[str, Tensor], t: int) -> None:
@@ -154,6 +168,6 @@ def named_leaves(name: str, state: Any) -> list[tuple[str, Tensor]]:
     """The tensors of a state under dotted names, such as state.server.m."""
     if isinstance(state, Tensor):
         return [(name, state)]
-    return [leaf for field, part in zip(state._fields, state, strict=True) for leaf in named_leaves(f"{name}.{field}", part)]
-
-
+    return [
+        leaf for field, part in zip(state._fields, state, strict=True) for leaf in named_leaves(f"{name}.{field}", part)
+    ]

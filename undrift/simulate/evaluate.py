@@ -25,8 +25,14 @@ def accuracy(outputs: Tensor, targets: Tensor) -> Tensor:
 
 @torch.no_grad()
 def evaluate(
-    net: Net, x: Tensor, buffers: Tensor, split: Split, transform: Transform, metrics: Mapping[str, Metric],
-    rows: Tensor | None = None, batch: int = 1000,
+    net: Net,
+    x: Tensor,
+    buffers: Tensor,
+    split: Split,
+    transform: Transform,
+    metrics: Mapping[str, Metric],
+    rows: Tensor | None = None,
+    batch: int = 1000,
 ) -> dict[str, float]:
     """The mean loss and metrics in evaluation mode. A metric returns one number a sample, or one for the whole batch."""
     rows = torch.arange(len(split), device=x.device) if rows is None else rows

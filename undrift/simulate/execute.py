@@ -54,7 +54,9 @@ class RoundWork:
             rows = index[..., k, :width]
             if k + 1 < total:
                 self.data.train.prefetch(index[..., k + 1, : int(np.max(counts[..., k + 1]))].flatten())
-            draw = fold(fold(augment, torch.tensor(k, device=ids.device)).unsqueeze(-1), torch.arange(width, device=ids.device))
+            draw = fold(
+                fold(augment, torch.tensor(k, device=ids.device)).unsqueeze(-1), torch.arange(width, device=ids.device)
+            )
             owner = ids.unsqueeze(-1).expand(rows.shape)
             raw = self.data.train.take(rows.flatten())
             inputs = self.data.transform(raw, self.net.dtype, draw.flatten(), owner.flatten())
@@ -64,7 +66,9 @@ class RoundWork:
             live = None if (count > 0).all() else torch.from_numpy(count > 0).to(ids.device).unsqueeze(-1)
             real = None
             if (count < width).any():
-                real = (torch.arange(width, device=ids.device) < torch.from_numpy(count).to(ids.device).unsqueeze(-1)).to(self.net.dtype)
+                real = (
+                    torch.arange(width, device=ids.device) < torch.from_numpy(count).to(ids.device).unsqueeze(-1)
+                ).to(self.net.dtype)
             key = fold(dropout, torch.tensor(k, device=ids.device))
             inputs = inputs.view(*rows.shape, *inputs.shape[1:])
             if real is not None:  # whatever stands in row 0 must not reach a client that has no sample in that place
@@ -83,10 +87,13 @@ class Stacked:
     def __init__(self, chunk: int) -> None:
         self.chunk = chunk
 
-    def __call__(self, alg: Algorithm, down: Any, client: Any, buffers: Tensor, work: RoundWork, limit: int | None = None) -> Answers:
+    def __call__(
+        self, alg: Algorithm, down: Any, client: Any, buffers: Tensor, work: RoundWork, limit: int | None = None
+    ) -> Answers:
         shared = map_leaves(lambda t: t.unsqueeze(-2), down)
-        size, done, gradients = len(work.ids), [], work.gradients
-        while (at := sum(len(a.loss) for a in done)) < size:
+        size, gradients = len(work.ids), work.gradients
+        done: list[Answers] = []
+        while (at := sum(len(answers.loss) for answers in done)) < size:
             part = slice(at, min(at + self.chunk, size))
             try:
                 mine = map_leaves(lambda t, part=part: t[part], client)
@@ -109,7 +116,9 @@ class Pool:
         self.threads = torch.get_num_threads() if device.type == "cpu" else 1
         self.executor = ThreadPoolExecutor(self.threads, initializer=_single_threaded) if self.threads > 1 else None
 
-    def __call__(self, alg: Algorithm, down: Any, client: Any, buffers: Tensor, work: RoundWork, limit: int | None = None) -> Answers:
+    def __call__(
+        self, alg: Algorithm, down: Any, client: Any, buffers: Tensor, work: RoundWork, limit: int | None = None
+    ) -> Answers:
         def one(s: int) -> tuple[Answers, int]:
             mine = RoundWork(work.net, work.data, work.seed, work.round, work.ids, work.table)
             answers = client_part(alg, down, map_leaves(lambda t: t[s], client), buffers, mine.steps(s, limit))
@@ -121,7 +130,8 @@ class Pool:
         results = dict(zip(longest, run(one, longest), strict=True))
         work.gradients += sum(gradients for _, gradients in results.values())
         ordered = [results[s][0] for s in range(len(work.ids))]
-        return map_leaves(lambda *parts: torch.stack(parts), *ordered)
+        joined: Answers = map_leaves(lambda *parts: torch.stack(parts), *ordered)
+        return joined
 
 
 Execution = Stacked | Pool

@@ -1,0 +1,69 @@
+"""Small federations that many tests share."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from undrift.data.batches import Plan
+from undrift.data.dataset import Dataset
+from undrift.data.federation import Federation, federate
+from undrift.data.own import dataset_from
+from undrift.net import Net
+from undrift.simulate.engine import Settings, Simulation
+from undrift.simulate.evaluate import accuracy
+
+CPU = torch.device("cpu")
+SIZES = (3, 20, 9, 33, 5, 14)  # unequal clients
+
+
+def data(sizes: tuple[int, ...] = SIZES, features: int = 5, classes: int = 3, seed: int = 0) -> Dataset:
+    """Gaussian classes, each client with a shift of its own."""
+    random = np.random.default_rng(seed)
+    centres = random.normal(size=(classes, features))
+    clients = []
+    for n in sizes:
+        y = random.integers(0, classes, n)
+        clients.append((centres[y] + random.normal(size=(n, features)) + random.normal(size=features), y))
+    y = random.integers(0, classes, 60)
+    return dataset_from((clients, (centres[y] + random.normal(size=(60, features)), y)))
+
+
+def federation(sizes: tuple[int, ...] = SIZES, **settings: Any) -> Federation:
+    return federate(data(sizes, **settings), "sites", len(sizes), 0, CPU)
+
+
+def tiny_mlp(seed: int = 0, features: int = 5, classes: int = 3) -> nn.Module:
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(features, 4), nn.Tanh(), nn.Linear(4, classes))
+
+
+def simulation(
+    alg: Any,
+    module: nn.Module | None = None,
+    fed: Federation | None = None,
+    *,
+    cohort: int = 3,
+    steps: int = 3,
+    epochs: float = 0,
+    batch: int = 8,
+    seed: int = 0,
+    dtype: torch.dtype = torch.float64,
+    **settings: Any,
+) -> Simulation:
+    plan = Plan(batch, 0 if epochs else steps, epochs, persistent=not epochs)
+    chosen = Settings(cohort, plan, seed, **({"execution": "stacked"} | settings))
+    fed = federation() if fed is None else fed
+    return Simulation(alg, Net(module or tiny_mlp(), dtype=dtype), fed, chosen, {"accuracy": accuracy}, CPU)
+
+
+def path(run: Simulation, rounds: int) -> torch.Tensor:
+    """The server's model after each round [rounds, P]."""
+    points = []
+    for _ in range(rounds):
+        run.round()
+        points.append(run.state.x)
+    return torch.stack(points)

@@ -1,0 +1,209 @@
+"""The common suite: every file in algorithms/ goes through it by being there."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.small import path, simulation
+from undrift.algorithms.base import Cohort
+from undrift.algorithms.fedavg import FedAvg
+from undrift.layout import Layout
+from undrift.oracle import Objective
+from undrift.registry import algorithm_class, names
+from undrift.round import client_part, nbytes
+from undrift.vec import leaves, map_leaves
+
+ALGORITHMS = names("algorithms")
+GOLDEN = Path(__file__).parent / "golden"
+
+# Settings at which a method is FedAvg, and for how many rounds (None: for ever).
+NEUTRAL: dict[str, tuple[dict[str, Any], int | None]] = {
+    "fedavg": ({}, None),
+    "fedprox": ({"mu": 0.0}, None),
+    "fedavgm": ({"beta1": 0.0}, None),
+    "scaffold": ({}, 1),  # the control variates are zero in the first round
+    "gradma-s": ({"beta1": 0.0, "slots": 0}, None),
+}
+# Models sent down and up by each client of a round, and gradients in each local step, as the method's page says.
+COSTS = {"fedavg": (1, 1, 1), "fedprox": (1, 1, 1), "fedavgm": (1, 1, 1), "scaffold": (2, 2, 1), "gradma-s": (1, 1, 1)}
+
+
+def make(name: str, **fields: Any) -> Any:
+    return algorithm_class(name)(**({"lr": 0.1} | fields))
+
+
+class Quadratic:
+    """f_i(x) = (x - c_i)' diag(h_i) (x - c_i) / 2 for clients [...], the same at every step but for the k-th shift."""
+
+    def __init__(self, h: Tensor, c: Tensor, k: int) -> None:
+        self.h, self.c, self.k, self.calls = h, c, k, 0
+        self.lead = h.shape[:-1]
+        self.buffers = h.new_zeros(*self.lead, 0)
+        self.loss = h.new_zeros(*self.lead, 1)
+
+    def grad(self, x: Tensor, objective: Objective | None = None, *others: Tensor, track: bool = True) -> Tensor:
+        self.calls += 1
+        return self.h * (x - self.c) + 0.1 * self.k
+
+
+class Problem:
+    """Five clients with quadratics in four dimensions; the third takes a step less."""
+
+    S, P, K = 5, 4, 3
+    layout: ClassVar[Layout] = Layout(("a", "b"), (torch.Size([3]), torch.Size([1])))
+
+    def __init__(self) -> None:
+        random = torch.Generator().manual_seed(0)
+        self.h = torch.rand(self.S, self.P, dtype=torch.float64, generator=random) + 0.5
+        self.c = torch.randn(self.S, self.P, dtype=torch.float64, generator=random)
+        self.x = torch.randn(self.P, dtype=torch.float64, generator=random)
+        self.live = torch.ones(self.K, self.S, 1, dtype=torch.bool)
+        self.live[-1, 2] = False
+
+    def part(self, alg: Any, down: Any, client: Any, take: Any) -> Any:
+        """The client part for those clients that `take` picks out of [S, ...]."""
+        steps = ((Quadratic(take(self.h), take(self.c), k), take(self.live[k])) for k in range(self.K))
+        return client_part(alg, down, client, torch.zeros(0, dtype=torch.float64), steps)  # type: ignore[arg-type]
+
+    def states(self, alg: Any) -> tuple[Any, Any]:
+        """What goes down and what the clients [S] keep, neither of them all zeros."""
+        companion = map_leaves(lambda t: t + 0.3, alg.companion_init(self.x, self.S))
+        down = alg.broadcast(self.x, companion, self.S)
+        fresh = alg.client_init(map_leaves(lambda t: t.unsqueeze(-2), down), torch.arange(self.S))
+        return down, map_leaves(
+            lambda t: t.expand(self.S, t.shape[-1]) + 0.2 * torch.arange(1.0, 6.0).unsqueeze(-1).double(), fresh
+        )
+
+    def cohort(self, weight: Tensor) -> Cohort:
+        steps = self.live.sum(0).double().expand(*weight.shape[:-2], self.S, 1)
+        return Cohort(torch.arange(self.S), torch.arange(self.S), weight, steps, 0.1, 10, 0, self.layout)
+
+
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_leading_shapes_agree(name: str) -> None:
+    """One client [P], a cohort [S, P] and two stacked runs [2, S, P] compute the same; the third catches `dim=0` slips."""
+    alg, problem = make(name), Problem()
+    down, client = problem.states(alg)
+    shared = map_leaves(lambda t: t.unsqueeze(-2), down)
+    cohort = problem.part(alg, shared, client, lambda t: t)
+    for s in range(problem.S):
+        alone = problem.part(alg, down, map_leaves(lambda t, s=s: t[s], client), lambda t, s=s: t[s])
+        for one, many in zip(leaves(alone), leaves(cohort), strict=True):
+            torch.testing.assert_close(one, many[s], rtol=1e-14, atol=1e-14)
+
+    double = lambda t: torch.stack([t, t.flip(-2)]) if t.dim() > 1 else torch.stack([t, t])  # noqa: E731
+    twice = problem.part(alg, map_leaves(lambda t: torch.stack([t, t]), shared), map_leaves(double, client), double)
+    for many, runs in zip(leaves(cohort), leaves(twice), strict=True):
+        torch.testing.assert_close(runs[0], many, rtol=1e-14, atol=1e-14)
+        torch.testing.assert_close(runs[1], many.flip(0), rtol=1e-14, atol=1e-14)
+
+    weight = torch.rand(problem.S, 1, dtype=torch.float64)
+    weight = weight / weight.sum()
+    companion = alg.companion_init(problem.x, problem.S)
+    d, after = alg.gather(companion, cohort.up, problem.cohort(weight))
+    stacked = problem.cohort(double(weight))._replace(steps=double(problem.cohort(weight).steps))
+    d2, after2 = alg.gather(map_leaves(lambda t: torch.stack([t, t]), companion), twice.up, stacked)
+    for one, runs in zip((d, *leaves(after)), (d2, *leaves(after2)), strict=True):
+        for run in runs:
+            torch.testing.assert_close(run, one, rtol=1e-13, atol=1e-13)
+
+
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_inputs_are_untouched(name: str) -> None:
+    alg, problem = make(name), Problem()
+    down, client = problem.states(alg)
+    shared = map_leaves(lambda t: t.unsqueeze(-2), down)
+    server = alg.server_init(problem.x, problem.S, problem.layout)
+    companion = alg.companion_init(problem.x, problem.S)
+    cohort = problem.cohort(torch.full((problem.S, 1), 1 / problem.S, dtype=torch.float64))
+    before = [t.clone() for t in leaves((down, client, server, companion, problem.x))]
+    x = problem.x
+    for _ in range(2):  # the second time the server's state is no longer the first one
+        answers = problem.part(alg, shared, client, lambda t: t)
+        sent = [t.clone() for t in leaves(answers.up)]
+        d, after = alg.gather(companion, answers.up, cohort)
+        held = [t.clone() for t in leaves((server, d))]
+        new, moved = alg.server_step(server, x, d, answers.up, cohort)
+        assert all(torch.equal(a, b) for a, b in zip(held, leaves((server, d)), strict=True))
+        alg.companion_step(after, answers.up, cohort, x, new)
+        assert all(torch.equal(a, b) for a, b in zip(sent, leaves(answers.up), strict=True))
+        if x is problem.x:
+            first = server
+        x, server = new, moved
+    assert all(
+        torch.equal(a, b) for a, b in zip(before, leaves((down, client, first, companion, problem.x)), strict=True)
+    )
+
+
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_equals_fedavg_at_neutral_settings(name: str) -> None:
+    fields, rounds = NEUTRAL[name]
+    neutral, fedavg = simulation(make(name, **fields)), simulation(FedAvg(lr=0.1))
+    rounds = rounds or 4
+    torch.testing.assert_close(path(neutral, rounds), path(fedavg, rounds), rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("name", [n for n in ALGORITHMS if n != "fedavg"])
+def test_differs_from_fedavg_at_its_defaults(name: str) -> None:
+    ours, fedavg = path(simulation(make(name)), 4), path(simulation(FedAvg(lr=0.1)), 4)
+    assert (ours[-1] - fedavg[-1]).norm() > 1e-6 * fedavg[-1].norm()
+
+
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_descends(name: str) -> None:
+    run = simulation(make(name), cohort=6, eval_every=1)
+    losses = [run.round().train_loss for _ in range(30)]
+    assert losses[-1] < 0.8 * losses[0]
+
+
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_restoring_in_the_middle_changes_nothing(name: str) -> None:
+    whole, first, second = (simulation(make(name, momentum=0.5)) for _ in range(3))
+    for _ in range(7):
+        whole.round()
+    for _ in range(3):
+        first.round()
+    second.restore({k: v.clone() for k, v in first.tensors().items()}, first.t)
+    for _ in range(4):
+        record = second.round()
+    kept = second.tensors()
+    assert record.round == 7 and kept.keys() == whole.tensors().keys()
+    assert all(torch.equal(kept[k], v) for k, v in whole.tensors().items())
+
+
+@pytest.mark.parametrize("name", ALGORITHMS)
+@pytest.mark.parametrize("execution", ["stacked", "pool"])
+def test_bytes_and_gradients_are_as_its_page_says(name: str, execution: str) -> None:
+    down, up, gradients = COSTS[name]
+    run = simulation(make(name), cohort=4, steps=3, execution=execution)
+    model = nbytes(run.state.x)
+    for _ in range(2):
+        record = run.round()
+        assert (record.bytes_down, record.bytes_up) == (4 * down * model, 4 * up * model)
+        assert record.gradients == 4 * 3 * gradients
+
+
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_golden(name: str) -> None:
+    """The first three rounds in float64 are those of the last deliberate change (`make golden`)."""
+    points = path(simulation(make(name), cohort=4), 3)
+    found = [[float(p.sum()), float(p.norm()), float(p[7])] for p in points]
+    file = GOLDEN / f"{name}.json"
+    if os.environ.get("UNDRIFT_WRITE_GOLDEN"):
+        file.parent.mkdir(exist_ok=True)
+        file.write_text(json.dumps(found) + "\n")
+    expected = torch.tensor(json.loads(file.read_text()), dtype=torch.float64)
+    torch.testing.assert_close(torch.tensor(found, dtype=torch.float64), expected, rtol=1e-10, atol=1e-12)
+
+
+def test_every_file_registers_one_algorithm_with_a_paper() -> None:
+    assert set(NEUTRAL) == set(COSTS) == set(ALGORITHMS)
+    for name in ALGORITHMS:
+        assert algorithm_class(name).paper.startswith("@"), f"{name} needs a BibTeX entry in `paper`"

@@ -1,0 +1,268 @@
+"""Stacked, chunked, pooled or alone, a client ends at the same model; and what the net makes of a user's module."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from tests.small import CPU, SIZES, federation, path, simulation, tiny_mlp
+from undrift.algorithms.fedavg import FedAvg
+from undrift.algorithms.gradma_s import GradMAS
+from undrift.algorithms.scaffold import Scaffold
+from undrift.errors import BadSetting
+from undrift.kernels.linear import linear
+from undrift.net import Context, Net
+from undrift.oracle import Batch, Oracle, View
+from undrift.simulate.execute import Pool, Stacked
+
+
+def normed(seed: int = 0) -> nn.Module:
+    torch.manual_seed(seed)
+    return nn.Sequential(
+        nn.Linear(5, 8),
+        nn.BatchNorm1d(8),
+        nn.ReLU(),
+        nn.Dropout(0.4),
+        nn.Linear(8, 6),
+        nn.BatchNorm1d(6, momentum=None),
+        nn.Linear(6, 3),
+    )
+
+
+def convolutional(seed: int = 0) -> nn.Module:
+    torch.manual_seed(seed)
+    return nn.Sequential(
+        nn.Unflatten(1, (1, 5)),
+        nn.Conv1d(1, 4, 3),
+        nn.BatchNorm1d(4),
+        nn.ReLU(),
+        nn.Dropout1d(0.3),
+        nn.Flatten(),
+        nn.Linear(12, 3),
+    )
+
+
+@pytest.mark.parametrize("module", [tiny_mlp, normed, convolutional])
+@pytest.mark.parametrize("alg", [FedAvg(), Scaffold(), GradMAS(slots=6)])
+def test_every_execution_gives_the_same_result(module: Any, alg: Any) -> None:
+    """R40: order, stacking, chunks and threads do not matter; unequal clients and steps, BatchNorm, dropout."""
+    runs = [
+        simulation(alg, module(), cohort=4, epochs=1.5, **how)
+        for how in (
+            {"execution": "stacked"},
+            {"execution": "stacked", "chunk": 1},
+            {"execution": "stacked", "chunk": 3},
+            {"execution": "pool"},
+        )
+    ]
+    threads = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        threaded = simulation(alg, module(), cohort=4, epochs=1.5, execution="pool")
+        first, *others = (torch.cat([path(run, 3)[-1], run.state.buffers]) for run in (*runs, threaded))
+        assert isinstance(threaded.execution, Pool) and threaded.execution.threads == 2
+    finally:
+        torch.set_num_threads(threads)
+    for other in others:
+        torch.testing.assert_close(other, first, rtol=1e-11, atol=1e-12)
+
+
+@pytest.mark.parametrize("module", [tiny_mlp, normed, convolutional])
+def test_a_small_client_in_a_padded_cohort_ends_where_it_ends_alone(module: Any) -> None:
+    """Statistics, losses and dropout ignore padding: 3 samples beside 64 (float64, 1e-10)."""
+    fed = federation((3, 64, 64, 64))
+    together = simulation(FedAvg(), module(), fed, cohort=4, batch=64, steps=4)
+    answers = _answers(together, [0, 1, 2, 3], 64)
+    alone = _answers(simulation(FedAvg(), module(), fed, cohort=4, batch=64, steps=4), [0], 3)
+    torch.testing.assert_close(answers.up.d[0], alone.up.d[0], rtol=1e-10, atol=1e-10)
+    torch.testing.assert_close(answers.buffers[0], alone.buffers[0], rtol=1e-10, atol=1e-10)
+    assert alone.up.d.abs().max() > 1e-3
+
+
+def _answers(run: Any, ids: list[int], widest: int) -> Any:
+    from undrift.simulate.execute import RoundWork
+
+    chosen = torch.tensor(ids)
+    table = run.data.table(run.settings.plan, 0, 0, chosen.numpy(), run.position[chosen.numpy()])
+    assert table.index.shape[-1] == widest
+    work = RoundWork(run.net, run.data, 0, 0, chosen, table)
+    down = run.alg.broadcast(run.state.x, run.state.companion, len(ids))
+    return Stacked(100)(run.alg, down, run.alg.client_init(down, chosen), run.state.buffers, work)
+
+
+def test_batchnorm_is_pytorchs_own() -> None:
+    """Outputs, gradients and running statistics in training, and evaluation mode, against nn.BatchNorm1d."""
+    module = nn.Sequential(
+        nn.Linear(5, 8), nn.BatchNorm1d(8), nn.Linear(8, 3), nn.BatchNorm1d(3, momentum=None, affine=False)
+    ).double()
+    net, x = Net(module, dtype=torch.float64), torch.randn(16, 5, dtype=torch.float64)
+    point, buffers = net.start()
+    theirs = copy.deepcopy(module)
+    for _ in range(3):
+        found, buffers = net(point, buffers, x, Context(None, torch.tensor(0)))
+        masked, _ = net(
+            point,
+            buffers,
+            torch.cat([x, torch.full_like(x, 1e6)]),
+            Context(torch.tensor([1.0] * 16 + [0.0] * 16).double(), torch.tensor(0)),
+        )
+        expected = theirs(x)
+        torch.testing.assert_close(found, expected)
+        torch.testing.assert_close(masked[:16], expected)
+    state = net.state_dict(point, buffers)
+    for name, tensor in theirs.state_dict().items():
+        torch.testing.assert_close(state[name], tensor)
+    torch.testing.assert_close(net(point, buffers, x, None)[0], theirs.eval()(x))
+
+
+def test_dropout_keeps_the_right_share_and_does_not_depend_on_the_batch() -> None:
+    net = Net(nn.Sequential(nn.Linear(4, 1000, bias=False), nn.Dropout(0.3)))
+    point, buffers = torch.ones(4000), torch.zeros(0)
+    x = torch.ones(50, 4)
+    out, _ = net(point, buffers, x, Context(None, torch.tensor(123)))
+    assert abs((out == 0).double().mean() - 0.3) < 0.01
+    assert torch.allclose(out[out != 0], torch.tensor(4 / 0.7))
+    fewer, _ = net(point, buffers, x[:7], Context(None, torch.tensor(123)))
+    assert torch.equal(fewer, out[:7])
+    assert not torch.equal(net(point, buffers, x, Context(None, torch.tensor(124)))[0], out)
+    assert torch.equal(net(point, buffers, x, None)[0], torch.full((50, 1000), 4.0))
+
+
+def test_only_trainable_parameters_enter_x_and_the_wire() -> None:
+    module = tiny_mlp()
+    for p in module[0].parameters():  # type: ignore[index]
+        p.requires_grad_(False)
+    run = simulation(FedAvg(), module)
+    assert run.net.layout.names == ("2.weight", "2.bias") and len(run.state.x) == 15
+    before = run.model()
+    record = run.round()
+    after = run.model()
+    assert record.bytes_up == 3 * 15 * 8
+    assert torch.equal(before["0.weight"], after["0.weight"]) and not torch.equal(before["2.weight"], after["2.weight"])
+    copy.deepcopy(module).double().load_state_dict(after)
+    with pytest.raises(BadSetting, match="no trainable parameter"):
+        Net(nn.Flatten())
+
+
+def test_the_users_module_is_left_alone() -> None:
+    module = normed()
+    before = copy.deepcopy(module.state_dict())
+    simulation(FedAvg(), module).round()
+    assert all(torch.equal(before[n], t) for n, t in module.state_dict().items())
+    assert isinstance(module[1], nn.BatchNorm1d) and isinstance(module[3], nn.Dropout)  # type: ignore[index]
+
+
+class FunctionalDropout(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = tiny_mlp()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(F.dropout(x, 0.5))  # type: ignore[no-any-return]
+
+
+class Branching(nn.Module):
+    """Python branches on data: vmap cannot stack it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = tiny_mlp()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x if bool((x.sum() > 0).item()) else -x)  # type: ignore[no-any-return]
+
+
+def test_a_model_that_cannot_be_seeded_is_refused() -> None:
+    with pytest.raises(BadSetting, match="nn.Dropout"):
+        simulation(FedAvg(), FunctionalDropout(), execution="auto").round()
+
+
+def test_a_model_that_cannot_be_stacked_runs_in_the_pool() -> None:
+    run = simulation(FedAvg(), Branching(), execution="auto")
+    run.round()
+    assert isinstance(run.execution, Pool)
+
+
+def test_auto_settles_on_an_execution_and_counts_only_real_work() -> None:
+    run = simulation(FedAvg(), execution="auto")
+    assert run.round().gradients == 9
+    assert run.execution is not None
+
+
+def test_an_objective_with_other_vectors_is_fedprox() -> None:
+    """oracle.grad(x, objective, x_t): per-sample losses plus mu/2 |x - x_t|^2 has FedProx's gradient."""
+    net = Net(tiny_mlp(), dtype=torch.float64)
+    x0, _ = net.start()
+    x = x0 + 0.1 * torch.randn(4, len(x0), dtype=torch.float64)
+    batch = Batch(torch.randn(4, 6, 5, dtype=torch.float64), torch.randint(0, 3, (4, 6)), None, torch.arange(4))
+
+    def objective(model: View, x: Tensor, inputs: Tensor, targets: Tensor, x_t: Tensor) -> Tensor:
+        return model.loss(model(x, inputs), targets) + 0.5 * 0.3 * (x - x_t).square().sum()
+
+    oracle = Oracle(net, batch, torch.zeros(4, 0, dtype=torch.float64))
+    found = oracle.grad(x, objective, x0)
+    torch.testing.assert_close(found, oracle.grad(x) + 0.3 * (x - x0))
+    assert oracle.calls == 2
+    for s in range(4):
+        alone = Oracle(
+            net, Batch(batch.inputs[s], batch.targets[s], None, batch.key[s]), torch.zeros(0, dtype=torch.float64)
+        )
+        torch.testing.assert_close(alone.grad(x[s], objective, x0), found[s])
+
+
+def test_an_untracked_gradient_leaves_the_statistics_alone() -> None:
+    net = Net(normed(), dtype=torch.float64)
+    x, buffers = net.start()
+    batch = Batch(torch.randn(6, 5, dtype=torch.float64), torch.randint(0, 3, (6,)), None, torch.tensor(1))
+    oracle = Oracle(net, batch, buffers)
+    g = oracle.grad(x, track=False)
+    assert torch.equal(oracle.buffers, buffers)
+    assert torch.equal(oracle.grad(x), g), "one dropout mask for all gradients of a step"
+    assert not torch.equal(oracle.buffers, buffers)
+
+
+@pytest.mark.parametrize("shape", [(7, 5), (2, 7, 5)])
+@pytest.mark.parametrize("biased", [True, False])
+def test_the_stacked_linear_layer_is_vmaps(shape: tuple[int, ...], biased: bool) -> None:
+    """The batched kernel against its plain form, forward and backward, also with a shared input."""
+    w = torch.randn(3, 4, 5, dtype=torch.float64, requires_grad=True)
+    b = torch.randn(3, 4, dtype=torch.float64, requires_grad=True) if biased else None
+    for x, dim in (
+        (torch.randn(3, *shape, dtype=torch.float64, requires_grad=True), 0),
+        (torch.randn(shape, dtype=torch.float64), None),
+    ):
+        inputs = [t for t in (x, w, b) if t is not None and t.requires_grad]
+        dims = (dim, 0, 0 if biased else None)
+        plain, ours = (torch.vmap(f, in_dims=dims)(x, w, b) for f in (F.linear, linear))
+        torch.testing.assert_close(ours, plain)
+        probe = torch.randn_like(plain)
+        for mine, theirs in zip(
+            torch.autograd.grad((ours * probe).sum(), inputs),
+            torch.autograd.grad((plain * probe).sum(), inputs),
+            strict=True,
+        ):
+            torch.testing.assert_close(mine, theirs)
+
+
+def test_a_client_that_breaks_is_dropped_and_the_round_goes_on() -> None:
+    fed = federation()
+    run = simulation(Scaffold(), fed=fed, cohort=6)
+    run.round()
+    assert fed.train.held is not None
+    bad = 3
+    fed.train.held[fed.members[fed.start[bad] : fed.start[bad] + fed.sizes[bad]]] = float("nan")
+    kept = run.clients.columns[0][run.clients.row[bad]].clone()
+    record = run.round()
+    assert (record.dropped, record.clients) == (1, 6) and torch.isfinite(run.state.x).all()
+    assert torch.equal(run.clients.columns[0][run.clients.row[bad]], kept)
+    fed.train.held.fill_(float("nan"))
+    before = run.tensors()
+    record = run.round()
+    assert record.dropped == 6
+    assert all(torch.equal(before[n], t) for n, t in run.tensors().items())
+    assert run.device == CPU and len(SIZES) == 6
