@@ -28,8 +28,8 @@ def spirals(count: int, seed: int) -> tuple[Tensor, Tensor]:
     random = np.random.default_rng(seed)
     label, turn = random.integers(0, 2, count), random.uniform(1, 8, count)
     angle = turn + np.pi * label
-    points = np.stack([turn * np.cos(angle), turn * np.sin(angle)], 1) / 4 + random.normal(0, 0.05, (count, 2))
-    return torch.from_numpy(points).float(), torch.from_numpy(label)
+    points = np.stack([turn * np.cos(angle), turn * np.sin(angle)], 1) / 4
+    return torch.from_numpy(points + random.normal(0, 0.05, (count, 2))).float(), torch.from_numpy(label)
 
 
 def smoothed(outputs: Tensor, targets: Tensor) -> Tensor:
@@ -48,12 +48,12 @@ if __name__ == "__main__":
     side = ((torch.atan2(x[:, 1], x[:, 0]) + torch.pi) / (2 * torch.pi) * 6).long().clamp(max=5)
     clients: list[Dataset] = [TensorDataset(x[side == s], y[side == s]) for s in range(6)]
     common = {"model": model, "loss": smoothed, "metrics": metrics, "rounds": 30, "set": {"lr": 0.2}}
-    arrays = undrift.run(data=(x, y, *test), partition="iid", clients=6, cohort=3, **common)
-    whole = undrift.run(
-        data=(TensorDataset(x, y), TensorDataset(*test)), partition="shards:2", clients=6, cohort=3, **common
-    )
-    sites = undrift.run(data=(clients, TensorDataset(*test)), cohort=3, algorithm="scaffold", **common)
-    for name, result in {"arrays, iid": arrays, "a Dataset, shards": whole, "a Dataset a client": sites}.items():
+    results = {"arrays, iid": undrift.run(data=(x, y, *test), partition="iid", clients=6, cohort=3, **common)}
+    pair = TensorDataset(x, y), TensorDataset(*test)
+    results["a Dataset, shards"] = undrift.run(data=pair, partition="shards:2", clients=6, cohort=3, **common)
+    own = clients, pair[1]
+    results["a Dataset a client"] = undrift.run(data=own, cohort=3, algorithm="scaffold", **common)
+    for name, result in results.items():
         last = result.records[-1]
         print(f"{name:20} accuracy {last['accuracy']:.4f}  confidence {last['confidence']:.4f}")
-    model.load_state_dict(sites.model)  # a plain state dict, for use without undrift
+    model.load_state_dict(results["a Dataset a client"].model)  # a plain state dict, for use without undrift

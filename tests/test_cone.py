@@ -44,7 +44,7 @@ def normalised(p: Tensor, rows: Tensor, u: Tensor, z: Tensor) -> tuple[np.ndarra
     return ((rows @ u) / size / p.norm()).numpy(), (z * size / p.norm()).numpy()
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=4000, deadline=None)
 @given(problems)
 def test_kkt_and_nnls(made: tuple[int, int, int, str]) -> None:
     """R14: w >= -1e-9, |zw| <= 1e-9 (1 + max z), z >= 0, u = p + Mz; and the same point as scipy's solver finds."""
@@ -60,7 +60,7 @@ def test_kkt_and_nnls(made: tuple[int, int, int, str]) -> None:
     assert np.abs(p.numpy() + unit.T.numpy() @ second - found.u.numpy()).max() <= 1e-7 * (1 + second.max())
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=400, deadline=None)
 @given(problems, st.floats(0.01, 100.0))
 def test_relations(made: tuple[int, int, int, str], c: float) -> None:
     """R14: Pythagoras, idempotence, homogeneity, permutation, duplication, non-expansiveness."""

@@ -90,7 +90,7 @@ def solve(G: Array, b: Array, tolerance: float) -> tuple[Array, bool]:
         w = G @ z + b
         w[passive | refused] = 0.0
         j = int(w.argmin())
-        if w[j] >= -tolerance:
+        if w[j] >= -tolerance - 2e-15 * z.max():  # the second term is the round-off of w itself
             return z, bool((G @ z + b).min() >= -max(tolerance, 1e-9) * (1 + z.max()))
         passive[j] = True
         while passive.any():
@@ -127,14 +127,17 @@ def digits_lost(G: Array, active: NDArray[np.bool_]) -> float:
 
 
 def factorised(p: Tensor, rows: Tensor, size: Array, active: NDArray[np.bool_], rho: float) -> tuple[Array, Tensor]:
-    """Multipliers and projection from the active unit columns themselves: M = QR, so that nothing is lost by squaring.
+    """Multipliers and projection from the active unit columns themselves, so that nothing is lost by squaring.
 
-    Rz = rho R^-T 1 - Q'p  and  u = p - QQ'p + rho Q R^-T 1, for unit p.
+    M = USV' without the directions that are round-off (twins span one line):
+    z = V S^-1 a  and  u = p + U a  with  a = rho S^-1 V'1 - U'p, for unit p.
     """
     M = rows[torch.from_numpy(active).to(rows.device)].double().cpu().numpy().T / size[active]
     wide = p.double().cpu().numpy()
     length = np.linalg.norm(wide)
-    Q, R = np.linalg.qr(M)
-    along = rho * np.linalg.lstsq(R.T, np.ones(R.shape[1]), rcond=None)[0] - Q.T @ (wide / length)
-    z: Array = np.linalg.lstsq(R, along, rcond=None)[0]
-    return z.clip(min=0), torch.from_numpy(wide + length * (Q @ along)).to(p)
+    U, S, Vt = np.linalg.svd(M, full_matrices=False)
+    real = S > 1e-14 * max(M.shape) * S[0]
+    U, S, Vt = U[:, real], S[real], Vt[real]
+    a = rho * Vt.sum(1) / S - U.T @ (wide / length)
+    z: Array = Vt.T @ (a / S)
+    return z.clip(min=0), torch.from_numpy(wide + length * (U @ a)).to(p)

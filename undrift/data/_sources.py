@@ -136,7 +136,7 @@ UNREADABLE = (OSError, EOFError, ValueError, AttributeError, TypeError, zipfile.
 def read_npz(path: Path) -> Arrays:
     """The four arrays of a .npz file."""
     try:
-        with np.load(path, allow_pickle=False) as archive:
+        with path.open("rb") as file, np.load(file, allow_pickle=False) as archive:
             missing = [key for key in Arrays._fields if key not in archive.files]
             if not missing:
                 return Arrays(*(archive[key] for key in Arrays._fields))

@@ -1,0 +1,155 @@
+"""The documents say what is there: fields, quoted lines, links and commands."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+
+from undrift.cli import parser
+from undrift.config import FIELDS, from_mapping, make_algorithm, parse_value
+from undrift.registry import algorithm_class, names
+
+ROOT = Path(__file__).parent.parent
+DOCS = ROOT / "docs"
+ALGORITHMS = ROOT / "undrift" / "algorithms"
+TOP = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")]
+PAGES = [path for path in TOP if path.exists()] + sorted(DOCS.rglob("*.md"))
+ADRS = sorted(path for path in (DOCS / "adr").glob("*.md") if path.name != "README.md")
+
+
+def title(path: Path) -> str:
+    return path.relative_to(ROOT).as_posix()
+
+
+def page(name: str) -> str:
+    return (DOCS / "algorithms" / f"{name}.md").read_text()
+
+
+def field_rows(name: str) -> dict[str, str]:
+    """The default that a page's table gives for each field."""
+    section = page(name).partition("## Fields")[2].partition("\n## ")[0]
+    return dict(re.findall(r"^\| `(\w+)` \| `?([^|`]+)`? \|", section, re.MULTILINE))
+
+
+def code_rows(text: str) -> list[tuple[str, str]]:
+    """(code, file) of each row in the tables "Paper | Code | File"."""
+    tables = re.findall(r"^\| Paper \| Code \| File \|\n.*\n((?:\|.*\n)+)", text, re.MULTILINE)
+    lines = "".join(tables).splitlines()
+    rows = [re.fullmatch(r"\| .+? \| `(.+)` \| (\S+) \|", line) for line in lines]
+    assert all(rows), "a row is not | words | `code` | file |"
+    return [(row[1], row[2]) for row in rows if row]
+
+
+def quotations(text: str) -> list[tuple[str, str]]:
+    """(line, file) of each line in a block that says where it was quoted from."""
+    blocks = re.findall(r"<!-- quoted from (\S+) -->\n```\w+\n(.*?)```", text, re.DOTALL)
+    return [(line, file) for file, block in blocks for line in block.splitlines() if line.strip()]
+
+
+def commands() -> list[tuple[str, str]]:
+    """Every `undrift` command in a sh block, with the page that it stands on."""
+    found = []
+    blocks = re.compile(r"^```(?:sh|bash|console)\n(.*?)^```", re.DOTALL | re.MULTILINE)
+    for path in PAGES:
+        for block in blocks.findall(path.read_text()):
+            for line in block.replace("\\\n", " ").splitlines():
+                words = shlex.split(line.removeprefix("$ "), comments=True)
+                while words and re.fullmatch(r"\w+=.*", words[0]):
+                    words = words[1:]
+                if words and words[0] in ("undrift", ".venv/bin/undrift"):
+                    found.append((title(path), shlex.join(words[1:])))
+    return found
+
+
+@pytest.mark.parametrize("name", names("algorithms"))
+def test_every_algorithm_has_a_page_with_all_its_fields_and_defaults(name: str) -> None:
+    fields = {f.name: f.default for f in dataclasses.fields(algorithm_class(name))}
+    shown = {field: parse_value(default.strip()) for field, default in field_rows(name).items()}
+    assert shown == fields
+
+
+@pytest.mark.parametrize("name", names("algorithms"))
+def test_a_page_has_its_parts(name: str) -> None:
+    text = page(name)
+    assert "## The paper beside the code\n" in text
+    for part in ("Fields", "Differences", "Cost per client and round", "Identities", "Run it"):
+        assert f"## {part}\n" in text
+    assert f"undrift run --algorithm {name} " in text
+    assert f"undrift cite {name}\n" in text
+    assert f"{name}.md" in (DOCS / "algorithms" / "README.md").read_text()
+
+
+@pytest.mark.parametrize("name", names("algorithms"))
+def test_quoted_lines_stand_in_the_algorithms_file(name: str) -> None:
+    rows = code_rows(page(name))
+    own = f"{name.replace('-', '_')}.py"
+    assert own in {file for _, file in rows}
+    for code, file in rows:
+        source = [line.strip() for line in (ALGORITHMS / file).read_text().splitlines()]
+        stands = [line for line in source if line == code or line.startswith(f"{code}  # ")]
+        assert stands, f"{code!r} is not in {file}"
+
+
+def test_quoted_blocks_stand_in_their_files() -> None:
+    found = [quotation for path in PAGES for quotation in quotations(path.read_text())]
+    assert len(found) > 20
+    for line, file in found:
+        source = [text.strip() for text in (ROOT / file).read_text().splitlines()]
+        assert line.strip() in source, f"{line!r} is not in {file}"
+
+
+@pytest.mark.parametrize("path", PAGES, ids=title)
+def test_relative_links_resolve(path: Path) -> None:
+    prose = re.sub(r"^```.*?^```", "", path.read_text(), flags=re.DOTALL | re.MULTILINE)
+    for link in re.findall(r"\]\(([^)\s]+)\)", prose):
+        if re.match(r"[a-z]+:", link):
+            continue
+        place, _, part = link.partition("#")
+        target = (path.parent / place).resolve() if place else path
+        assert target.exists(), f"{title(path)} links to {link}"
+        if part:
+            headings = re.findall(r"^#+ (.+)$", target.read_text(), re.MULTILINE)
+            anchors = [re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings]
+            assert part in anchors, f"{title(path)} links to {link}"
+
+
+def test_every_page_is_in_the_index() -> None:
+    index, decisions = (DOCS / "README.md").read_text(), (DOCS / "adr" / "README.md").read_text()
+    for path in DOCS.glob("*.md"):
+        assert path.name == "README.md" or f"({path.name})" in index
+    for number, path in enumerate(ADRS, 1):
+        assert path.name.startswith(f"{number:04d}-")
+        assert f"({path.name})" in decisions
+
+
+@pytest.mark.parametrize("path", ADRS, ids=title)
+def test_a_decision_has_context_choice_and_price(path: Path) -> None:
+    assert re.findall(r"^## (.+)$", path.read_text(), re.MULTILINE) == ["Context", "Choice", "Price"]
+
+
+def test_there_are_commands() -> None:
+    assert len(commands()) > 15
+
+
+@pytest.mark.parametrize(("where", "line"), commands())
+def test_commands_parse(where: str, line: str) -> None:
+    """The parser takes it; a run's settings and fields exist and have values that are allowed."""
+    arguments = parser().parse_args(shlex.split(line))
+    if arguments.command == "run":
+        settings = {n: v for n in FIELDS if n != "set" and (v := getattr(arguments, n)) is not None}
+        chosen = from_mapping(settings)
+        pairs = [pair.split("=", 1) for pair in arguments.set or []]
+        fields = {name: parse_value(value) for name, value in pairs}
+        if ":" not in chosen.algorithm and arguments.config is None and not arguments.resume:
+            built = make_algorithm(algorithm_class(chosen.algorithm), chosen.algorithm, fields)
+            built.check(chosen.clients, chosen.cohort)
+            built.check_server(chosen.clients, chosen.cohort)
+    if arguments.command == "cite":
+        assert algorithm_class(arguments.name).paper
+    if arguments.command in ("run", "sweep"):
+        file = arguments.config if arguments.command == "run" else arguments.file
+        assert file is None or file.parts[0] == "runs" or (ROOT / file).exists()
