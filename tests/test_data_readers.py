@@ -178,7 +178,7 @@ def write_idx_files(folder: Path, arrays: Arrays, packed: bool) -> None:
     for name, array in zip(names, arrays, strict=True):
         content = idx_bytes(array[..., 0] if array.ndim == 4 else array)
         if packed:
-            (folder / f"{name}-ubyte.gz").write_bytes(gzip.compress(content))
+            (folder / f"{name}-ubyte.gz").write_bytes(gzip.compress(content, mtime=0))
         else:
             (folder / f"{name}-ubyte").write_bytes(content)
 
@@ -222,7 +222,7 @@ def test_fashion_mnist_of_the_debian_package_needs_no_setting(
         ("a", idx_bytes(np.zeros((3, 2)))[:-1], r"expected 6 bytes for shape \[3, 2\], found 5"),
         ("a", idx_bytes(np.zeros((3, 2))) + b"\x00", "found 7"),
         ("a.gz", idx_bytes(np.zeros((3, 2))), "cannot be read"),
-        ("a.gz", gzip.compress(idx_bytes(np.zeros((3, 2))))[:-9], "cannot be read"),
+        ("a.gz", gzip.compress(idx_bytes(np.zeros((3, 2))), mtime=0)[:-9], "cannot be read"),
     ],
 )
 def test_damaged_idx_files_are_refused(name: str, content: bytes, says: str, tmp_path: Path) -> None:

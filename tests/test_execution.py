@@ -266,3 +266,94 @@ def test_a_client_that_breaks_is_dropped_and_the_round_goes_on() -> None:
     assert record.dropped == 6
     assert all(torch.equal(before[n], t) for n, t in run.tensors().items())
     assert run.device == CPU and len(SIZES) == 6
+
+
+class Reused(nn.Module):
+    """One BatchNorm and one Dropout in two places, one BatchNorm that is never used, one put in evaluation mode."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.second, self.head = nn.Linear(5, 6), nn.Linear(6, 6), nn.Linear(6, 3)
+        self.norm, self.drop, self.unused, self.still = (
+            nn.BatchNorm1d(6),
+            nn.Dropout(0.5),
+            nn.BatchNorm1d(6),
+            nn.BatchNorm1d(6),
+        )
+        self.layers = nn.Sequential(
+            self.first, self.norm, self.drop, self.second, self.norm, self.drop, self.still, self.head
+        )
+        self.still.running_mean.fill_(0.3)
+        self.still.eval()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layers(x)  # type: ignore[no-any-return]
+
+
+def test_layers_that_are_reused_unused_or_frozen() -> None:
+    runs = [simulation(FedAvg(), Reused(), cohort=3, execution=e) for e in ("stacked", "pool")]
+    first, second = (torch.cat([path(run, 2)[-1], run.state.buffers]) for run in runs)
+    torch.testing.assert_close(first, second, rtol=1e-11, atol=1e-12)
+    state = runs[0].model()
+    assert (
+        int(state["norm.num_batches_tracked"]) == 2 * 2 * 3
+    )  # twice in each of 3 steps of 2 rounds, the maximum over clients
+    assert int(state["unused.num_batches_tracked"]) == int(state["still.num_batches_tracked"]) == 0
+    torch.testing.assert_close(state["still.running_mean"], Reused().still.running_mean.double())
+    Reused().double().load_state_dict(state)
+
+
+def test_a_reused_batchnorm_is_pytorchs_own() -> None:
+    module = Reused().double()
+    module.drop.p = 0.0
+    net, x = Net(module, dtype=torch.float64), torch.randn(9, 5, dtype=torch.float64)
+    point, buffers = net.start()
+    theirs = copy.deepcopy(module)
+    for _ in range(2):
+        outputs, buffers = net(point, buffers, x, Context(None, torch.tensor(0)))
+        torch.testing.assert_close(outputs, theirs(x))
+    state = net.state_dict(point, buffers)
+    for name, tensor in theirs.state_dict().items():
+        torch.testing.assert_close(state[name], tensor)
+
+
+class Pixels(nn.Module):
+    """A label for each of four places of a sample."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.linear = nn.Linear(5, 12)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x).view(-1, 3, 4)  # type: ignore[no-any-return]
+
+
+def test_targets_with_a_label_for_every_place() -> None:
+    import numpy as np
+
+    from undrift.data.federation import federate
+    from undrift.data.own import dataset_from
+
+    random = np.random.default_rng(0)
+    parts = [(random.normal(size=(n, 5)), random.integers(0, 3, (n, 4))) for n in (4, 2, 7)]
+    fed = federate(dataset_from((parts, parts[0])), "sites", 3, 0, CPU)
+    stacked, pool = (simulation(FedAvg(), Pixels(), fed, cohort=3, batch=4, execution=e) for e in ("stacked", "pool"))
+    torch.testing.assert_close(path(stacked, 3), path(pool, 3), rtol=1e-12, atol=1e-12)
+    assert 0 <= stacked.evaluate()["accuracy"] <= 1
+
+
+def test_parts_that_do_not_fit_are_refused() -> None:
+    from dataclasses import dataclass
+    from typing import ClassVar
+
+    from undrift.algorithms.base import LocalSGD
+    from undrift.algorithms.gradma_s import ServerMemory
+
+    @dataclass(frozen=True)
+    class Differences(LocalSGD, ServerMemory):
+        sends_updates: ClassVar[bool] = False
+
+    with pytest.raises(BadSetting, match="own updates"):
+        simulation(Differences(slots=6))

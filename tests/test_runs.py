@@ -40,7 +40,7 @@ def test_a_run_leaves_its_folder(tmp_path: Path) -> None:
     result = undrift.run(algorithm="fedprox", out=tmp_path / "run", rounds=4, set={"mu": 0.5}, **QUICK)
     settings = tomllib.loads((tmp_path / "run/run.toml").read_text())
     assert settings["algorithm"] == "fedprox" and settings["set"]["mu"] == 0.5 and settings["set"]["lr"] == 0.1
-    assert settings["made"]["torch"] == torch.__version__ and settings["made"]["execution"] == "stacked"
+    assert settings["made"]["torch"] == torch.__version__ and settings["execution"] == "stacked"
     lines = [json.loads(line) for line in (tmp_path / "run/rounds.jsonl").read_text().splitlines()]
     assert [r["round"] for r in lines] == [1, 2, 3, 4] and lines[0].keys() >= FIELDS
     assert [r["accuracy"] is not None for r in lines] == [False, False, True, True]  # every third, and the last
@@ -501,3 +501,27 @@ def test_colour_and_augmentation_are_drawn_from_streams() -> None:
     assert math.isclose(
         float(Transform(colour=0.0)(images, torch.float64, keys, clients).sum()), float((images.double() / 255).sum())
     )
+
+
+def test_resume_keeps_the_fields_that_are_not_named_again(tmp_path: Path) -> None:
+    undrift.run(QUICK | {"rounds": 2}, algorithm="fedprox", set={"mu": 1.0, "lr": 0.05}, out=tmp_path)
+    resumed = undrift.run(out=tmp_path, resume=True, rounds=4, set={"lr": 0.05})
+    whole = undrift.run(QUICK | {"rounds": 4}, algorithm="fedprox", set={"mu": 1.0, "lr": 0.05})
+    assert resumed.config.set["mu"] == 1.0
+    assert [r["train_loss"] for r in resumed.records] == [r["train_loss"] for r in whole.records]
+
+
+def test_losses_and_metrics_that_would_be_misread_are_refused() -> None:
+    own, settings = data((30, 30)), {"partition": "sites", "clients": 2, "cohort": 2, "rounds": 2}
+    with pytest.raises(BadSetting, match="reduction='none'"):
+        undrift.run(settings, model=tiny_mlp(), data=own, loss=nn.CrossEntropyLoss(weight=torch.ones(3)))
+    weighted = nn.CrossEntropyLoss(weight=torch.tensor([9.0, 1.0, 1.0]), reduction="none")
+    plain = undrift.run(settings, model=tiny_mlp(), data=own, loss=nn.CrossEntropyLoss())
+    heavy = undrift.run(settings, model=tiny_mlp(), data=own, loss=weighted)
+    assert plain.accuracy is not None and not torch.equal(plain.model["0.weight"], heavy.model["0.weight"])
+    with pytest.raises(BadSetting, match="cannot be called 'loss'"):
+        undrift.run(settings, model=tiny_mlp(), data=own, metrics={"loss": lambda o, t: o.mean()})
+    with pytest.raises(BadSetting, match="no class labels"):
+        undrift.run(
+            model=nn.Linear(2, 1), data=(np.ones((9, 2)), np.ones(9), np.ones((1, 2)), np.ones(1)), clients=3, cohort=1
+        )

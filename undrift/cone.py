@@ -136,7 +136,7 @@ def factorised(p: Tensor, rows: Tensor, size: Array, active: NDArray[np.bool_], 
     wide = p.double().cpu().numpy()
     length = np.linalg.norm(wide)
     U, S, Vt = np.linalg.svd(M, full_matrices=False)
-    real = S > 1e-14 * max(M.shape) * S[0]
+    real = 1e-14 * max(M.shape) * S[0] < S
     U, S, Vt = U[:, real], S[real], Vt[real]
     a = rho * Vt.sum(1) / S - U.T @ (wide / length)
     z: Array = Vt.T @ (a / S)

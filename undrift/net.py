@@ -46,8 +46,9 @@ class _Pass(threading.local):
 class MaskedBatchNorm(nn.Module):
     """BatchNorm whose batch statistics are those of the real samples, with the tensors and names of the original."""
 
-    def __init__(self, original: _BatchNorm, name: str, current: _Pass) -> None:
+    def __init__(self, original: _BatchNorm, name: str, current: _Pass, frozen: bool) -> None:
         super().__init__()
+        self.frozen = frozen  # put in evaluation mode by the user: its statistics stay as they are
         self.eps, self.momentum = original.eps, original.momentum
         self.name, self.current = name, current
         self.weight, self.bias = original.weight, original.bias
@@ -57,7 +58,7 @@ class MaskedBatchNorm(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         running_mean: Tensor | None = getattr(self, "running_mean", None)
         running_var: Tensor | None = getattr(self, "running_var", None)
-        context = self.current.context
+        context = None if self.frozen else self.current.context
         if context is None and running_mean is not None:
             return F.batch_norm(x, running_mean, running_var, self.weight, self.bias, False, 0.0, self.eps)
         across = [0, *range(2, x.dim())]
@@ -77,16 +78,19 @@ class MaskedBatchNorm(nn.Module):
         if self.weight is not None:
             out = out * self.weight.view(wide) + self.bias.view(wide)
         if context is not None and running_mean is not None and running_var is not None:
-            batches = getattr(self, "num_batches_tracked", None)
-            assert isinstance(batches, Tensor)
-            seen = batches + 1
-            share = 1.0 / seen if self.momentum is None else self.momentum
             unbiased = var * (n / (n - 1).clamp(min=1))
-            kept = self.current.statistics
-            kept[f"{self.name}running_mean"] = torch.lerp(running_mean, mean.detach(), _as(share, running_mean))
-            kept[f"{self.name}running_var"] = torch.lerp(running_var, unbiased.detach(), _as(share, running_var))
-            kept[f"{self.name}num_batches_tracked"] = seen
+            self.track(mean.detach(), unbiased.detach())
         return out
+
+    def track(self, mean: Tensor, var: Tensor) -> None:
+        """Leave the running statistics after this batch; a layer used twice in a pass goes on from its first use."""
+        kept, parts = self.current.statistics, ("running_mean", "running_var", "num_batches_tracked")
+        running_mean, running_var, seen = (kept.get(self.name + part, getattr(self, part)) for part in parts)
+        seen = seen + 1
+        share = 1.0 / seen if self.momentum is None else torch.full_like(seen, self.momentum)
+        kept[f"{self.name}running_mean"] = torch.lerp(running_mean, mean, share.to(mean))
+        kept[f"{self.name}running_var"] = torch.lerp(running_var, var, share.to(var))
+        kept[f"{self.name}num_batches_tracked"] = seen
 
 
 class StreamDropout(nn.Module):
@@ -123,11 +127,13 @@ class Net:
     """A module, its loss and its layout. `Net(module)` leaves the module itself untouched."""
 
     def __init__(self, module: nn.Module, loss: Loss = F.cross_entropy, dtype: torch.dtype = torch.float32) -> None:
-        self.loss = loss
+        if getattr(loss, "weight", None) is not None and getattr(loss, "reduction", "none") == "mean":
+            raise BadSetting("a loss with class weights must not average by itself here; give it reduction='none'")
+        self.loss = F.cross_entropy if plain_cross_entropy(loss) else loss
         self.dtype = dtype
         self.current = _Pass()
         self.original = copy.deepcopy(module).to(dtype)
-        prepared = _prepared(copy.deepcopy(self.original), "", self.current)
+        prepared = _prepared(copy.deepcopy(self.original), "", self.current, module.training, {})
         self.layout = Layout.of((n, p) for n, p in prepared.named_parameters() if p.requires_grad)
         if not self.layout.names:
             raise BadSetting("the model has no trainable parameter; set requires_grad on what should be trained")
@@ -179,13 +185,16 @@ class Net:
         finally:
             self.current.context, self.current.stacked = None, False
         if context is not None and self.buffer_layout.names:
-            buffers = torch.cat([self.current.statistics[n].reshape(-1) for n in self.buffer_layout.names])
+            new = self.current.statistics  # a layer that the pass did not use, or that is frozen, left none
+            old = self.buffer_layout.split(buffers)
+            buffers = torch.cat([new.get(n, old[n]).reshape(-1) for n in self.buffer_layout.names])
         return outputs, buffers
 
     def sample_losses(self, outputs: Tensor, targets: Tensor) -> Tensor:
         """The loss of each sample [B]. A loss that returns one number is asked for one sample at a time."""
         if self.loss is F.cross_entropy:
-            return F.cross_entropy(outputs, targets, reduction="none")
+            each = F.cross_entropy(outputs, targets, reduction="none")
+            return each.flatten(1).mean(1) if each.dim() > 1 else each  # with a label for every pixel, say
         losses: Tensor = torch.vmap(lambda o, t: self.loss(o.unsqueeze(0), t.unsqueeze(0)).reshape(()))(
             outputs, targets
         )
@@ -205,26 +214,41 @@ class Net:
         return state
 
 
-def _as(share: Tensor | float, like: Tensor) -> Tensor:
-    return torch.as_tensor(share, dtype=like.dtype, device=like.device)
+def plain_cross_entropy(loss: Loss) -> bool:
+    """Whether a loss is cross-entropy in one of its usual spellings, without further options."""
+    if not isinstance(loss, nn.CrossEntropyLoss):
+        return loss is F.cross_entropy
+    return (
+        loss.weight is None and loss.ignore_index == -100 and loss.label_smoothing == 0.0 and loss.reduction == "mean"
+    )
 
 
-def _prepared(module: nn.Module, name: str, current: _Pass) -> nn.Module:
-    """The module with every BatchNorm and Dropout replaced, names of parameters and buffers unchanged."""
+def _prepared(module: nn.Module, name: str, current: _Pass, training: bool, done: dict[int, nn.Module]) -> nn.Module:
+    """The module with every BatchNorm, Dropout and Linear replaced, names of parameters and buffers unchanged.
+
+    `training` says that the whole model came in training mode, so that a part in evaluation mode is meant to be frozen;
+    `done` keeps a part that stands in several places one part.
+    """
+    if id(module) in done:
+        return done[id(module)]
+    frozen = training and not module.training
+    new = module
     if isinstance(module, _BatchNorm):
-        return MaskedBatchNorm(module, name, current)
-    if type(module) is nn.Linear:
-        return StackedLinear(module, current)
-    if isinstance(module, _DropoutNd):
+        new = MaskedBatchNorm(module, name, current, frozen)
+    elif type(module) is nn.Linear:
+        new = StackedLinear(module, current)
+    elif isinstance(module, _DropoutNd):
         if isinstance(module, (nn.AlphaDropout, nn.FeatureAlphaDropout)):
             raise BadSetting(
                 f"{type(module).__name__} cannot be drawn from seeded streams; use nn.Dropout or remove it"
             )
-        return StreamDropout(module.p, current, whole_channels=not isinstance(module, nn.Dropout))
-    for child, part in list(module.named_children()):
-        setattr(module, child, _prepared(part, f"{name}{child}.", current))
-    module.train()
-    return module
+        new = StreamDropout(0.0 if frozen else module.p, current, whole_channels=not isinstance(module, nn.Dropout))
+    else:
+        for child, part in list(module._modules.items()):
+            if part is not None:
+                setattr(module, child, _prepared(part, f"{name}{child}.", current, training, done))
+    done[id(module)] = new
+    return new
 
 
 def _unshared(module: nn.Module, current: _Pass) -> nn.Module:

@@ -44,12 +44,14 @@ def module_of(kind: str, name: str) -> Any:
 def algorithm_class(name: str) -> type[Any]:
     """The one algorithm defined in the file of that name, or the class at `package.module:Class`."""
     if ":" in name:
-        found = attribute(name)
-        if not (inspect.isclass(found) and issubclass(found, Worker) and issubclass(found, Server)):
+        named = attribute(name)
+        if not (inspect.isclass(named) and issubclass(named, Worker) and issubclass(named, Server)):
             raise BadSetting(f"{name} is not an algorithm; it must be a class with a worker part and a server part")
-        return found
-    (only,) = _algorithms(module_of("algorithms", name))
-    return only
+        return named
+    found = _algorithms(module_of("algorithms", name))
+    if len(found) != 1:
+        raise BadSetting(f"the file of {name} must define one algorithm, not {len(found)}")
+    return found[0]
 
 
 def attribute(reference: str) -> Any:

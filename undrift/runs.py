@@ -6,6 +6,7 @@ import os
 import platform
 import subprocess
 import time
+import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -76,7 +77,6 @@ def run(
     """
     folder = RunFolder(Path(out)) if out is not None else None
     given: dict[str, Any] = {}
-    execution = ""  # what a resumed run was executed as
     if isinstance(config, (str, Path)):
         given = from_toml(Path(config))
     elif config is not None:
@@ -86,9 +86,16 @@ def run(
             raise BadSetting("resume needs the run's folder; give --out DIR")
         stored = folder.settings()
         made = stored.pop("made", {})
-        check_same_run(folder, stored, given | settings)
-        given = stored | given
-        execution = made.get("execution", "")
+        asked = given | settings
+        check_same_run(folder, stored, asked)
+        given = stored | given | {"set": stored.get("set", {}) | asked.pop("set", {})}
+        settings.pop("set", None)
+        if made.get("threads") not in (None, torch.get_num_threads()):
+            warnings.warn(
+                f"{folder.path} was run on {made['threads']} threads, now there are {torch.get_num_threads()}: "
+                "the last digits may differ",
+                stacklevel=2,
+            )
     given |= settings
     if algorithm is not None and isinstance(algorithm, str):
         given["algorithm"] = algorithm
@@ -111,9 +118,6 @@ def run(
     chosen = replace(chosen, set=asdict(alg))
 
     device = pick_device(chosen.device)
-    if chosen.deterministic:
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-        torch.use_deterministic_algorithms(True)
     if dataset is None:
         dataset = load_dataset(chosen.dataset)
     clients = federation.federate(
@@ -126,13 +130,18 @@ def run(
     )
     net = Net(module, loss, torch.float64 if chosen.dtype == "float64" else torch.float32)
     if metrics is None:
-        metrics = {"accuracy": accuracy} if loss is F.cross_entropy else {}
+        metrics = {"accuracy": accuracy} if net.loss is F.cross_entropy else {}
     plan = Plan(chosen.batch, chosen.steps, chosen.epochs, chosen.batches == "persistent")
-    how = Settings(
-        chosen.cohort, plan, chosen.seed, chosen.weights, chosen.eval_every, execution or chosen.execution, chosen.chunk
-    )
+    how = Settings(chosen.cohort, plan, chosen.seed, chosen.weights, chosen.eval_every, chosen.execution, chosen.chunk)
     simulation = Simulation(alg, net, clients, how, metrics, device)
-    return drive(simulation, chosen, folder, resume, progress)
+    before = torch.are_deterministic_algorithms_enabled()
+    if chosen.deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        torch.use_deterministic_algorithms(True)
+    try:
+        return drive(simulation, chosen, folder, resume, progress)
+    finally:
+        torch.use_deterministic_algorithms(before)
 
 
 def drive(
@@ -244,9 +253,8 @@ def written(config: RunConfig, simulation: Simulation) -> dict[str, Any]:
         "numpy": np.__version__, "device": str(simulation.device), "threads": torch.get_num_threads(),
         "parameters": simulation.net.layout.size,
     }  # fmt: skip
-    execution = simulation.settings.execution if simulation.execution is None else simulation.execution.name
-    if execution != "auto":
-        made["execution"] = execution  # what a resumed run must use to go on bit for bit
+    if simulation.execution is not None:
+        settings["execution"] = simulation.execution.name  # once chosen it stays, so that results can be repeated
     return settings | {"set": settings.pop("set"), "made": made}
 
 

@@ -27,7 +27,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from undrift.config import FIELDS, RunConfig, from_mapping, make_algorithm, read_toml
+from undrift.algorithms.base import check
+from undrift.config import FIELDS, RESUMABLE, RunConfig, from_mapping, make_algorithm, read_toml
 from undrift.errors import BadRunFolder, UndriftError, UnknownName
 from undrift.folder import RunFolder
 from undrift.registry import algorithm_class
@@ -66,8 +67,7 @@ def plan(path: Path) -> tuple[list[Job], dict[str, Any]]:
                     _put(chosen, algorithm, name, value)
                 config = from_mapping(chosen)
                 built = make_algorithm(algorithm_class(algorithm), algorithm, config.set)
-                built.check(config.clients, config.cohort)
-                built.check_server(config.clients, config.cohort)
+                check(built, config.clients, config.cohort)
                 varied = [f"{n}={v}" for n, v in values.items() if isinstance(grid[n], list)]
                 jobs.append(Job(_folder_name(algorithm, *varied, f"seed={seed}"), config))
     return jobs, sweep
@@ -116,7 +116,7 @@ def _run_one(job: Job, folder: Path, news: Any) -> None:
     if resume:
         was = stored.settings()
         now = asdict(job.config)
-        for name in now.keys() - {"set", "rounds"}:
+        for name in now.keys() - {"set", *RESUMABLE}:
             if was.get(name) != now[name]:
                 raise BadRunFolder(f"{folder} holds another run: its {name} is {was.get(name)}, not {now[name]}")
     if not (resume and stored.finished() and was["rounds"] == job.config.rounds):  # a finished run is not run again

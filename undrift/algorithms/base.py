@@ -201,6 +201,16 @@ class Algorithm(Worker, Server, ABC):
     """A worker part and a server part together; for annotations only."""
 
 
+def check(alg: Algorithm, clients: int, cohort: int) -> None:
+    """Raise BadSetting unless the algorithm's fields make sense and its two parts fit each other."""
+    alg.check(clients, cohort)
+    alg.check_server(clients, cohort)
+    if alg.needs_single_updates and not alg.sends_updates:
+        raise BadSetting(
+            f"the server part of {type(alg).__name__} needs the clients' own updates; its worker part sends none"
+        )
+
+
 @dataclass(frozen=True)
 class LocalSGD(Worker):
     """The clients do nothing new: x_i^{k+1} = x_i^k - eta_l g_i(x_i^k)."""

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from undrift.algorithms.base import Cohort, LocalSGD, Server, below_one
-from undrift.errors import UnknownName
+from undrift.errors import BadSetting, UnknownName
 from undrift.layout import Layout
 
 
@@ -45,6 +45,8 @@ class ServerMomentum(Server):
     def check_server(self, clients: int, cohort: int) -> None:
         super().check_server(clients, cohort)
         below_one(self, "beta1", "dampening")
+        if self.dampening and not self.beta1:
+            raise BadSetting("dampening goes with momentum; set beta1 above 0 or dampening to 0")
         if self.momentum_units not in ("param", "grad"):
             raise UnknownName("momentum_units", self.momentum_units, ("param", "grad"))
 

@@ -79,7 +79,10 @@ def federate(
         raise BadSetting(f"val_fraction must lie in [0, 1) and leave at least one sample, not {val_fraction}")
     order = np.random.Generator(np.random.PCG64(stream(seed, Purpose.VALIDATION))).permutation(rows)
     validation, kept = np.sort(order[:held_out]), np.sort(order[held_out:])
-    labels = data.y_train.astype(np.int64) if data.y_train.ndim == 1 else np.zeros(len(rows), np.int64)
+    labelled = data.y_train.ndim == 1 and data.y_train.dtype.kind in "iu"
+    if not labelled and spec.partition(":")[0] not in ("iid", "sites"):
+        raise BadSetting(f"{spec} deals samples out by class, but the targets are no class labels; use iid or sites")
+    labels = data.y_train.astype(np.int64) if labelled else np.zeros(len(rows), np.int64)
     sites = None if data.sites is None else data.sites[kept]
     parts = [kept[part] for part in partition(spec, labels[kept], clients, seed, sites)]
     return _federation(

@@ -13,6 +13,7 @@ from undrift.errors import BadRunFolder
 
 DEPTH = 2  # how far below a given path run folders are looked for
 TASK = ("dataset", "partition", "model", "clients", "colour")  # scores compare only where these are alike
+HOW = ("device", "execution", "chunk", "checkpoint_every", "deterministic")  # how a run was run, not what it computes
 NAMED_BY_VALUE = ("dataset", "partition", "model")  # the value alone says what it is
 
 
@@ -120,6 +121,7 @@ def _load_one(folder: Path) -> Run:
         raise BadRunFolder(f"{folder / 'run.toml'} is damaged: [set] and [made] must be tables")
     if not isinstance(settings.get("algorithm"), str):
         raise BadRunFolder(f"{folder / 'run.toml'} names no algorithm; is it the file of a run?")
+    made |= {name: settings.pop(name) for name in HOW if name in settings}
     own = {f"set.{name}" if name in settings else name: value for name, value in own.items()}
     return Run(folder, settings | own, _records(folder / "rounds.jsonl"), made, frozenset(own))
 

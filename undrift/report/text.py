@@ -58,7 +58,7 @@ def show(spread: Spread | None, form: Callable[[float], str], hide_zero: bool = 
         return NOTHING
     text = form(spread.mean)
     if spread.deviation is not None and not (hide_zero and spread.deviation == 0):
-        text += f" ± {spread.deviation:.2g}" if form is _short else f" ± {form(spread.deviation)}"
+        text += f" ± {_deviation(spread.deviation)}" if form is _short else f" ± {form(spread.deviation)}"
     return text + _of(spread)
 
 
@@ -68,11 +68,15 @@ def show_bytes(spread: Spread | None) -> str:
     size, unit = next(((s, u) for s, u in UNITS if spread.mean >= s), (1, "B"))
     text = _short(spread.mean / size)
     if spread.deviation:
-        text += f" ± {spread.deviation / size:.2g}"
+        text += f" ± {_deviation(spread.deviation / size)}"
     return f"{text} {unit}{_of(spread)}"
 
 
 UNITS = ((10**12, "TB"), (10**9, "GB"), (10**6, "MB"), (10**3, "kB"))
+
+
+def _deviation(value: float) -> str:
+    return f"{value:.0f}" if value >= 10 else f"{value:.2g}"
 
 
 def _of(spread: Spread) -> str:

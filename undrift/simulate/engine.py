@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from undrift.algorithms.base import Algorithm, Cohort
+from undrift.algorithms.base import Algorithm, Cohort, check
 from undrift.data.batches import Plan
 from undrift.data.federation import Federation
 from undrift.errors import BadSetting
@@ -51,8 +51,12 @@ class Simulation:
     ) -> None:
         if not 1 <= settings.cohort <= data.clients:
             raise BadSetting(f"cohort must lie between 1 and the {data.clients} clients, not {settings.cohort}")
-        alg.check(data.clients, settings.cohort)
-        alg.check_server(data.clients, settings.cohort)
+        check(alg, data.clients, settings.cohort)
+        taken = [name for name in metrics if name in RoundRecord._fields and name != "accuracy"]
+        if taken:
+            raise BadSetting(
+                f"a metric cannot be called {taken[0]!r}, which the record uses itself; give it another name"
+            )
         self.alg, self.net, self.data, self.settings, self.metrics = alg, net.to(device), data, settings, metrics
         self.device = device
         self.t = 0

@@ -15,12 +15,13 @@ Metric = Callable[[Tensor, Tensor], Tensor]
 
 
 def accuracy(outputs: Tensor, targets: Tensor) -> Tensor:
-    """Whether each sample's largest output is its label.
+    """Whether each sample's largest output is its label; with a label for every pixel, the share that is.
 
     >>> accuracy(torch.tensor([[0.1, 0.9], [0.8, 0.2]]), torch.tensor([1, 1]))
     tensor([ True, False])
     """
-    return outputs.argmax(-1) == targets
+    right = outputs.argmax(1) == targets
+    return right.flatten(1).double().mean(1) if right.dim() > 1 else right
 
 
 @torch.no_grad()

@@ -7,6 +7,7 @@ convolution becomes a grouped one, which is slow, so that a pool of threads that
 from __future__ import annotations
 
 import ctypes
+import sys
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -146,7 +147,7 @@ def keep_freed_memory() -> None:
 
     On vectors of 10 MB that made `x - lr * g` nearly twenty times faster here. Elsewhere than glibc it does nothing.
     """
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform == "linux" else None
     if mallopt is not None:
         M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
         mallopt(M_MMAP_THRESHOLD, 1 << 30)
@@ -189,7 +190,8 @@ def check_repeatable(net: Net, x: Tensor, buffers: Tensor, work: RoundWork) -> N
         oracle.buffers = buffers
         return oracle.grad(x)
 
-    if not torch.equal(gradient(), gradient()) and not torch.isnan(gradient()).any():
+    first, second = gradient(), gradient()
+    if (first - second).norm() > 0.01 * first.norm():  # a GPU's sums may differ in their last digits, a mask in many
         raise BadSetting(
             "the model gives two different gradients on one batch, so it draws random numbers that cannot be seeded "
             "(functional dropout?); use nn.Dropout modules instead"
@@ -212,7 +214,7 @@ def choose(
 
     def seconds(execution: Execution) -> float:
         taken = []
-        for _ in range(3):
+        for _ in range(4):
             before = time.perf_counter()
             execution(alg, down, client, buffers, work, limit=min(2, int(work.table.steps.min())))
             if device.type == "cuda":
@@ -228,7 +230,7 @@ def choose(
         return pool
     if device.type == "cuda":
         return stacked
-    # Near a tie the kind of model decides, so that noise in the timing does not.
+    # The kind of model decides unless the other way is clearly faster, so that noise in the timing changes no results.
     ratio = seconds(pool) / stacked_seconds
     convolutional = any(isinstance(m, (nn.Conv1d, nn.Conv2d, nn.Conv3d)) for m in net.original.modules())
-    return pool if ratio < (1.25 if convolutional else 0.8) else stacked
+    return pool if ratio < (1.6 if convolutional else 0.6) else stacked
