@@ -88,7 +88,8 @@ def finite(answers: Answers) -> Tensor:
 
 def consistency(answers: Answers) -> Tensor:
     """(1/S) sum |x_i^K - mean x^K|^2, how far apart the local models end."""
-    return (answers.x - answers.x.mean(-2, keepdim=True)).square().sum(-1).mean(-1)
+    apart = torch.linalg.vector_norm(answers.x - answers.x.mean(-2, keepdim=True), dim=-1)
+    return apart.square().mean(-1)
 
 
 def nbytes(state: object) -> int:

@@ -22,6 +22,11 @@ class Transform:
     colour: float = 0.0  # client-correlated brightness and saturation factors in [1 - colour, 1 + colour]
     seed: int = 0
 
+    @property
+    def draws(self) -> bool:
+        """Whether a sample's own random numbers are needed."""
+        return bool(self.crop) or self.flip
+
     def __call__(
         self, raw: Tensor, dtype: torch.dtype, keys: Tensor | None = None, clients: Tensor | None = None
     ) -> Tensor:

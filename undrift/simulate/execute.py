@@ -44,38 +44,37 @@ class RoundWork:
 
     def steps(self, clients: slice | int, limit: int | None = None) -> Iterator[tuple[Oracle, Tensor | None]]:
         """An oracle for each local step of some clients of the cohort: a slice is stacked, a number is a client alone."""
-        counts, ids = self.table.count[clients], self.ids[clients]
+        counts, ids, index = self.table.count[clients], self.ids[clients], self.table.index[clients]
+        device, transform, train = ids.device, self.data.transform, self.data.train
         total = int(self.table.steps[clients].max()) if limit is None else limit
-        dropout = fold(stream(self.seed, Purpose.DROPOUT, self.round), ids)
-        augment = fold(stream(self.seed, Purpose.AUGMENT, self.round), ids)
-        index = self.table.index[clients]
+        every = torch.arange(total, device=device)
+        dropout = fold(fold(stream(self.seed, Purpose.DROPOUT, self.round), ids).unsqueeze(-1), every)  # [..., K]
+        augment = fold(fold(stream(self.seed, Purpose.AUGMENT, self.round), ids).unsqueeze(-1), every)
         for k in range(total):
             count: NDArray[np.int64] = np.atleast_1d(counts[..., k])
             width = int(count.max())
             rows = index[..., k, :width]
             if k + 1 < total:
-                self.data.train.prefetch(index[..., k + 1, : int(np.max(counts[..., k + 1]))].flatten())
-            draw = fold(
-                fold(augment, torch.tensor(k, device=ids.device)).unsqueeze(-1), torch.arange(width, device=ids.device)
-            )
-            owner = ids.unsqueeze(-1).expand(rows.shape)
-            raw = self.data.train.take(rows.flatten())
-            inputs = self.data.transform(raw, self.net.dtype, draw.flatten(), owner.flatten())
-            targets = self.data.train.targets[rows]
+                train.prefetch(index[..., k + 1, : int(np.max(counts[..., k + 1]))].flatten())
+            draw = owner = None
+            if transform.draws:
+                draw = fold(augment[..., k].unsqueeze(-1), torch.arange(width, device=device)).flatten()
+            if transform.colour:
+                owner = ids.unsqueeze(-1).expand(rows.shape).flatten()
+            inputs = transform(train.take(rows.flatten()), self.net.dtype, draw, owner)
+            inputs = inputs.view(*rows.shape, *inputs.shape[1:])
+            targets = train.targets[rows]
             if targets.is_floating_point():
                 targets = targets.to(self.net.dtype)
-            live = None if (count > 0).all() else torch.from_numpy(count > 0).to(ids.device).unsqueeze(-1)
+            live = None if (count > 0).all() else torch.from_numpy(count > 0).to(device).unsqueeze(-1)
             real = None
             if (count < width).any():
-                real = (
-                    torch.arange(width, device=ids.device) < torch.from_numpy(count).to(ids.device).unsqueeze(-1)
-                ).to(self.net.dtype)
-            key = fold(dropout, torch.tensor(k, device=ids.device))
-            inputs = inputs.view(*rows.shape, *inputs.shape[1:])
-            if real is not None:  # whatever stands in row 0 must not reach a client that has no sample in that place
-                inputs = inputs.masked_fill((real == 0).view(*rows.shape, *(1,) * (inputs.dim() - rows.dim())), 0)
-            batch = Batch(inputs, targets, real, key)
-            oracle = Oracle(self.net, batch, torch.zeros((), dtype=self.net.dtype, device=ids.device))
+                real = torch.arange(width, device=device) < torch.from_numpy(count).to(device).unsqueeze(-1)
+                # Whatever stands in row 0 must not reach a client that has no sample in that place.
+                inputs = inputs.masked_fill(~real.view(*rows.shape, *(1,) * (inputs.dim() - rows.dim())), 0)
+                real = real.to(self.net.dtype)
+            batch = Batch(inputs, targets, real, dropout[..., k])
+            oracle = Oracle(self.net, batch, torch.zeros((), dtype=self.net.dtype, device=device))
             yield oracle, live
             self.gradients += oracle.calls * int((count > 0).sum())
 
