@@ -357,3 +357,34 @@ def test_parts_that_do_not_fit_are_refused() -> None:
 
     with pytest.raises(BadSetting, match="own updates"):
         simulation(Differences(slots=6))
+
+
+def test_a_cohort_that_does_not_fit_in_memory_is_split(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The number of clients stacked at a time follows from the memory there is; the result does not."""
+    from undrift.simulate import execute
+
+    whole = simulation(Scaffold(), normed(), cohort=6)
+    expected = path(whole, 2)
+    assert isinstance(whole.execution, Stacked) and whole.execution.chunk >= 6
+    sizes: list[int] = []
+    real = execute.client_part
+
+    def counting(*arguments: Any) -> Any:
+        answers = real(*arguments)
+        sizes.append(len(answers.loss))
+        return answers
+
+    tight = simulation(Scaffold(), normed(), cohort=6)
+    first = execute.RoundWork(tight.net, tight.data, 0, 0, *_table(tight))
+    need = execute.bytes_per_client(tight.net, tight.state.x, tight.state.buffers, first)
+    monkeypatch.setattr(
+        execute, "available_memory", lambda device: 5 * need
+    )  # half of it is used: room for two clients
+    monkeypatch.setattr(execute, "client_part", counting)
+    torch.testing.assert_close(path(tight, 2), expected, rtol=1e-11, atol=1e-12)
+    assert sizes == [2, 2, 2, 2, 2, 2]
+
+
+def _table(run: Any) -> tuple[Tensor, Any]:
+    ids, _ = run.draw()
+    return ids, run.data.table(run.settings.plan, 0, 0, ids.numpy(), run.position[ids.numpy()])

@@ -525,3 +525,27 @@ def test_losses_and_metrics_that_would_be_misread_are_refused() -> None:
         undrift.run(
             model=nn.Linear(2, 1), data=(np.ones((9, 2)), np.ones(9), np.ones((1, 2)), np.ones(1)), clients=3, cohort=1
         )
+
+
+def test_an_image_folder_is_streamed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pictures are read for the batches that need them, ahead of time, and never held whole."""
+    from PIL import Image
+
+    from undrift.data._image_files import ImageFiles
+
+    random_ = np.random.default_rng(0)
+    for part, count in (("train", 9), ("val", 3)):
+        for label in ("cat", "dog"):
+            (tmp_path / part / label).mkdir(parents=True)
+            for n in range(count):
+                pixels = random_.integers(0, 256, (40, 50, 3), dtype=np.uint8)
+                Image.fromarray(pixels).save(tmp_path / part / label / f"{n}.png")
+    taken: list[int] = []
+    ahead: list[int] = []
+    take, prefetch = ImageFiles.__getitem__, ImageFiles.prefetch
+    monkeypatch.setattr(ImageFiles, "__getitem__", lambda self, index: taken.append(len(index)) or take(self, index))
+    monkeypatch.setattr(ImageFiles, "prefetch", lambda self, index: ahead.append(len(index)) or prefetch(self, index))
+    settings = {"dataset": f"imagefolder:{tmp_path}", "model": "logreg", "partition": "iid", "clients": 3, "cohort": 2}
+    result = undrift.run(settings, rounds=2, steps=2, batch=3, set={"lr": 0.001}, execution="stacked")
+    assert result.model["head.1.weight"].shape[1] == 3 * 224 * 224
+    assert max(taken) == 6 and ahead and max(ahead) == 6, "two clients with batches of three, not the eighteen pictures"

@@ -197,9 +197,9 @@ def print_summary(folders: list[Path], target: float | None) -> None:
 
     from undrift.report import runs, summary, text
 
-    console = Console(width=None if sys.stdout.isatty() else 160)
+    console = Console(width=None if sys.stdout.isatty() else 120)
     for groups in runs.by_task(runs.grouped(runs.load(folders))):
-        header, *rows = text.table(groups, target)
+        header, *rows = text.table(groups, target, brief=True)
         shown = Table(*header)
         for row in rows:
             shown.add_row(*row)

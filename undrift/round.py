@@ -88,7 +88,7 @@ def finite(answers: Answers) -> Tensor:
 
 def consistency(answers: Answers) -> Tensor:
     """(1/S) sum |x_i^K - mean x^K|^2, how far apart the local models end."""
-    apart = torch.linalg.vector_norm(answers.x - answers.x.mean(-2, keepdim=True), dim=-1)
+    apart: Tensor = torch.linalg.vector_norm(answers.x - answers.x.mean(-2, keepdim=True), dim=-1)
     return apart.square().mean(-1)
 
 

@@ -17,17 +17,18 @@ from typing import Any, NamedTuple
 import pytest
 
 import undrift.algorithms.base as base
+import undrift.memory as memory
 from tests.reference.test_reference import CASES, CLASSES, Case, first_disagreement
 
-BASE = base.__name__
+SHARED = {base.__name__: "fedavg", memory.__name__: "gradma-s"}  # files that algorithms build on, and one that does
 METHODS = {
     "companion_init", "broadcast", "gather", "companion_step", "client_init", "local_start", "local_step",
-    "local_end", "rest", "move", "server_init", "server_step", "mem_red", "remember",
+    "local_end", "rest", "move", "server_init", "server_step", "mem_red", "remember", "empty",
 }  # fmt: skip
 
 # Mutants that compute the same: file, method and the flipped expression in its surroundings.
 EQUIVALENT = {
-    ("gradma_s", "remember", "memory.age[place].unsqueeze(-1)"): (
+    ("memory", "remember", "self.age[place].unsqueeze(-1)"): (
         "a dimension, not a sign: behind the only dimension of `age[place]` the places -1 and 1 are the same"
     ),
 }
@@ -115,8 +116,9 @@ MUTANTS = [
     for algorithm, kind in CLASSES.items()
     for site in sites(kind.__module__)
 ] + [
-    pytest.param("fedavg", BASE, site, id=f"{site.file}-{site.line}-{site.method}-{site.number}")
-    for site in sites(BASE)
+    pytest.param(algorithm, module, site, id=f"{site.file}-{site.line}-{site.method}-{site.number}")
+    for module, algorithm in SHARED.items()
+    for site in sites(module)
 ]  # fmt: skip
 
 
@@ -126,8 +128,8 @@ def test_a_flipped_sign_is_noticed(algorithm: str, module: str, site: Site) -> N
     try:
         made = compiled(mutated(site, module), names[0], {})
         kind = CLASSES[algorithm]
-        if module == BASE:
-            made = compiled(tree(kind.__module__), names[1], {BASE: names[0]})
+        if module in SHARED:
+            made = compiled(tree(kind.__module__), names[1], {module: names[0]})
         wrong = disagreement(getattr(made, kind.__name__), cases_of(algorithm))
     finally:
         for name in names:
@@ -143,10 +145,12 @@ def test_a_flipped_sign_is_noticed(algorithm: str, module: str, site: Site) -> N
 def test_an_unchanged_copy_agrees_in_every_case(algorithm: str) -> None:
     """Otherwise the mutants would be noticed for nothing: the copy is made in the same way as they are."""
     kind = CLASSES[algorithm]
-    names = ["copy.base", "copy.algorithm"]
+    names = ["copy.shared", "copy.algorithm"]
+    copied = {module: names[0] for module, through in SHARED.items() if through == algorithm}
     try:
-        compiled(tree(BASE), names[0], {})
-        made = compiled(tree(kind.__module__), names[1], {BASE: names[0]} if algorithm == "fedavg" else {})
+        for module in copied:
+            compiled(tree(module), names[0], {})
+        made = compiled(tree(kind.__module__), names[1], copied)
         assert disagreement(getattr(made, kind.__name__), cases_of(algorithm)) == ""
     finally:
         for name in names:
@@ -155,13 +159,13 @@ def test_an_unchanged_copy_agrees_in_every_case(algorithm: str) -> None:
 
 def test_the_maths_of_every_file_is_mutated() -> None:
     """No method with signs is passed over, and what is listed as equivalent is still in the source."""
-    modules = (BASE, *(kind.__module__ for kind in CLASSES.values()))
+    modules = (*SHARED, *(kind.__module__ for kind in CLASSES.values()))
     found = [site for module in modules for site in sites(module)]
     assert len(found) == len(MUTANTS)
     places = {f"{site.file}.{site.method}" for site in found}
     assert places >= {
         "base.move", "base.local_end", "base.server_step", "fedprox.local_step", "fedavgm.server_step",
         "scaffold.local_step", "scaffold.local_end", "scaffold.gather",
-        "gradma_s.server_step", "gradma_s.mem_red", "gradma_s.remember",
+        "gradma_s.server_step", "memory.mem_red", "memory.remember",
     }  # fmt: skip
     assert EQUIVALENT.keys() <= {(site.file, site.method, site.expression) for site in found}

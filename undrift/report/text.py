@@ -22,15 +22,18 @@ from undrift.report.summary import (
 NOTHING = "-"
 
 
-def table(groups: list[Group], target: float | None) -> list[list[str]]:
-    """A header and a row for each group; without a target, the score that even the worst group reaches."""
+def table(groups: list[Group], target: float | None, brief: bool = False) -> list[list[str]]:
+    """A header and a row for each group; without a target, the score that even the worst group reaches.
+
+    A brief table fits in a terminal: it leaves out what hardly differs between methods.
+    """
     metric = metric_of(groups)
     target = default_target(groups) if target is None else target
     goal = f"{metric.name} {target:g}" if target is not None else "target"
     rows = summarise(groups, target)
     columns: list[tuple[str, Callable[[Summary], str]]] = [
         ("method", lambda row: row.group.label),
-        ("seeds", lambda row: str(len(row.group.runs))),
+        *([] if brief else [("seeds", lambda row: str(len(row.group.runs)))]),
     ]
     if any(row.at_best_validation for row in rows):
         columns.append((at_validation_name(metric), lambda row: show(row.at_best_validation, _score)))
@@ -44,11 +47,17 @@ def table(groups: list[Group], target: float | None) -> list[list[str]]:
         (f"rounds to {goal}", lambda row: show(row.rounds_to_target, _count)),
         (f"bytes to {goal}", lambda row: show_bytes(row.bytes_to_target)),
         ("bytes per round", lambda row: show_bytes(row.bytes_per_round)),
-        ("gradients per round", lambda row: show(row.gradients_per_round, _count, hide_zero=True)),
-        ("consistency at the end", lambda row: show(row.consistency, _short)),
-        ("seconds per round", lambda row: show(row.seconds_per_round, _short)),
-        ("rounds run", lambda row: _rounds(row.group)),
     ]
+    columns += (
+        []
+        if brief
+        else [
+            ("gradients per round", lambda row: show(row.gradients_per_round, _count, hide_zero=True)),
+            ("consistency at the end", lambda row: show(row.consistency, _short)),
+            ("seconds per round", lambda row: show(row.seconds_per_round, _short)),
+            ("rounds run", lambda row: _rounds(row.group)),
+        ]
+    )
     return [[name for name, _ in columns], *([cell(row) for _, cell in columns] for row in rows)]
 
 

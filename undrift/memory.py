@@ -1,0 +1,63 @@
+"""The server's memory of the clients' updates: GradMA's D, with mem_red's rule for who is remembered.
+
+Luo, Li, Lan, Gao: GradMA, CVPR 2023, Algorithm 3 and equation (7). The paper's sets of counters are keyed by client.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from undrift.cone import gram
+
+
+class Memory(NamedTuple):
+    """D[i] for up to m clients, as D[i] = beta_2^age rows[i]: the scale apart, so that an old direction never underflows."""
+
+    rows: Tensor  # [m, P]
+    ids: Tensor  # [m] whose row it is, -1: free
+    age: Tensor  # [m] rounds since the row was written, -1: nothing written yet
+    uses: Tensor  # [m] c(i), how often the client took part since it was let in
+    since: Tensor  # [m] when it was let in, a running number
+    products: Tensor  # [T, m, m] the rows' Gram matrix, one for each tensor of the model or one for all
+    evictions: Tensor  # [] so far
+
+    @classmethod
+    def empty(cls, slots: int, x0: Tensor, parts: int) -> Memory:
+        """Room for `slots` updates like x0 [P], compared in `parts` parts."""
+        none = torch.zeros(slots, dtype=torch.int64, device=x0.device)
+        products = x0.new_zeros(parts, slots, slots)
+        return cls(x0.new_zeros(slots, len(x0)), none - 1, none, none, none, products, none.sum())
+
+    def mem_red(self, clients: list[int]) -> tuple[Memory, Tensor]:
+        """Every client gets a row, in the order given; the least used one outside makes room. Also their rows [S]."""
+        ids, age, uses, since = (t.tolist() for t in (self.ids, self.age, self.uses, self.since))
+        evictions = 0
+        for i in clients:
+            if i not in ids:
+                row = ids.index(-1) if -1 in ids else -1
+                if row < 0:  # argmin c(j) over those not in the cohort, the earliest let in first
+                    row = min((r for r in range(len(ids)) if ids[r] not in clients), key=lambda r: (uses[r], since[r]))
+                    evictions += 1
+                ids[row], age[row], uses[row] = i, -1, 0
+                since[row] = max(since) + 1
+            uses[ids.index(i)] += 1
+        as_tensor = self.ids.new_tensor
+        kept = self._replace(ids=as_tensor(ids), age=as_tensor(age), uses=as_tensor(uses), since=as_tensor(since))
+        return kept._replace(evictions=self.evictions + evictions), as_tensor([ids.index(i) for i in clients])
+
+    def remember(self, place: Tensor, updates: Tensor, beta2: float, segments: list[slice]) -> Memory:
+        """D[i] <- d_i for a new client, beta_2 D[i] + d_i for a known one, beta_2 D[i] for an absent one."""
+        age = self.age[place].unsqueeze(-1)
+        scale = torch.where(age < 0, 0.0, beta2 ** (age + 1).to(updates.dtype)).to(updates.dtype)
+        rows = self.rows.index_copy(0, place, scale * self.rows[place] + updates)
+        # Only the cohort's rows and columns of the Gram matrix change: S m d operations, not m m d.
+        new = torch.stack([gram(rows[place][:, part], rows[:, part]) for part in segments])
+        products = self.products.index_copy(1, place, new).index_copy(2, place, new.transpose(1, 2))
+        return self._replace(rows=rows, age=(self.age + 1).index_fill(0, place, 0), products=products)
+
+    def constrains(self, beta2: float) -> Tensor:
+        """[m] which rows are directions not to hurt: a column's length does not matter, but beta_2 = 0 wipes the absent."""
+        return (self.ids >= 0) & ((self.age == 0) | (beta2 > 0))
