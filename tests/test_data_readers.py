@@ -698,17 +698,24 @@ def test_failure_of_hugging_face_is_told_in_the_same_line(monkeypatch: pytest.Mo
 
 
 def test_without_an_answer_hugging_face_is_used_offline(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the real packages: nothing listens at the address, so the caches are asked and the answer comes at once."""
+    pytest.importorskip("datasets")
     monkeypatch.undo()
-    monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
-    monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")  # nothing listens there
-    stand_in = SimpleNamespace(load_dataset=lambda identifier, config: None)
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: name)
-    monkeypatch.setattr(importlib, "import_module", lambda name: stand_in)
-    assert _sources.hugging_face_loader("ylecun/mnist") is stand_in.load_dataset
-    assert os.environ.pop("HF_HUB_OFFLINE") == "1"
-    monkeypatch.setattr(importlib, "import_module", lambda name: SimpleNamespace())  # a stray folder
-    assert _sources.hugging_face_loader("ylecun/mnist") is None
-    os.environ.pop("HF_HUB_OFFLINE")
+    hub, config = (importlib.import_module(name) for name in ("huggingface_hub.constants", "datasets.config"))
+    monkeypatch.setattr(hub, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(config, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(hub, "ENDPOINT", "http://127.0.0.1:9")
+    assert _sources.hugging_face_loader("ylecun/mnist") is not None
+    assert hub.HF_HUB_OFFLINE
+    assert config.HF_HUB_OFFLINE
+    with pytest.raises(MissingData, match="Hugging Face failed"):
+        mnist.load(None)
+
+
+def test_without_the_package_hugging_face_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     assert _sources.hugging_face_loader("ylecun/mnist") is None
-    assert "HF_HUB_OFFLINE" not in os.environ  # not installed: nothing is asked
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: name)
+    monkeypatch.setattr(importlib, "import_module", lambda name: SimpleNamespace())  # a stray folder of that name
+    assert _sources.hugging_face_loader("ylecun/mnist") is None

@@ -159,6 +159,8 @@ class Net:
 
     def to(self, device: torch.device) -> Net:
         """Move what the clients share (frozen parameters, constant buffers) to a device."""
+        if isinstance(self.loss, nn.Module):
+            self.loss = copy.deepcopy(self.loss).to(device)
         self.original.to(device)
         self._prepared.to(device)
         self.counters = self.counters.to(device)

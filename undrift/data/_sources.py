@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
-import os
 import urllib.error
 import urllib.request
 import zipfile
@@ -156,17 +155,19 @@ def hugging_face_loader(identifier: str) -> Callable[..., Any] | None:
     """`datasets.load_dataset`, or None where that package is not installed."""
     if importlib.util.find_spec("datasets") is None:
         return None
-    if not Path(identifier).exists() and not hugging_face_answers():
-        # Otherwise a machine without a network spends long on retries. What is in the cache is still found,
-        # and the package reads this variable when it is first imported.
-        os.environ["HF_HUB_OFFLINE"] = "1"
     module = importlib.import_module("datasets")
     loader: Callable[..., Any] | None = getattr(module, "load_dataset", None)  # a stray folder has none
+    if loader is not None and not Path(identifier).exists():
+        hub = importlib.import_module("huggingface_hub.constants")
+        if not hub.HF_HUB_OFFLINE and not answers(hub.ENDPOINT):
+            # Otherwise a machine without a network spends long on retries. What is in the cache is still found.
+            for settings in (hub, importlib.import_module("datasets.config")):
+                vars(settings)["HF_HUB_OFFLINE"] = True
     return loader
 
 
-def hugging_face_answers() -> bool:
-    address = os.environ.get("HF_ENDPOINT", "https://huggingface.co")
+def answers(address: str) -> bool:
+    """Whether anybody is there, within five seconds."""
     try:
         urllib.request.urlopen(urllib.request.Request(address, method="HEAD"), timeout=5).close()
     except urllib.error.HTTPError:

@@ -57,4 +57,4 @@ class ClientTable:
         self.row = {i: row for row, i in enumerate(tensors["clients.ids"].tolist())} if "clients.ids" in tensors else {}
         self.columns = []
         while f"clients.{len(self.columns)}" in tensors:
-            self.columns.append(tensors[f"clients.{len(self.columns)}"].to(device))
+            self.columns.append(tensors[f"clients.{len(self.columns)}"].to(device).clone())

@@ -157,7 +157,8 @@ class Simulation:
         return state | self.clients.tensors() | {"position": torch.from_numpy(self.position)}
 
     def restore(self, tensors: dict[str, Tensor], t: int) -> None:
-        stored = iter([tensors[name].to(self.device) for name, _ in named_leaves("state", self.state)])
+        # Cloned, because a tensor read from a file lies where it lay there, and sums round by how memory is aligned.
+        stored = iter([tensors[name].to(self.device).clone() for name, _ in named_leaves("state", self.state)])
         self.state = map_leaves(lambda _: next(stored), self.state)
         self.clients.restore(tensors, self.device)
         self.position = tensors["position"].cpu().numpy().copy()
