@@ -121,7 +121,7 @@ def _load_one(folder: Path) -> Run:
         raise BadRunFolder(f"{folder / 'run.toml'} is damaged: [set] and [made] must be tables")
     if not isinstance(settings.get("algorithm"), str):
         raise BadRunFolder(f"{folder / 'run.toml'} names no algorithm; is it the file of a run?")
-    made |= {name: settings.pop(name) for name in HOW if name in settings}
+    made = {name: settings.pop(name) for name in HOW if name in settings} | made  # [made] knows the real device
     own = {f"set.{name}" if name in settings else name: value for name, value in own.items()}
     return Run(folder, settings | own, _records(folder / "rounds.jsonl"), made, frozenset(own))
 
