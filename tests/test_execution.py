@@ -91,7 +91,8 @@ def _answers(run: Any, ids: list[int], widest: int) -> Any:
     table = run.data.table(run.settings.plan, 0, 0, chosen.numpy(), run.position[chosen.numpy()])
     assert table.index.shape[-1] == widest
     work = RoundWork(run.net, run.data, 0, 0, chosen, table)
-    down = run.alg.broadcast(run.state.x, run.state.companion, len(ids))
+    invited = run.cohort(run.alg, chosen, chosen, torch.from_numpy(table.steps))
+    down = run.alg.broadcast(run.state.x, run.state.companion, invited)
     return Stacked(100)(run.alg, down, run.alg.client_init(down, chosen), run.state.buffers, work)
 
 

@@ -30,6 +30,9 @@ class RunConfig:
     batches: str = field(default="", metadata={"help": "persistent (with --steps) or fresh (a new shuffle each round)"})
     rounds: int = field(default=100, metadata={"help": "T"})
     seed: int = field(default=0, metadata={"help": "of everything random"})
+    lr_decay: float = field(default=1.0, metadata={"help": "multiplies the local rate after every round"})
+    lr_drops: str = field(default="", metadata={"help": "rounds after which the local rate drops, such as 120,160"})
+    lr_drop: float = field(default=0.1, metadata={"help": "what it is multiplied by at each of --lr-drops"})
     weights: str = field(default="uniform", metadata={"help": "of the clients' updates: uniform or size"})
     val_fraction: float = field(default=0.0, metadata={"help": "share of the training samples held out for validation"})
     colour: float = field(default=0.0, metadata={"help": "strength of the client-correlated colour perturbation"})
@@ -77,6 +80,10 @@ class RunConfig:
             raise BadSetting(
                 f"a cohort of {self.cohort} cannot be drawn from {self.clients} clients; lower cohort or raise clients"
             )
+        for name in ("lr_decay", "lr_drop"):
+            if not 0.0 < getattr(self, name) < float("inf"):
+                raise BadSetting(f"{name} must be a finite number above 0, not {getattr(self, name)}")
+        parse_drops(self.lr_drops)
         parse_stop(self.stop_at)
 
 
@@ -159,6 +166,18 @@ def parse_stop(text: str) -> dict[str, float]:
     return stop
 
 
+def parse_drops(text: str) -> tuple[int, ...]:
+    """The rounds of --lr-drops.
+
+    >>> parse_drops("120,160")
+    (120, 160)
+    """
+    try:
+        return tuple(int(part) for part in text.split(",") if part.strip())
+    except ValueError:
+        raise BadSetting(f"lr_drops takes rounds with commas, such as 120,160, not {text!r}") from None
+
+
 def make_algorithm(kind: type[Any], name: str, settings: Mapping[str, Any]) -> Any:
     """The algorithm with the given fields."""
     hints = get_type_hints(kind)
@@ -166,5 +185,11 @@ def make_algorithm(kind: type[Any], name: str, settings: Mapping[str, Any]) -> A
     for field_name in settings:
         if field_name not in known:
             raise UnknownName(f"field of {name}", field_name, known)
-    values = {n: as_type(n, v, hints[n]) if hints[n] in (int, float, bool, str) else v for n, v in settings.items()}
-    return kind(**values)
+    return kind(**{n: as_field(n, v, hints[n]) for n, v in settings.items()})
+
+
+def as_field(name: str, value: Any, kind: Any) -> Any:
+    """A field's value as its type; a list of numbers serves as a tuple, and one number as a list of one."""
+    if kind == tuple[float, ...]:
+        return tuple(as_type(name, v, float) for v in (value if isinstance(value, list | tuple) else [value]))
+    return as_type(name, value, kind)

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from undrift.layout import Layout
 from undrift.net import Context, Net
 
 Objective = Callable[..., Tensor]
@@ -20,7 +21,12 @@ Objective = Callable[..., Tensor]
 class GradientOracle(Protocol):
     """What `local_start` and `local_step` may use."""
 
+    @property
+    def layout(self) -> Layout: ...
+
     def grad(self, x: Tensor, objective: Objective | None = None, *others: Tensor, track: bool = True) -> Tensor: ...
+
+    def grads(self, *points: Tensor) -> list[Tensor]: ...
 
 
 class Batch(NamedTuple):
@@ -65,6 +71,7 @@ class Oracle:
         self.net, self.batch, self.buffers = net, batch, buffers
         self.lead = batch.key.shape
         self.calls = 0
+        self.layout = net.layout
         self.loss = torch.zeros((*self.lead, 1), dtype=buffers.dtype, device=buffers.device)
 
     def grad(self, x: Tensor, objective: Objective | None = None, *others: Tensor, track: bool = True) -> Tensor:
@@ -82,6 +89,22 @@ class Oracle:
         if track:
             self.buffers, self.loss = after.detach(), losses.detach().unsqueeze(-1)
         return g
+
+    def grads(self, *points: Tensor) -> list[Tensor]:
+        """The gradients at several points on the one mini-batch, with one dropout mask; the first one is tracked.
+
+        For stacked clients it is one call, with the points as one more leading dimension.
+        """
+        if not self.lead:
+            return [self.grad(x, track=n == 0) for n, x in enumerate(points)]
+        many = torch.Size((len(points), *self.lead))
+        stacked = torch.stack([x.expand(*self.lead, x.shape[-1]) for x in points])
+        batch = Batch(*(None if t is None else t.expand(len(points), *t.shape) for t in self.batch))  # type: ignore[arg-type]
+        inner = Oracle(self.net, batch, self.buffers.expand(*many, self.buffers.shape[-1]))
+        found = inner.grad(stacked)
+        self.calls += len(points)
+        self.buffers, self.loss = inner.buffers[0], inner.loss[0]
+        return list(found)
 
     def _losses(self, objective: Objective, x: Tensor, others: list[Tensor]) -> tuple[Tensor, Tensor]:
         """Every client's loss [...] and buffers [..., Q], by vmap over all leading dimensions at once."""

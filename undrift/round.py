@@ -92,11 +92,6 @@ def consistency(answers: Answers) -> Tensor:
     return apart.square().mean(-1)
 
 
-def nbytes(state: object) -> int:
-    """The bytes of a message, measured on the tensors that are handed over."""
-    return sum(leaf.numel() * leaf.element_size() for leaf in leaves(state))
-
-
 class RoundRecord(NamedTuple):
     """One line of rounds.jsonl."""
 

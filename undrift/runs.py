@@ -19,7 +19,16 @@ from torch import Tensor, nn
 
 import undrift.data.federation as federation
 from undrift.algorithms.base import Worker
-from undrift.config import FIELDS, RESUMABLE, RunConfig, from_mapping, from_toml, make_algorithm, parse_stop
+from undrift.config import (
+    FIELDS,
+    RESUMABLE,
+    RunConfig,
+    from_mapping,
+    from_toml,
+    make_algorithm,
+    parse_drops,
+    parse_stop,
+)
 from undrift.data.batches import Plan
 from undrift.data.own import dataset_from
 from undrift.datasets import load_dataset
@@ -132,7 +141,10 @@ def run(
     if metrics is None:
         metrics = {"accuracy": accuracy} if net.loss is F.cross_entropy else {}
     plan = Plan(chosen.batch, chosen.steps, chosen.epochs, chosen.batches == "persistent")
-    how = Settings(chosen.cohort, plan, chosen.seed, chosen.weights, chosen.eval_every, chosen.execution, chosen.chunk)
+    how = Settings(
+        chosen.cohort, plan, chosen.seed, chosen.weights, chosen.eval_every, chosen.execution, chosen.chunk,
+        chosen.lr_decay, parse_drops(chosen.lr_drops), chosen.lr_drop,
+    )  # fmt: skip
     simulation = Simulation(alg, net, clients, how, metrics, device)
     before = torch.are_deterministic_algorithms_enabled()
     if chosen.deterministic:

@@ -78,6 +78,11 @@ def map_leaves(f: Callable[..., Tensor], state: T, *others: T) -> T:
     return type(state)(*parts)
 
 
+def nbytes(state: object) -> int:
+    """The bytes of a message, measured on the tensors that are handed over."""
+    return sum(leaf.numel() * leaf.element_size() for leaf in leaves(state))
+
+
 def where(live: Tensor, new: T, old: T) -> T:
     """`new` for the clients that are live [..., 1], `old` for the others."""
     return map_leaves(lambda n, o: torch.where(live, n, o), new, old)

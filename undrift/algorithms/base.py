@@ -21,7 +21,7 @@ from torch import Tensor
 from undrift.errors import BadSetting, UnknownName
 from undrift.layout import Layout
 from undrift.oracle import GradientOracle
-from undrift.vec import clip, descend, mean
+from undrift.vec import clip, descend, mean, nbytes
 
 
 class Nothing(NamedTuple):
@@ -108,8 +108,13 @@ class Worker(ABC):
     def companion_init(self, x0: Tensor, clients: int) -> Any:
         return Nothing()
 
-    def broadcast(self, x: Tensor, companion: Any, cohort_size: int) -> Any:
+    def broadcast(self, x: Tensor, companion: Any, invited: Cohort) -> Any:
+        """What goes down to the clients that are invited to this round."""
         return Down(x)
+
+    def bytes_down(self, down: Any, invited: int, returning: int, clients: int) -> int:
+        """Bytes on the downlink, when `returning` of the `invited` clients took part in the round before."""
+        return invited * nbytes(down)
 
     def gather(self, companion: Any, up: Any, cohort: Cohort) -> tuple[Tensor, Any]:
         """The direction [..., P] that the server part is to follow, and the companion after the answers."""

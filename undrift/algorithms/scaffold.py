@@ -39,7 +39,7 @@ class ControlVariates(Worker):
     def companion_init(self, x0: Tensor, clients: int) -> Companion:
         return self.Companion(torch.zeros_like(x0))
 
-    def broadcast(self, x: Tensor, companion: Companion, cohort_size: int) -> Down:
+    def broadcast(self, x: Tensor, companion: Companion, invited: Cohort) -> Down:
         return self.Down(x, companion.c)
 
     def client_init(self, down: Down, ids: Tensor) -> Client:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -16,12 +16,12 @@ from undrift.data.batches import Plan
 from undrift.data.federation import Federation
 from undrift.errors import BadSetting
 from undrift.net import Net
-from undrift.round import RoundRecord, consistency, fill, finite, nbytes, server_init, server_part
+from undrift.round import RoundRecord, consistency, fill, finite, server_init, server_part
 from undrift.simulate.clients import ClientTable
 from undrift.simulate.evaluate import Metric, evaluate
 from undrift.simulate.execute import Execution, RoundWork, check_repeatable, choose, keep_freed_memory
 from undrift.streams import Purpose, sample, stream
-from undrift.vec import map_leaves
+from undrift.vec import map_leaves, nbytes
 
 
 @dataclass(frozen=True)
@@ -35,6 +35,13 @@ class Settings:
     eval_every: int = 1
     execution: str = "auto"  # or stacked, or pool
     chunk: int = 0  # clients stacked at a time; 0: as many as fit in memory
+    lr_decay: float = 1.0  # the local rate is multiplied by this after every round
+    lr_drops: tuple[int, ...] = ()  # and by lr_drop after these rounds
+    lr_drop: float = 0.1
+
+    def schedule(self, t: int) -> float:
+        """What the local rate of round t (counted from 0) is multiplied by."""
+        return float(self.lr_decay**t * self.lr_drop ** sum(t >= drop for drop in self.lr_drops))
 
 
 class Simulation:
@@ -64,6 +71,7 @@ class Simulation:
         self.state = server_init(alg, net, x0, buffers, data.clients)
         self.clients = ClientTable()
         self.position = np.zeros(data.clients, dtype=np.int64)  # batches each client has taken so far
+        self.last_cohort = np.zeros(0, dtype=np.int64)  # who took part in the round before
         self.execution: Execution | None = None
         if device.type == "cpu":
             keep_freed_memory()
@@ -83,15 +91,17 @@ class Simulation:
         table = self.data.table(self.settings.plan, self.settings.seed, self.t, host_ids, self.position[host_ids])
         work = RoundWork(self.net, self.data, self.settings.seed, self.t, ids, table)
 
-        down = self.alg.broadcast(self.state.x, self.state.companion, len(ids))
-        fresh = fill(self.alg.client_init(map_leaves(lambda v: v.unsqueeze(-2), down), ids), ids.shape)
+        alg = self.algorithm()
+        steps = torch.from_numpy(table.steps).to(self.device)
+        down = alg.broadcast(self.state.x, self.state.companion, self.cohort(alg, ids, drawn, steps))
+        fresh = fill(alg.client_init(map_leaves(lambda v: v.unsqueeze(-2), down), ids), ids.shape)
         client = self.clients.read(ids, fresh)
         if self.execution is None:
             check_repeatable(self.net, self.state.x, self.state.buffers, work)
             self.execution = choose(
                 self.settings.execution,
                 self.settings.chunk,
-                self.alg,
+                alg,
                 down,
                 client,
                 self.net,
@@ -100,22 +110,26 @@ class Simulation:
                 work,
             )
             work = RoundWork(self.net, self.data, self.settings.seed, self.t, ids, table)  # counts afresh
-        answers = self.execution(self.alg, down, client, self.state.buffers, work)
+        answers = self.execution(alg, down, client, self.state.buffers, work)
 
         bytes_up = nbytes(answers.up) + nbytes(answers.buffers)
+        returning = len(set(host_ids.tolist()) & set(self.last_cohort.tolist()))
+        bytes_down = alg.bytes_down(down, len(ids), returning, self.data.clients) + len(ids) * nbytes(
+            self.state.buffers
+        )
 
         # A client whose update is not finite is dropped: its state stays as it was, the others' weights add up to one.
         good = finite(answers)
         kept = len(ids) if bool(good.all()) else int(good.sum())
         if kept < len(ids):
             answers = map_leaves(lambda v: v[good], answers)
-        cohort = self.cohort(ids[good], drawn[good], torch.from_numpy(table.steps).to(self.device)[good])
+        cohort = self.cohort(alg, ids[good], drawn[good], steps[good])
         if kept:
-            self.state = server_part(self.alg, self.net, self.state, answers, cohort)
+            self.state = server_part(alg, self.net, self.state, answers, cohort)
             self.clients.write(cohort.ids, answers.client)
+            self.last_cohort = host_ids
         self.position[host_ids[good.cpu().numpy()]] += table.steps[good.cpu().numpy()]
 
-        bytes_down = len(ids) * (nbytes(down) + nbytes(self.state.buffers))
         self.t += 1
         scores = self.evaluate() if last or self.t % self.settings.eval_every == 0 else {}
         return RoundRecord(
@@ -133,11 +147,16 @@ class Simulation:
             more=scores | {name: float(value) for name, value in self.alg.facts(self.state.server).items()},
         )
 
-    def cohort(self, ids: Tensor, drawn: Tensor, steps: Tensor) -> Cohort:
+    def algorithm(self) -> Algorithm:
+        """The algorithm with this round's local rate."""
+        rate = self.settings.schedule(self.t)
+        return self.alg if rate == 1.0 else replace(self.alg, lr=self.alg.lr * rate)
+
+    def cohort(self, alg: Algorithm, ids: Tensor, drawn: Tensor, steps: Tensor) -> Cohort:
         size = torch.from_numpy(self.data.sizes)[ids.cpu()].to(self.state.x).unsqueeze(-1)
         weight = size if self.settings.weights == "size" else torch.ones_like(size)
         return Cohort(
-            ids, drawn, weight / weight.sum(-2, keepdim=True), steps.to(self.state.x).unsqueeze(-1), self.alg.lr,
+            ids, drawn, weight / weight.sum(-2, keepdim=True), steps.to(self.state.x).unsqueeze(-1), alg.lr,
             self.data.clients, self.t, self.net.layout,
         )  # fmt: skip
 
@@ -154,7 +173,8 @@ class Simulation:
     # What a checkpoint holds: tensors only, under names that say where they belong.
     def tensors(self) -> dict[str, Tensor]:
         state = dict(named_leaves("state", self.state))
-        return state | self.clients.tensors() | {"position": torch.from_numpy(self.position)}
+        own = {"position": torch.from_numpy(self.position), "last_cohort": torch.from_numpy(self.last_cohort)}
+        return state | self.clients.tensors() | own
 
     def restore(self, tensors: dict[str, Tensor], t: int) -> None:
         # Cloned, because a tensor read from a file lies where it lay there, and sums round by how memory is aligned.
@@ -162,6 +182,7 @@ class Simulation:
         self.state = map_leaves(lambda _: next(stored), self.state)
         self.clients.restore(tensors, self.device)
         self.position = tensors["position"].cpu().numpy().copy()
+        self.last_cohort = tensors["last_cohort"].cpu().numpy().copy()
         self.t = t
 
     def model(self) -> dict[str, Tensor]:

@@ -1,0 +1,62 @@
+"""FedAvgLM: local momentum SGD whose buffers are averaged with the models.
+
+Baseline of DOMO (Xu & Huang, AAAI 2022); as local SGD with momentum in Yu, Jin, Yang, ICML 2019.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar, NamedTuple
+
+import torch
+from torch import Tensor
+
+from undrift.algorithms.base import Average, Cohort, LocalSGD, Momentum, Work
+from undrift.algorithms.fedavglm_z import FedAvgLMZ
+from undrift.errors import BadSetting
+from undrift.vec import mean
+
+
+@dataclass(frozen=True)
+class AveragedMomentum(LocalSGD):
+    """b <- mu_l b + g_i(x_i^k), x_i^{k+1} = x_i^k - eta_l b; a round starts from the mean of the last round's buffers."""
+
+    optimizer: str = "momentum"
+
+    class Companion(NamedTuple):
+        b: Tensor
+
+    class Down(NamedTuple):
+        x: Tensor
+        b: Tensor
+
+    class Up(NamedTuple):
+        d: Tensor
+        b: Tensor
+
+    def companion_init(self, x0: Tensor, clients: int) -> Companion:
+        return self.Companion(torch.zeros_like(x0))
+
+    def broadcast(self, x: Tensor, companion: Companion, invited: Cohort) -> Down:
+        return self.Down(x, companion.b)
+
+    def local_start(self, down: Down, client: Any) -> Work:
+        return Work(down.x, torch.zeros_like(down.x[..., :1]), Momentum(down.b))
+
+    def local_end(self, down: Down, client: Any, work: Any) -> tuple[Up, Any]:
+        return self.Up(down.x - work.x, work.opt.b), client
+
+    def gather(self, companion: Companion, up: Up, cohort: Cohort) -> tuple[Tensor, Companion]:
+        return mean(up.d, cohort.weight), self.Companion(mean(up.b, cohort.weight))
+
+    def check(self, clients: int, cohort: int) -> None:
+        super().check(clients, cohort)
+        if self.optimizer != "momentum":
+            raise BadSetting(f"the averaged buffer is that of optimizer=momentum, not of {self.optimizer}")
+
+
+@dataclass(frozen=True)
+class FedAvgLM(AveragedMomentum, Average):
+    """Averaged local momentum and a weighted mean."""
+
+    paper: ClassVar[str] = FedAvgLMZ.paper

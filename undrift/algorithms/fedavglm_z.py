@@ -1,0 +1,31 @@
+"""FedAvgLM-Z: local momentum SGD whose buffer starts at zero in every round.
+
+Xu: New Efficient and Privacy-Preserving Methods for Distributed Training. PhD thesis, chapter 4 (DOMO), baseline; see
+also Xu & Huang: Coordinating Momenta for Cross-silo Federated Learning. AAAI 2022.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from undrift.algorithms.base import Average, LocalSGD
+
+
+@dataclass(frozen=True)
+class ResetMomentum(LocalSGD):
+    """b <- mu_l b + g_i(x_i^k), x_i^{k+1} = x_i^k - eta_l b: the base optimiser with `momentum` = mu_l."""
+
+    optimizer: str = "momentum"
+
+
+@dataclass(frozen=True)
+class FedAvgLMZ(ResetMomentum, Average):
+    """Local momentum that starts anew, and a weighted mean."""
+
+    paper: ClassVar[str] = """@inproceedings{xu2022domo,
+  title     = {Coordinating Momenta for Cross-silo Federated Learning},
+  author    = {Xu, An and Huang, Heng},
+  booktitle = {AAAI},
+  year      = {2022}
+}"""

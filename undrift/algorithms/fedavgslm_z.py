@@ -1,0 +1,21 @@
+"""FedAvgSLM-Z: local momentum that starts anew in every round, and server momentum.
+
+Baseline of DOMO (Xu & Huang, AAAI 2022).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from undrift.algorithms.fedavglm_z import FedAvgLMZ, ResetMomentum
+from undrift.algorithms.fedavgm import ServerMomentum
+
+
+@dataclass(frozen=True)
+class FedAvgSLMZ(ResetMomentum, ServerMomentum):
+    """ResetMomentum on the clients; the server's momentum is kept in gradient units, as in the thesis."""
+
+    momentum_units: str = "grad"
+
+    paper: ClassVar[str] = FedAvgLMZ.paper

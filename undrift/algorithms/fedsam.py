@@ -1,0 +1,47 @@
+"""FedSAM: sharpness-aware local steps.
+
+Qu, Li, Duan, Liu, Tang, Lu: Generalized Federated Learning via Sharpness Aware Minimization. ICML 2022.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from torch import Tensor
+
+from undrift.algorithms.base import Average, Work, Worker, at_least
+from undrift.oracle import GradientOracle
+from undrift.vec import norm
+
+
+def sharp_gradient(oracle: GradientOracle, x: Tensor, rho: float) -> Tensor:
+    """The gradient at x + rho u / |u|, u the gradient at x, both on the same mini-batch; BatchNorm is tracked at x only."""
+    u = oracle.grad(x)
+    return oracle.grad(x + rho * u / (norm(u) + 1e-7), track=False)
+
+
+@dataclass(frozen=True)
+class SharpnessAware(Worker):
+    """x_i^{k+1} = x_i^k - eta_l g_i(x_i^k + rho u / |u|)."""
+
+    rho: float = 0.1
+
+    def local_step(self, down: Any, client: Any, work: Work, oracle: GradientOracle) -> Any:
+        return self.move(work, sharp_gradient(oracle, work.x, self.rho))
+
+    def check(self, clients: int, cohort: int) -> None:
+        super().check(clients, cohort)
+        at_least(self, 0.0, "rho")
+
+
+@dataclass(frozen=True)
+class FedSAM(SharpnessAware, Average):
+    """Sharpness-aware local steps and a weighted mean."""
+
+    paper: ClassVar[str] = """@inproceedings{qu2022fedsam,
+  title     = {Generalized Federated Learning via Sharpness Aware Minimization},
+  author    = {Qu, Zhe and Li, Xingyu and Duan, Rui and Liu, Yao and Tang, Bo and Lu, Zhuo},
+  booktitle = {ICML},
+  year      = {2022}
+}"""

@@ -1,0 +1,92 @@
+"""GradMA-W: local gradients projected so that they hurt neither the last step, nor the server's model, nor grow apart.
+
+Luo, Li, Lan, Gao: GradMA: A Gradient-Memory-based Accelerated Federated Learning with Alleviated Catastrophic
+Forgetting. CVPR 2023, Algorithms 2 (Worker_Update) and 7.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar, NamedTuple
+
+import torch
+from torch import Tensor
+
+from undrift.algorithms.base import Average, Cohort, Up, Worker, at_least
+from undrift.algorithms.gradma_s import GradMAS
+from undrift.errors import UnknownName
+from undrift.kernels.small_cone import project_three
+from undrift.oracle import GradientOracle
+
+
+@dataclass(frozen=True)
+class ProjectedGradients(Worker):
+    """g~ = QP(g_i(x_i^k), [g_i(x_i^{k-1}), g_i(x_t), x_i^k - x_t]), all gradients on one mini-batch.
+
+    Differs: the paper writes full gradients, the authors' code and this one mini-batch; a client's first x_i^{-1} is the
+    server's model (`prev_first=x0`: the initial one, as in the paper); `prev=global` always takes the server's model, as
+    the authors' GradMA does; one QP for the whole vector, `qp_scope=tensor` for one a tensor as in the authors' code.
+    """
+
+    prev: str = "last_local"
+    prev_first: str = "current"
+    qp_scope: str = "global"
+    rho: float = 0.0
+
+    class Companion(NamedTuple):
+        x0: Tensor  # [0] unless prev_first=x0
+
+    class Down(NamedTuple):
+        x: Tensor
+        x0: Tensor
+
+    class Client(NamedTuple):
+        prev: Tensor  # x', the last local model, [0] where it is not kept
+
+    class Work(NamedTuple):
+        x: Tensor
+        k: Tensor
+        opt: Any
+        prev: Tensor  # x_i^{k-1}
+
+    def companion_init(self, x0: Tensor, clients: int) -> Companion:
+        return self.Companion(x0 if self.prev_first == "x0" and self.prev == "last_local" else x0[..., :0])
+
+    def broadcast(self, x: Tensor, companion: Companion, invited: Cohort) -> Down:
+        return self.Down(x, companion.x0)
+
+    def client_init(self, down: Down, ids: Tensor) -> Client:
+        first = down.x0 if self.prev_first == "x0" else down.x
+        return self.Client(first if self.prev == "last_local" else down.x[..., :0])
+
+    def local_start(self, down: Down, client: Client) -> Work:
+        prev = client.prev if self.prev == "last_local" else down.x
+        return self.Work(down.x, torch.zeros_like(down.x[..., :1]), self.rest(down.x), prev)
+
+    def local_step(self, down: Down, client: Client, work: Any, oracle: GradientOracle) -> Any:
+        g, M1, M2 = oracle.grads(work.x, work.prev, down.x)
+        M = torch.stack([M1, M2, (work.x - down.x).expand_as(g)], -2)
+        parts = oracle.layout.segments if self.qp_scope == "tensor" else [slice(0, g.shape[-1])]
+        projected = torch.cat([project_three(g[..., part], M[..., part], self.rho)[0] for part in parts], -1)
+        return self.move(work, projected)._replace(prev=work.x)
+
+    def local_end(self, down: Down, client: Client, work: Any) -> tuple[Up, Client]:
+        return Up(down.x - work.x), self.Client(work.x if self.prev == "last_local" else client.prev)
+
+    def check(self, clients: int, cohort: int) -> None:
+        super().check(clients, cohort)
+        at_least(self, 0.0, "rho")
+        for field, allowed in (
+            ("prev", ("last_local", "global")),
+            ("prev_first", ("current", "x0")),
+            ("qp_scope", ("global", "tensor")),
+        ):
+            if getattr(self, field) not in allowed:
+                raise UnknownName(field, getattr(self, field), allowed)
+
+
+@dataclass(frozen=True)
+class GradMAW(ProjectedGradients, Average):
+    """Projected local gradients and a weighted mean."""
+
+    paper: ClassVar[str] = GradMAS.paper

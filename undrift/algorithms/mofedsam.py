@@ -1,0 +1,36 @@
+"""MoFedSAM: FedSAM's local steps mixed with the last round's mean direction.
+
+Qu, Li, Duan, Liu, Tang, Lu: Generalized Federated Learning via Sharpness Aware Minimization. ICML 2022.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from undrift.algorithms.base import Average, Work, at_least
+from undrift.algorithms.fedcm import LastDirection
+from undrift.algorithms.fedsam import FedSAM, sharp_gradient
+from undrift.oracle import GradientOracle
+
+
+@dataclass(frozen=True)
+class SharpnessAwareMomentum(LastDirection):
+    """x_i^{k+1} = x_i^k - eta_l ( alpha g_i(x_i^k + rho u / |u|) + (1 - alpha) Delta_t )."""
+
+    rho: float = 0.1
+
+    def local_step(self, down: LastDirection.Down, client: Any, work: Work, oracle: GradientOracle) -> Any:
+        g = sharp_gradient(oracle, work.x, self.rho)
+        return self.move(work, self.alpha * g + (1 - self.alpha) * down.delta)
+
+    def check(self, clients: int, cohort: int) -> None:
+        super().check(clients, cohort)
+        at_least(self, 0.0, "rho")
+
+
+@dataclass(frozen=True)
+class MoFedSAM(SharpnessAwareMomentum, Average):
+    """Sharpness-aware local steps with client-level momentum, and a weighted mean."""
+
+    paper: ClassVar[str] = FedSAM.paper
