@@ -90,10 +90,10 @@ def _answers(run: Any, ids: list[int], widest: int) -> Any:
     chosen = torch.tensor(ids)
     table = run.data.table(run.settings.plan, 0, 0, chosen.numpy(), run.position[chosen.numpy()])
     assert table.index.shape[-1] == widest
-    work = RoundWork(run.net, run.data, 0, 0, chosen, table)
+    work = RoundWork(run.net, run.data, 0, 0, chosen, table, 64)
     invited = run.cohort(run.alg, chosen, chosen, torch.from_numpy(table.steps))
     down = run.alg.broadcast(run.state.x, run.state.companion, invited)
-    return Stacked(100)(run.alg, down, run.alg.client_init(down, chosen), run.state.buffers, work)
+    return Stacked(100)(run.alg, down, run.alg.client_init(down, chosen, run.state.buffers), run.state.buffers, work)
 
 
 def test_batchnorm_is_pytorchs_own() -> None:
@@ -376,7 +376,7 @@ def test_a_cohort_that_does_not_fit_in_memory_is_split(monkeypatch: pytest.Monke
         return answers
 
     tight = simulation(Scaffold(), normed(), cohort=6)
-    first = execute.RoundWork(tight.net, tight.data, 0, 0, *_table(tight))
+    first = execute.RoundWork(tight.net, tight.data, 0, 0, *_table(tight), 8)
     need = execute.bytes_per_client(tight.net, tight.state.x, tight.state.buffers, first)
     monkeypatch.setattr(
         execute, "available_memory", lambda device: 5 * need

@@ -56,6 +56,8 @@ def parser() -> Parser:
         else:
             shown = "|".join(CHOICES[name]) if name in CHOICES else name.upper()
             run.add_argument(flag, type=TYPES[name], default=None, metavar=shown, help=f"{about} [{field.default}]")
+    run.add_argument("--local", metavar="NAME", help="the clients' part of this algorithm, with --server")
+    run.add_argument("--server", metavar="NAME", help="the server's part of this algorithm, with --local")
     run.add_argument("--out", type=Path, metavar="DIR", help="the run's folder [runs/ALGORITHM-DATASET-seedN]")
     run.add_argument("--resume", action="store_true", help="go on from the folder's last checkpoint")
 
@@ -112,6 +114,10 @@ def run_command(arguments: argparse.Namespace) -> None:
     from undrift.runs import run
 
     settings = {n: v for n in FIELDS if n != "set" and (v := getattr(arguments, n)) is not None}
+    if arguments.local or arguments.server:
+        if "algorithm" in settings:
+            raise BadSetting("give --algorithm, or --local and --server, not both")
+        settings["algorithm"] = f"{arguments.local or 'fedavg'}+{arguments.server or 'fedavg'}"
     fields = {}
     for pair in arguments.set or []:
         name, equals, value = pair.partition("=")
@@ -147,7 +153,8 @@ def run_command(arguments: argparse.Namespace) -> None:
     try:
         result = run(config, out=out, resume=arguments.resume, progress=show, **settings)
     finally:
-        bar.stop()
+        if bar.live.is_started:
+            bar.stop()
     last = result.records[-1] if result.records else {}
     scores = [r["accuracy"] for r in result.records if r["accuracy"] is not None]
     text = f"accuracy {scores[-1]:.4f}, best {max(scores):.4f} (on test)" if scores else f"loss {last.get('loss')}"

@@ -16,7 +16,7 @@ from undrift.errors import BadSetting, UnknownName
 class RunConfig:
     """Everything that decides a run's result, and how it is run. Each field is a flag of `undrift run`."""
 
-    algorithm: str = field(default="fedavg", metadata={"help": "a listed name, or package.module:Class"})
+    algorithm: str = field(default="fedavg", metadata={"help": "a listed name, LOCAL+SERVER, or package.module:Class"})
     dataset: str = field(
         default="digits", metadata={"help": "a listed name, imagefolder:PATH, or package.module:function"}
     )
@@ -24,6 +24,7 @@ class RunConfig:
     partition: str = field(default="dirichlet:0.1", metadata={"help": "how the samples are dealt out to clients"})
     clients: int = field(default=100, metadata={"help": "N"})
     cohort: int = field(default=10, metadata={"help": "S, clients a round"})
+    sampling: str = field(default="fixed", metadata={"help": "fixed: S clients; bernoulli: each with probability S/N"})
     steps: int = field(default=0, metadata={"help": "K, local steps a round (default 5 unless --epochs is given)"})
     epochs: float = field(default=0.0, metadata={"help": "E, passes over the local data a round, instead of --steps"})
     batch: int = field(default=64, metadata={"help": "B, local batch size"})
@@ -34,6 +35,14 @@ class RunConfig:
     lr_drops: str = field(default="", metadata={"help": "rounds after which the local rate drops, such as 120,160"})
     lr_drop: float = field(default=0.1, metadata={"help": "what it is multiplied by at each of --lr-drops"})
     weights: str = field(default="uniform", metadata={"help": "of the clients' updates: uniform or size"})
+    dropout_rate: float = field(default=0.0, metadata={"help": "probability that an invited client fails to answer"})
+    slow: str = field(
+        default="", metadata={"help": "P,F: with probability P a client makes only a share F of its steps"}
+    )
+    bandwidth: float = field(
+        default=0.0, metadata={"help": "of each client's link in Mbit/s, for simulated seconds; 0: none"}
+    )
+    latency: float = field(default=0.0, metadata={"help": "of each message in seconds, for simulated seconds"})
     val_fraction: float = field(default=0.0, metadata={"help": "share of the training samples held out for validation"})
     colour: float = field(default=0.0, metadata={"help": "strength of the client-correlated colour perturbation"})
     device: str = field(default="auto", metadata={"help": "auto, cpu or cuda"})
@@ -68,7 +77,10 @@ class RunConfig:
         ):
             if getattr(self, name) < lowest:
                 raise BadSetting(f"{name} must be at least {lowest}, not {getattr(self, name)}")
-        for name in ("epochs", "val_fraction", "colour"):
+        if not 0.0 <= self.dropout_rate < 1.0:
+            raise BadSetting(f"dropout_rate must lie in [0, 1), not {self.dropout_rate}")
+        parse_slow(self.slow)
+        for name in ("epochs", "val_fraction", "colour", "bandwidth", "latency"):
             if not 0.0 <= getattr(self, name) < float("inf"):
                 raise BadSetting(f"{name} must be a finite number of at least 0, not {getattr(self, name)}")
         for name, allowed in CHOICES.items():
@@ -88,6 +100,7 @@ class RunConfig:
 
 
 CHOICES = {
+    "sampling": ("fixed", "bernoulli"),
     "batches": ("persistent", "fresh"),
     "weights": ("uniform", "size"),
     "device": ("auto", "cpu", "cuda"),
@@ -164,6 +177,23 @@ def parse_stop(text: str) -> dict[str, float]:
         if name not in ("accuracy", "time") or not stop[name] > 0:
             raise BadSetting(f"stop_at {part!r} is not understood; write accuracy=0.9 or time=10m")
     return stop
+
+
+def parse_slow(text: str) -> tuple[float, float]:
+    """The probability and the share of --slow.
+
+    >>> parse_slow("0.3,0.5"), parse_slow("")
+    ((0.3, 0.5), (0.0, 1.0))
+    """
+    if not text:
+        return 0.0, 1.0
+    try:
+        chance, share = (float(part) for part in text.split(","))
+    except ValueError:
+        raise BadSetting(f"slow takes two numbers, such as 0.3,0.5, not {text!r}") from None
+    if not (0.0 <= chance <= 1.0 and 0.0 < share <= 1.0):
+        raise BadSetting(f"slow takes a probability in [0, 1] and a share in (0, 1], not {text!r}")
+    return chance, share
 
 
 def parse_drops(text: str) -> tuple[int, ...]:

@@ -32,6 +32,7 @@ class Context(NamedTuple):
 
     real: Tensor | None  # [B], 1 for a real sample and 0 for padding; None: all are real
     key: Tensor  # [] the pass's dropout stream
+    dropout: bool = True
 
 
 class _Pass(threading.local):
@@ -102,7 +103,7 @@ class StreamDropout(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         context = self.current.context
-        if context is None or self.p == 0.0:
+        if context is None or self.p == 0.0 or not context.dropout:
             return x
         self.current.drops += 1
         shape = x.shape[:2] + (1,) * (x.dim() - 2) if self.whole_channels else x.shape
@@ -175,6 +176,55 @@ class Net:
             mine = self._local.module = _unshared(self._prepared, self.current)
         return mine
 
+    def trace(
+        self, x: Tensor, buffers: Tensor, inputs: Tensor, context: Context | None, stacked: bool = False
+    ) -> tuple[list[Tensor], Tensor]:
+        """As a call, with the output of every block: the last one is the model's."""
+        return self._run(x, buffers, context, stacked, lambda module: _through(blocks(module), inputs))
+
+    def onward(
+        self, block: int, x: Tensor, buffers: Tensor, h: Tensor, context: Context | None, stacked: bool = False
+    ) -> Tensor:
+        """What the blocks from number `block` on make of h, with the tensors of x; no statistics are kept."""
+        outputs, _ = self._run(x, buffers, context, stacked, lambda module: _through(blocks(module)[block:], h))
+        return outputs[-1]
+
+    def _run(
+        self,
+        x: Tensor,
+        buffers: Tensor,
+        context: Context | None,
+        stacked: bool,
+        use: Callable[[nn.Module], list[Tensor]],
+    ) -> tuple[list[Tensor], Tensor]:
+        outputs: list[list[Tensor]] = []
+
+        class Using(nn.Module):  # functional_call swaps the tensors of a module while it calls it
+            def __init__(self, module: nn.Module) -> None:
+                super().__init__()
+                self.module = module
+
+            def forward(self) -> Tensor:
+                outputs.append(use(self.module))
+                return x
+
+        self.current.context, self.current.stacked = context, stacked
+        self.current.statistics, self.current.drops = {}, 0
+        tensors = self.layout.split(x) | self.buffer_layout.split(buffers)
+        try:
+            functional_call(Using(self.module()), {f"module.{n}": t for n, t in tensors.items()}, ())
+        finally:
+            self.current.context, self.current.stacked = None, False
+        return outputs[0], self._tracked(buffers, context)
+
+    def _tracked(self, buffers: Tensor, context: Context | None) -> Tensor:
+        """The buffers after a pass in training mode."""
+        if context is None or not self.buffer_layout.names:
+            return buffers
+        new = self.current.statistics  # a layer that the pass did not use, or that is frozen, left none
+        old = self.buffer_layout.split(buffers)
+        return torch.cat([new.get(n, old[n]).reshape(-1) for n in self.buffer_layout.names])
+
     def __call__(
         self, x: Tensor, buffers: Tensor, inputs: Tensor, context: Context | None, stacked: bool = False
     ) -> tuple[Tensor, Tensor]:
@@ -186,11 +236,7 @@ class Net:
             outputs: Tensor = functional_call(self.module(), tensors, (inputs,))
         finally:
             self.current.context, self.current.stacked = None, False
-        if context is not None and self.buffer_layout.names:
-            new = self.current.statistics  # a layer that the pass did not use, or that is frozen, left none
-            old = self.buffer_layout.split(buffers)
-            buffers = torch.cat([new.get(n, old[n]).reshape(-1) for n in self.buffer_layout.names])
-        return outputs, buffers
+        return outputs, self._tracked(buffers, context)
 
     def sample_losses(self, outputs: Tensor, targets: Tensor) -> Tensor:
         """The loss of each sample [B]. A loss that returns one number is asked for one sample at a time."""
@@ -214,6 +260,24 @@ class Net:
             value = trained.get(first.get(id(tensor), name), tensor)
             state[name] = value.detach().to(tensor.dtype).clone()
         return state
+
+
+def blocks(module: nn.Module) -> list[nn.Module]:
+    """The parts that a model runs one after another; the last one is the classifier."""
+    if not isinstance(module, nn.Sequential) or len(module) < 2:
+        raise BadSetting(
+            "this method needs a model made of blocks: an nn.Sequential of at least two parts whose last one is the "
+            f"classifier, not {type(module).__name__}"
+        )
+    return list(module)
+
+
+def _through(parts: list[nn.Module], h: Tensor) -> list[Tensor]:
+    found = []
+    for part in parts:
+        h = part(h)
+        found.append(h)
+    return found
 
 
 def plain_cross_entropy(loss: Loss) -> bool:

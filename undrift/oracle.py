@@ -29,6 +29,14 @@ class GradientOracle(Protocol):
     def grads(self, *points: Tensor) -> list[Tensor]: ...
 
 
+class LocalData(Protocol):
+    """What `prepare` and `measure` may use: the whole of a client's data."""
+
+    buffers: Tensor  # [..., Q] BatchNorm's statistics at the start of the round
+
+    def full_grad(self, x: Tensor) -> Tensor: ...
+
+
 class Batch(NamedTuple):
     """One mini-batch of every client; padded samples have real = 0."""
 
@@ -36,6 +44,7 @@ class Batch(NamedTuple):
     targets: Tensor  # [..., B, *]
     real: Tensor | None  # [..., B]; None: no sample is padding
     key: Tensor  # [...] the step's dropout stream
+    dropout: bool = True
 
 
 class View:
@@ -49,6 +58,19 @@ class View:
         """Outputs in training mode; the last call's running statistics are kept."""
         outputs, self.after = self.net(x, self.buffers, inputs, self.context, self.stacked)
         return outputs
+
+    def trace(self, x: Tensor, inputs: Tensor) -> list[Tensor]:
+        """The outputs of all blocks in training mode, as a call; the last one is the model's output."""
+        outputs, self.after = self.net.trace(x, self.buffers, inputs, self.context, self.stacked)
+        return outputs
+
+    def onward(self, block: int, x: Tensor, h: Tensor) -> Tensor:
+        """What the blocks of x from number `block` on make of h, in training mode, leaving no statistics behind."""
+        return self.net.onward(block, x, self.buffers, h, self.context, self.stacked)
+
+    def still_features(self, x: Tensor, buffers: Tensor, inputs: Tensor) -> Tensor:
+        """The input [B, h] of the classifier in evaluation mode, with the given statistics."""
+        return self.net.trace(x, buffers, inputs, None, self.stacked)[0][-2].flatten(1)
 
     def loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
         """The task's loss of each sample [B]."""
@@ -99,7 +121,9 @@ class Oracle:
             return [self.grad(x, track=n == 0) for n, x in enumerate(points)]
         many = torch.Size((len(points), *self.lead))
         stacked = torch.stack([x.expand(*self.lead, x.shape[-1]) for x in points])
-        batch = Batch(*(None if t is None else t.expand(len(points), *t.shape) for t in self.batch))  # type: ignore[arg-type]
+        inputs, targets, real, key, dropout = self.batch
+        inputs, targets, key = (t.expand(len(points), *t.shape) for t in (inputs, targets, key))
+        batch = Batch(inputs, targets, None if real is None else real.expand(len(points), *real.shape), key, dropout)
         inner = Oracle(self.net, batch, self.buffers.expand(*many, self.buffers.shape[-1]))
         found = inner.grad(stacked)
         self.calls += len(points)
@@ -108,6 +132,8 @@ class Oracle:
 
     def _losses(self, objective: Objective, x: Tensor, others: list[Tensor]) -> tuple[Tensor, Tensor]:
         """Every client's loss [...] and buffers [..., Q], by vmap over all leading dimensions at once."""
+
+        batch = self.batch
 
         def of_one(
             x: Tensor,
@@ -118,17 +144,16 @@ class Oracle:
             key: Tensor,
             *others: Tensor,
         ) -> tuple[Tensor, Tensor]:
-            model = View(self.net, buffers, Context(real, key), bool(self.lead))
+            model = View(self.net, buffers, Context(real, key, batch.dropout), bool(self.lead))
             losses = objective(model, x, inputs, targets, *others)
             if real is None:
                 return losses.mean(), model.after
             # Padding may hold anything, so it is cut off rather than multiplied by zero.
             return torch.where(real > 0, losses, 0.0).sum() / real.sum().clamp(min=1), model.after
 
-        batch = self.batch
         if not self.lead:
-            return of_one(x, self.buffers, *batch, *others)
+            return of_one(x, self.buffers, *batch[:-1], *others)
         last = len(self.lead) - 1
-        flat: list[Any] = [None if t is None else t.flatten(0, last) for t in (x, self.buffers, *batch, *others)]
+        flat: list[Any] = [None if t is None else t.flatten(0, last) for t in (x, self.buffers, *batch[:-1], *others)]
         losses, after = torch.vmap(of_one, in_dims=tuple(None if t is None else 0 for t in flat))(*flat)
         return losses.unflatten(0, self.lead), after.unflatten(0, self.lead)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
 import inspect
 import pkgutil
@@ -12,6 +13,7 @@ from typing import Any
 from undrift.algorithms.base import Server, Worker
 from undrift.errors import BadSetting, UnknownName
 
+SAME_MEANING = {"qp_scope", "rho"}  # fields of GradMA's two sides that one setting serves
 PACKAGES = {"algorithms": "undrift.algorithms", "datasets": "undrift.data", "models": "undrift.models"}
 
 
@@ -42,7 +44,9 @@ def module_of(kind: str, name: str) -> Any:
 
 
 def algorithm_class(name: str) -> type[Any]:
-    """The one algorithm defined in the file of that name, or the class at `package.module:Class`."""
+    """The one algorithm defined in the file of that name, LOCAL+SERVER, or the class at `package.module:Class`."""
+    if "+" in name:
+        return compose(*name.split("+", 1))
     if ":" in name:
         named = attribute(name)
         if not (inspect.isclass(named) and issubclass(named, Worker) and issubclass(named, Server)):
@@ -52,6 +56,34 @@ def algorithm_class(name: str) -> type[Any]:
     if len(found) != 1:
         raise BadSetting(f"the file of {name} must define one algorithm, not {len(found)}")
     return found[0]
+
+
+def half(name: str, kind: type[Any]) -> type[Any]:
+    """The worker part or the server part (kind Worker or Server) of a registered algorithm."""
+    other = Server if kind is Worker else Worker
+    found: type[Any] = next(
+        c for c in algorithm_class(name).__mro__ if issubclass(c, kind) and not issubclass(c, other)
+    )
+    return found
+
+
+def compose(local: str, server: str) -> type[Any]:
+    """An algorithm of one method's worker part and another's server part.
+
+    >>> [c.__name__ for c in compose("fedmim", "gradma-s").__bases__]
+    ['MultiStepInertia', 'ServerMemory']
+    """
+    parts = half(local, Worker), half(server, Server)
+    shared = {f.name for f in dataclasses.fields(parts[0])} & {f.name for f in dataclasses.fields(parts[1])}
+    clash = sorted(n for n in shared if n not in SAME_MEANING)
+    if clash:
+        raise BadSetting(
+            f"{local} and {server} both have a field {clash[0]!r} with its own meaning; they cannot be combined"
+        )
+    about = f"The clients of {local} with the server of {server}."
+    papers = dict.fromkeys(algorithm_class(n).paper for n in (local, server))
+    made = type(f"{parts[0].__name__}With{parts[1].__name__}", parts, {"__doc__": about, "paper": "\n".join(papers)})
+    return dataclasses.dataclass(frozen=True)(made)
 
 
 def attribute(reference: str) -> Any:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from undrift.algorithms.base import Algorithm, Cohort
 from undrift.net import Net
-from undrift.oracle import Oracle
+from undrift.oracle import LocalData, Oracle
 from undrift.vec import leaves, map_leaves, mean, where
 
 T = TypeVar("T")
@@ -45,7 +45,12 @@ def server_init(alg: Algorithm, net: Net, x0: Tensor, buffers: Tensor, clients: 
 
 
 def client_part(
-    alg: Algorithm, down: Any, client: Any, buffers: Tensor, steps: Iterable[tuple[Oracle, Tensor | None]]
+    alg: Algorithm,
+    down: Any,
+    client: Any,
+    buffers: Tensor,
+    steps: Iterable[tuple[Oracle, Tensor | None]],
+    local: LocalData | None = None,
 ) -> Answers:
     """What the clients of a round do: one client or a stacked cohort, as the oracle's leading dimensions say.
 
@@ -58,10 +63,14 @@ def client_part(
             lead = oracle.lead
             client, buffers = fill(client, lead), fill(buffers, lead)
             work = fill(alg.local_start(down, client), lead)
+            if local is not None:
+                work = fill(alg.prepare(down, client, work, local), lead)
         oracle.buffers = buffers
         new = fill(alg.local_step(down, client, work, oracle), lead)
         work = new if live is None else where(live, new, work)
         buffers = oracle.buffers if live is None else torch.where(live, oracle.buffers, buffers)
+        if "buffers" in work._fields:
+            work = work._replace(buffers=buffers)
         losses.append(oracle.loss if live is None else torch.where(live, oracle.loss, torch.nan))
     assert work is not None, "a client of the cohort takes at least one step"
     up, client = alg.local_end(down, client, work)

@@ -27,6 +27,7 @@ from undrift.config import (
     from_toml,
     make_algorithm,
     parse_drops,
+    parse_slow,
     parse_stop,
 )
 from undrift.data.batches import Plan
@@ -143,7 +144,8 @@ def run(
     plan = Plan(chosen.batch, chosen.steps, chosen.epochs, chosen.batches == "persistent")
     how = Settings(
         chosen.cohort, plan, chosen.seed, chosen.weights, chosen.eval_every, chosen.execution, chosen.chunk,
-        chosen.lr_decay, parse_drops(chosen.lr_drops), chosen.lr_drop,
+        chosen.lr_decay, parse_drops(chosen.lr_drops), chosen.lr_drop, chosen.sampling, chosen.dropout_rate,
+        parse_slow(chosen.slow), chosen.bandwidth, chosen.latency,
     )  # fmt: skip
     simulation = Simulation(alg, net, clients, how, metrics, device)
     before = torch.are_deterministic_algorithms_enabled()

@@ -23,6 +23,8 @@ class Purpose(IntEnum):
     COLOUR = 5
     VALIDATION = 6
     INITIAL = 7
+    FAILURE = 8
+    SLOWNESS = 9
 
 
 GOLDEN = 0x9E3779B97F4A7C15  # 2^64 / golden ratio, SplitMix64's increment

@@ -1,4 +1,4 @@
-"""The five algorithms a second time, as plainly as they can be written, for the package to be held against.
+"""The algorithms a second time, as plainly as they can be written, for the package to be held against.
 
 One client after another, a module's own named tensors in dicts, autograd and torch.optim for the local steps,
 float64. Nothing here comes from the package. What both sides share is handed in: who takes part in a round,
@@ -60,9 +60,11 @@ class FedAvg:
     """Local SGD and a weighted mean; the other algorithms override what they change."""
 
     defaults: dict[str, Any] = {}
+    gradients_a_step = 1
 
     def __init__(self, problem: Problem, weights: str = "uniform", **options: Any) -> None:
         common = dict(lr=0.1, weight_decay=0.0, clip=0.0, optimizer="sgd", momentum=0.9, server_lr=1.0)
+        common |= dict(lr_decay=1.0, lr_drops=(), lr_drop=0.1)
         unknown = set(options) - set(common) - set(self.defaults)
         assert not unknown, f"the reference does not know {unknown}"
         self.option = common | self.defaults | options
@@ -72,43 +74,82 @@ class FedAvg:
         self.buffers: Named = {n: b.clone() for n, b in self.module.named_buffers()}
         self.taken = [0] * len(problem.sizes)  # batches
         self.raw: dict[int, Named] = {}  # mean loss gradient over each client's last round, for tests
+        self.t = 0
+        self.rate: float = self.option["lr"]  # eta_l of this round
+        self.share: dict[int, float] = {}  # w_i of those who answered
 
     # The clients' side.
     def loss(self, inputs: Tensor, targets: Tensor) -> Tensor:
         return F.cross_entropy(self.module(inputs), targets)
 
+    def zeros(self) -> Named:
+        return {n: torch.zeros_like(t) for n, t in self.x.items()}
+
+    def here(self) -> Named:
+        """The module's parameters now."""
+        return {n: p.detach().clone() for n, p in self.module.named_parameters()}
+
+    def put(self, point: Named) -> None:
+        with torch.no_grad():
+            for name, parameter in self.module.named_parameters():
+                parameter.copy_(point[name])
+
+    def elsewhere(self, point: Named, batch: list[int]) -> Named:
+        """The loss gradient at another point, on a copy: the module and its running statistics stay as they are."""
+        other = copy.deepcopy(self.module)
+        other.load_state_dict(point, strict=False)
+        losses = F.cross_entropy(other(self.problem.inputs[batch]), self.problem.targets[batch])
+        return dict(zip(point, torch.autograd.grad(losses, list(other.parameters())), strict=True))
+
+    def first(self, client: int) -> Named:
+        """x_i^0."""
+        return self.x
+
+    def ready(self, client: int, optimizer: torch.optim.Optimizer) -> None:
+        """Before the first step."""
+
+    def gradient(self, client: int, batch: list[int]) -> None:
+        """Leave the gradients of a mini-batch in the module."""
+        self.loss(self.problem.inputs[batch], self.problem.targets[batch]).backward()
+
     def correct(self, client: int) -> None:
         """Change the gradients in the module before the optimiser sees them."""
 
+    def stepped(self, client: int, optimizer: torch.optim.Optimizer) -> None:
+        """After a step."""
+
+    def update(self, client: int) -> Named:
+        """What the server averages."""
+        return {n: self.x[n] - end for n, end in self.here().items()}
+
     def train(self, client: int, batches: list[list[int]]) -> Answer:
         """A round of one client, on the module itself."""
+        self.put(self.first(client))
         with torch.no_grad():
-            for name, parameter in self.module.named_parameters():
-                parameter.copy_(self.x[name])
             for name, buffer in self.module.named_buffers():
                 buffer.copy_(self.buffers[name])
         self.module.train()
-        lr, decay, momentum = (self.option[n] for n in ("lr", "weight_decay", "momentum"))
+        lr, decay, momentum = self.rate, self.option["weight_decay"], self.option["momentum"]
         weights = list(self.module.parameters())
         if self.option["optimizer"] == "adam":
             optimizer: Any = torch.optim.Adam(weights, lr, (momentum, 0.999), eps=1e-8, weight_decay=decay)
         else:
             own = momentum if self.option["optimizer"] == "momentum" else 0.0
             optimizer = torch.optim.SGD(weights, lr, momentum=own, weight_decay=decay)
-        total = {n: torch.zeros_like(p) for n, p in self.x.items()}
+        total = self.zeros()
+        self.ready(client, optimizer)
         for batch in batches:
             optimizer.zero_grad()
-            self.loss(self.problem.inputs[batch], self.problem.targets[batch]).backward()
+            self.gradient(client, batch)
             for name, parameter in self.module.named_parameters():
                 total[name] += parameter.grad
             self.correct(client)
             if self.option["clip"]:
                 nn.utils.clip_grad_norm_(weights, self.option["clip"])
             optimizer.step()
-        end = {n: p.detach() for n, p in self.module.named_parameters()}
+            self.stepped(client, optimizer)
         self.trained = {n: g / len(batches) for n, g in total.items()}
-        d = {n: self.x[n] - end[n] for n in self.x}
-        return Answer(d, {n: b.clone() for n, b in self.module.named_buffers()}, len(batches))
+        return Answer(self.update(client), {n: b.clone() for n, b in self.module.named_buffers()}, len(batches))
 
     def keep(self, client: int, answer: Answer) -> None:
         """The client's own state after a round that counts."""
@@ -118,14 +159,21 @@ class FedAvg:
         """The direction of the server's model: x <- x - eta_g direction."""
         return mean
 
+    def moved(self, before: Named, answers: dict[int, Answer]) -> None:
+        """After the server's step, from the model before it."""
+
     def facts(self) -> dict[str, float]:
         return {}
 
     def round(self, invited: Invited) -> After:
+        drops = sum(self.t >= drop for drop in self.option["lr_drops"])
+        self.rate = self.option["lr"] * self.option["lr_decay"] ** self.t * self.option["lr_drop"] ** drops
+        self.t += 1
+        self.invited = invited
         answers, gradients = {}, 0
         for client in sorted(invited.sampled):
             answer = self.train(client, invited.batches[client])
-            gradients += answer.steps
+            gradients += answer.steps * self.gradients_a_step
             if all(bool(torch.isfinite(t).all()) for t in (*answer.d.values(), *answer.buffers.values())):
                 answers[client] = answer
                 self.raw[client] = self.trained
@@ -135,9 +183,12 @@ class FedAvg:
         if answers:
             share = {i: float(self.problem.sizes[i]) if self.weights == "size" else 1.0 for i in answers}
             share = {i: s / sum(share.values()) for i, s in share.items()}
+            self.share = share
             mean = {n: sum(share[i] * answers[i].d[n] for i in answers) for n in self.x}
             direction = self.step(mean, answers, [i for i in invited.sampled if i in answers])
+            before = self.x
             self.x = {n: self.x[n] - self.option["server_lr"] * direction[n] for n in self.x}
+            self.moved(before, answers)
             for name in self.buffers:
                 theirs = {i: answers[i].buffers[name] for i in answers}
                 if self.buffers[name].is_floating_point():
@@ -173,7 +224,7 @@ class FedAvgM(FedAvg):
     def step(self, mean: Named, answers: dict[int, Answer], sampled: list[int]) -> Named:
         beta, unit = self.option["beta1"], 1.0
         if self.option["momentum_units"] == "grad":
-            unit = self.option["lr"] * sum(a.steps for a in answers.values()) / len(answers)
+            unit = self.rate * mean_steps(answers)
         direction = {}
         for name in mean:
             gradient = mean[name] / unit
@@ -201,7 +252,7 @@ class Scaffold(FedAvgM):
             parameter.grad += self.server[name] - self.of(client)[name]
 
     def keep(self, client: int, answer: Answer) -> None:
-        before, rate = self.of(client), answer.steps * self.option["lr"]
+        before, rate = self.of(client), answer.steps * self.rate
         self.own[client] = {n: before[n] - self.server[n] + d / rate for n, d in answer.d.items()}
 
     def step(self, mean: Named, answers: dict[int, Answer], sampled: list[int]) -> Named:
@@ -267,6 +318,322 @@ class GradMAS(FedAvg):
         return {"evictions": self.evictions, "qp_active": self.active, "qp_failed": 0}
 
 
+def mean_steps(answers: dict[int, Answer]) -> float:
+    """The K of those who answered."""
+    return sum(a.steps for a in answers.values()) / len(answers)
+
+
+class FedProxM(FedProx, FedAvgM):
+    """FedProx's loss, FedAvgM's server."""
+
+    defaults = FedProx.defaults | FedAvgM.defaults
+
+
+class FedAdam(FedAvg):
+    """Reddi et al.'s server, written with Delta = -d as in their paper."""
+
+    defaults = dict(server_lr=0.1, beta1=0.9, beta2=0.99, tau=1e-3, v0="zero", bias_correction=False)
+
+    def __init__(self, problem: Problem, weights: str = "uniform", **options: Any) -> None:
+        super().__init__(problem, weights, **options)
+        start = self.option["tau"] ** 2 if self.option["v0"] == "tau2" else 0.0
+        self.m, self.v = self.zeros(), {n: torch.full_like(t, start) for n, t in self.x.items()}
+        self.count = 0
+
+    def second(self, v: Tensor, delta: Tensor) -> Tensor:
+        return self.option["beta2"] * v + (1 - self.option["beta2"]) * delta**2
+
+    def step(self, mean: Named, answers: dict[int, Answer], sampled: list[int]) -> Named:
+        beta1, beta2, scale = self.option["beta1"], self.option["beta2"], 1.0
+        self.count += 1
+        if self.option["bias_correction"]:
+            scale = (1 - beta2**self.count) ** 0.5 / (1 - beta1**self.count)
+        direction = {}
+        for name, d in mean.items():
+            delta = -d
+            self.m[name] = beta1 * self.m[name] + (1 - beta1) * delta
+            self.v[name] = self.second(self.v[name], delta)
+            direction[name] = -scale * self.m[name] / (self.v[name] ** 0.5 + self.option["tau"])
+        return direction
+
+
+class FedYogi(FedAdam):
+    def second(self, v: Tensor, delta: Tensor) -> Tensor:
+        """Element by element: v comes nearer to Delta^2 by (1 - beta_2) Delta^2."""
+        change = (1 - self.option["beta2"]) * delta**2
+        return torch.where(v > delta**2, v - change, torch.where(v < delta**2, v + change, v))
+
+
+class FedAdagrad(FedAdam):
+    defaults = FedAdam.defaults | dict(beta1=0.0)
+
+    def second(self, v: Tensor, delta: Tensor) -> Tensor:
+        return v + delta**2
+
+
+class FedSAM(FedAvg):
+    """The gradient at x + rho u / (|u| + 1e-7) in place of u, the gradient at x."""
+
+    defaults = dict(rho=0.1)
+    gradients_a_step = 2
+
+    def gradient(self, client: int, batch: list[int]) -> None:
+        super().gradient(client, batch)
+        u = {n: p.grad.clone() for n, p in self.module.named_parameters() if p.grad is not None}
+        length = np.linalg.norm(joined(u, list(u)))
+        point = {n: x + self.option["rho"] * u[n] / (length + 1e-7) for n, x in self.here().items()}
+        sharp = self.elsewhere(point, batch)
+        for name, parameter in self.module.named_parameters():
+            parameter.grad = sharp[name]
+
+
+class FedCM(FedAvg):
+    """The mean step of the last round, in gradient units, mixed into every gradient."""
+
+    defaults = dict(alpha=0.1)
+
+    def __init__(self, problem: Problem, weights: str = "uniform", **options: Any) -> None:
+        super().__init__(problem, weights, **options)
+        self.delta = self.zeros()
+
+    def correct(self, client: int) -> None:
+        alpha = self.option["alpha"]
+        for name, parameter in self.module.named_parameters():
+            parameter.grad = alpha * parameter.grad + (1 - alpha) * self.delta[name]
+
+    def step(self, mean: Named, answers: dict[int, Answer], sampled: list[int]) -> Named:
+        self.delta = {n: d / (mean_steps(answers) * self.rate) for n, d in mean.items()}
+        return mean
+
+
+class MoFedSAM(FedSAM, FedCM):
+    """FedSAM's gradient in FedCM's step."""
+
+    defaults = FedSAM.defaults | FedCM.defaults
+
+
+def momentum_buffers(module: nn.Module, optimizer: torch.optim.Optimizer) -> Named:
+    """What torch.optim.SGD holds as b."""
+    return {n: optimizer.state[p]["momentum_buffer"].clone() for n, p in module.named_parameters()}
+
+
+class FedAvgLMZ(FedAvg):
+    """torch.optim.SGD with momentum, new in every round."""
+
+    defaults = dict(optimizer="momentum")
+
+
+class FedAvgLM(FedAvg):
+    """The same, but it starts from the cohort's mean buffer of the round before."""
+
+    defaults = dict(optimizer="momentum")
+
+    def __init__(self, problem: Problem, weights: str = "uniform", **options: Any) -> None:
+        super().__init__(problem, weights, **options)
+        self.b = self.zeros()
+        self.ends: dict[int, Named] = {}
+
+    def ready(self, client: int, optimizer: torch.optim.Optimizer) -> None:
+        super().ready(client, optimizer)
+        for name, parameter in self.module.named_parameters():
+            optimizer.state[parameter]["momentum_buffer"] = self.b[name].clone()
+
+    def stepped(self, client: int, optimizer: torch.optim.Optimizer) -> None:
+        super().stepped(client, optimizer)
+        self.ends[client] = momentum_buffers(self.module, optimizer)
+
+    def moved(self, before: Named, answers: dict[int, Answer]) -> None:
+        self.b = {n: sum(self.share[i] * self.ends[i][n] for i in answers) for n in self.x}
+
+
+class FedAvgSLMZ(FedAvgLMZ, FedAvgM):
+    defaults = FedAvgM.defaults | FedAvgLMZ.defaults | dict(momentum_units="grad")
+
+
+class FedAvgSLM(FedAvgLM, FedAvgM):
+    defaults = FedAvgM.defaults | FedAvgLM.defaults | dict(momentum_units="grad")
+
+
+class FedDyn(FedAvg):
+    """lambda_i (or h_i = -lambda_i / alpha) by client; the server's h is not updated but computed: the mean of all N."""
+
+    defaults = dict(alpha=0.1, form="paper")
+
+    def __init__(self, problem: Problem, weights: str = "uniform", **options: Any) -> None:
+        super().__init__(problem, weights, **options)
+        self.own: dict[int, Named] = {}
+        self.h = self.zeros()
+        self.training = 0
+
+    def ready(self, client: int, optimizer: torch.optim.Optimizer) -> None:
+        self.training = client
+
+    def loss(self, inputs: Tensor, targets: Tensor) -> Tensor:
+        """f_i(x) - <lambda_i, x> + alpha/2 |x - x_t|^2, or f_i(x) + alpha/2 |x - x_t + h_i|^2."""
+        own, alpha, added = self.own.get(self.training, self.zeros()), self.option["alpha"], torch.zeros(())
+        for name, x in self.module.named_parameters():
+            if self.option["form"] == "scaled":
+                added = added + alpha / 2 * (x - self.x[name] + own[name]).square().sum()
+            else:
+                added = added - (own[name] * x).sum() + alpha / 2 * (x - self.x[name]).square().sum()
+        return super().loss(inputs, targets) + added
+
+    def keep(self, client: int, answer: Answer) -> None:
+        own = self.own.get(client, self.zeros())
+        rise = -1.0 if self.option["form"] == "scaled" else self.option["alpha"]
+        self.own[client] = {n: own[n] + rise * d for n, d in answer.d.items()}
+
+    def step(self, mean: Named, answers: dict[int, Answer], sampled: list[int]) -> Named:
+        everybody = len(self.problem.sizes)
+        self.h = {n: sum(own[n] for own in self.own.values()) / everybody for n in self.x}
+        scale = -1.0 if self.option["form"] == "scaled" else 1 / self.option["alpha"]
+        return {n: d + scale * self.h[n] for n, d in mean.items()}
+
+
+class MIFA(FedAvg):
+    """The table of everybody's last updates, summed anew in every round."""
+
+    defaults: dict[str, Any] = dict(wait=False)
+
+    def __init__(self, problem: Problem, weights: str = "uniform", **options: Any) -> None:
+        super().__init__(problem, weights, **options)
+        self.table: dict[int, Named] = {}  # G_i
+
+    def keep(self, client: int, answer: Answer) -> None:
+        self.table[client] = answer.d
+
+    def step(self, mean: Named, answers: dict[int, Answer], sampled: list[int]) -> Named:
+        everybody = len(self.problem.sizes)
+        if self.option["wait"] and len(self.table) < everybody:
+            return super().step(self.zeros(), answers, sampled)
+        D = {n: sum(G[n] for G in self.table.values()) / everybody for n in self.x}
+        return super().step(D, answers, sampled)
+
+
+class MIFAM(MIFA, FedAvgM):
+    defaults = MIFA.defaults | FedAvgM.defaults
+
+
+class FedMIM(FedAvg):
+    """The models of all rounds are kept, and every delta computed from two of them."""
+
+    defaults = dict(alpha=(0.6, 0.3), beta=(0.9, 0.1), downlink="broadcast")
+
+    def __init__(self, problem: Problem, weights: str = "uniform", **options: Any) -> None:
+        super().__init__(problem, weights, **options)
+        self.deltas: list[Named] = []  # delta_1, delta_2, ...
+
+    def inertia(self, weights: tuple[float, ...]) -> Named:
+        """sum_j weight_j delta_{t+1-j}: the first weight goes with the newest."""
+        found = self.zeros()
+        for weight, delta in zip(weights, reversed(self.deltas), strict=False):
+            found = {n: found[n] + weight * delta[n] for n in found}
+        return found
+
+    def gradient(self, client: int, batch: list[int]) -> None:
+        x, b = self.here(), self.inertia(self.option["beta"])
+        self.put({n: x[n] - b[n] for n in x})
+        super().gradient(client, batch)
+        self.put(x)
+
+    def correct(self, client: int) -> None:
+        """x_i^{k+1} = x_i^k - a_t - A eta_l g, as one direction, which may be clipped."""
+        a, A = self.inertia(self.option["alpha"]), 1 - sum(self.option["alpha"])
+        for name, parameter in self.module.named_parameters():
+            parameter.grad = A * parameter.grad + a[name] / self.rate
+
+    def moved(self, before: Named, answers: dict[int, Answer]) -> None:
+        self.deltas.append({n: (before[n] - self.x[n]) / mean_steps(answers) for n in self.x})
+
+
+class DOMO(FedAvgM):
+    """D_i from the buffers, and M_t kept by the server. What is averaged is eta_l K D_i = eta_l sum_k b."""
+
+    defaults = FedAvgM.defaults | dict(
+        optimizer="momentum", momentum=0.6, beta=0.9, buffers="reset", momentum_units="grad"
+    )
+
+    def __init__(self, problem: Problem, weights: str = "uniform", **options: Any) -> None:
+        super().__init__(problem, weights, **options)
+        self.b, self.sums = self.zeros(), self.zeros()
+        self.ends: dict[int, Named] = {}
+
+    def first(self, client: int) -> Named:
+        K = np.mean([len(batches) for batches in self.invited.batches.values()])
+        return {n: x - self.rate * self.option["beta"] * K * self.m[n] for n, x in self.x.items()}
+
+    def ready(self, client: int, optimizer: torch.optim.Optimizer) -> None:
+        self.sums = self.zeros()
+        if self.option["buffers"] == "average":
+            for name, parameter in self.module.named_parameters():
+                optimizer.state[parameter]["momentum_buffer"] = self.b[name].clone()
+
+    def stepped(self, client: int, optimizer: torch.optim.Optimizer) -> None:
+        self.ends[client] = momentum_buffers(self.module, optimizer)
+        self.sums = {n: s + self.ends[client][n] for n, s in self.sums.items()}
+
+    def update(self, client: int) -> Named:
+        return {n: self.rate * s for n, s in self.sums.items()}
+
+    def moved(self, before: Named, answers: dict[int, Answer]) -> None:
+        self.b = {n: sum(self.share[i] * self.ends[i][n] for i in answers) for n in self.x}
+
+
+class DOMOS(DOMO):
+    def first(self, client: int) -> Named:
+        return self.x
+
+    def stepped(self, client: int, optimizer: torch.optim.Optimizer) -> None:
+        super().stepped(client, optimizer)
+        self.put({n: x - self.rate * self.option["beta"] * self.m[n] for n, x in self.here().items()})
+
+
+class GradMAW(FedAvg):
+    """Three gradients on one mini-batch, and scipy's nnls for the projection."""
+
+    defaults: dict[str, Any] = dict(prev="last_local", prev_first="current", qp_scope="global", rho=0.0)
+    gradients_a_step = 3
+
+    def __init__(self, problem: Problem, weights: str = "uniform", **options: Any) -> None:
+        super().__init__(problem, weights, **options)
+        self.start = self.x
+        self.last: dict[int, Named] = {}  # x'
+        self.before: Named = {}  # x_i^{k-1}
+        self.bent = 0  # how often a projection changed a gradient, for tests
+
+    def ready(self, client: int, optimizer: torch.optim.Optimizer) -> None:
+        self.before = self.x
+        if self.option["prev"] == "last_local":
+            self.before = self.last.get(client, self.start if self.option["prev_first"] == "x0" else self.x)
+
+    def gradient(self, client: int, batch: list[int]) -> None:
+        now = self.here()
+        super().gradient(client, batch)
+        g = {n: p.grad.clone() for n, p in self.module.named_parameters() if p.grad is not None}
+        away = {n: now[n] - self.x[n] for n in now}
+        rows = [self.elsewhere(self.before, batch), self.elsewhere(self.x, batch), away]
+        for names in [[n] for n in g] if self.option["qp_scope"] == "tensor" else [list(g)]:
+            p, M = joined(g, names), [joined(row, names) for row in rows]
+            if not all(np.isfinite(v).all() for v in (p, *M)):
+                continue  # a bad sample: the answer will not be finite
+            found, active = project(p, M, self.option["rho"])
+            self.bent += active > 0
+            parts = torch.from_numpy(found).split([g[n].numel() for n in names])
+            g |= {n: part.view(g[n].shape) for n, part in zip(names, parts, strict=True)}
+        for name, parameter in self.module.named_parameters():
+            parameter.grad = g[name].clone()
+        self.before = now
+
+    def keep(self, client: int, answer: Answer) -> None:
+        self.last[client] = {n: self.x[n] - d for n, d in answer.d.items()}
+
+
+class GradMA(GradMAW, GradMAS):
+    """GradMA-W's clients, GradMA-S's server."""
+
+    defaults = GradMAW.defaults | GradMAS.defaults
+
+
 def joined(tensors: Named, names: list[str]) -> np.ndarray:
     return np.concatenate([tensors[n].numpy().ravel() for n in names])
 
@@ -303,4 +670,8 @@ def project(p: np.ndarray, columns: list[np.ndarray], rho: float) -> tuple[np.nd
 
 ALGORITHMS = {
     "fedavg": FedAvg, "fedprox": FedProx, "fedavgm": FedAvgM, "scaffold": Scaffold, "gradma-s": GradMAS,
+    "fedproxm": FedProxM, "fedadam": FedAdam, "fedyogi": FedYogi, "fedadagrad": FedAdagrad, "fedsam": FedSAM,
+    "fedcm": FedCM, "mofedsam": MoFedSAM, "fedavglm": FedAvgLM, "fedavglm-z": FedAvgLMZ, "fedavgslm": FedAvgSLM,
+    "fedavgslm-z": FedAvgSLMZ, "feddyn": FedDyn, "mifa": MIFA, "mifam": MIFAM, "fedmim": FedMIM, "domo": DOMO,
+    "domo-s": DOMOS, "gradma-w": GradMAW, "gradma": GradMA,
 }  # fmt: skip

@@ -23,7 +23,8 @@ from tests.reference.test_reference import CASES, CLASSES, Case, first_disagreem
 SHARED = {base.__name__: "fedavg", memory.__name__: "gradma-s"}  # files that algorithms build on, and one that does
 METHODS = {
     "companion_init", "broadcast", "gather", "companion_step", "client_init", "local_start", "local_step",
-    "local_end", "rest", "move", "server_init", "server_step", "mem_red", "remember", "empty",
+    "local_end", "rest", "move", "server_init", "server_step", "mem_red", "remember", "empty", "second_moment", "start",
+    "end", "sharp_gradient", "inertia",
 }  # fmt: skip
 
 # Mutants that compute the same: file, method and the flipped expression in its surroundings.
@@ -97,9 +98,9 @@ def mutated(site: Site, module: str) -> ast.Module:
 
 def disagreement(kind: type[Any], cases: list[Case]) -> str:
     """The first case in which a class parts from the reference, and how; nothing where it never does."""
-    for case in cases:
+    for case, execution in [(cases[0], "stacked"), (cases[0], "pool"), *((case, "stacked") for case in cases[1:])]:
         try:
-            wrong = first_disagreement(case, "stacked", kind)
+            wrong = first_disagreement(case, execution, kind)
         except Exception as error:  # a mutant may fail in any way: what matters is that it is noticed
             wrong = f"{type(error).__name__}: {error}"
         if wrong:
@@ -166,6 +167,10 @@ def test_the_maths_of_every_file_is_mutated() -> None:
     assert places >= {
         "base.move", "base.local_end", "base.server_step", "fedprox.local_step", "fedavgm.server_step",
         "scaffold.local_step", "scaffold.local_end", "scaffold.gather",
-        "gradma_s.server_step", "memory.mem_red", "memory.remember",
+        "gradma_s.server_step", "memory.mem_red", "memory.remember", "fedadam.server_step", "fedadam.second_moment",
+        "fedyogi.second_moment", "fedadagrad.second_moment", "fedsam.sharp_gradient", "fedcm.local_step",
+        "mofedsam.local_step", "fedavglm.local_end", "feddyn.local_step", "feddyn.local_end", "feddyn.gather",
+        "mifa.local_end", "mifa.gather", "fedmim.local_step", "fedmim.companion_step", "domo.local_start", "domo.end",
+        "domo.companion_step", "gradma_w.local_step", "gradma_w.local_end",
     }  # fmt: skip
     assert EQUIVALENT.keys() <= {(site.file, site.method, site.expression) for site in found}

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from undrift.errors import BadSetting, UnknownName
 from undrift.layout import Layout
-from undrift.oracle import GradientOracle
+from undrift.oracle import GradientOracle, LocalData
 from undrift.vec import clip, descend, mean, nbytes
 
 
@@ -59,6 +59,7 @@ class Work(NamedTuple):
     x: Tensor  # x_i^k
     k: Tensor  # [..., 1] local steps taken so far
     opt: Nothing | Momentum | Adam  # the base optimiser's state, new in every round
+    # A method's own Work may have more fields; one called `buffers` is kept at the client's BatchNorm statistics.
 
 
 class Cohort(NamedTuple):
@@ -124,14 +125,29 @@ class Worker(ABC):
         """The companion after the server has moved."""
         return companion
 
+    # A first exchange, for methods that measure something at x_t before anybody trains.
+    measures: ClassVar[bool] = False
+
+    def measure(self, down: Any, local: LocalData) -> Tensor:
+        """What a client sends up in the first exchange [..., P]."""
+        return local.full_grad(down.x)
+
+    def measured(self, companion: Any, sent: Tensor, invited: Cohort) -> Any:
+        """The companion after the first exchange."""
+        return companion
+
     # What a client keeps and does.
-    def client_init(self, down: Any, ids: Tensor) -> Any:
-        """A client's state when it takes part for the first time; ids [...]."""
+    def client_init(self, down: Any, ids: Tensor, buffers: Tensor) -> Any:
+        """A client's state when it takes part for the first time; ids [...], buffers [..., Q] the server's statistics."""
         return Nothing()
 
     def local_start(self, down: Any, client: Any) -> Any:
         """The work before the first step: at the server's model."""
         return Work(down.x, torch.zeros_like(down.x[..., :1]), self.rest(down.x))
+
+    def prepare(self, down: Any, client: Any, work: Any, local: LocalData) -> Any:
+        """The work with what it needs of the whole of the client's data, before the first step."""
+        return work
 
     @abstractmethod
     def local_step(self, down: Any, client: Any, work: Any, oracle: GradientOracle) -> Any: ...

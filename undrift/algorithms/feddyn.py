@@ -36,7 +36,7 @@ class DynamicRegularizer(Worker):
     def companion_init(self, x0: Tensor, clients: int) -> Companion:
         return self.Companion(torch.zeros_like(x0))
 
-    def client_init(self, down: Any, ids: Tensor) -> Client:
+    def client_init(self, down: Any, ids: Tensor, buffers: Tensor) -> Client:
         return self.Client(torch.zeros_like(down.x))
 
     def local_step(self, down: Any, client: Client, work: Work, oracle: GradientOracle) -> Any:

@@ -55,7 +55,7 @@ class ProjectedGradients(Worker):
     def broadcast(self, x: Tensor, companion: Companion, invited: Cohort) -> Down:
         return self.Down(x, companion.x0)
 
-    def client_init(self, down: Down, ids: Tensor) -> Client:
+    def client_init(self, down: Down, ids: Tensor, buffers: Tensor) -> Client:
         first = down.x0 if self.prev_first == "x0" else down.x
         return self.Client(first if self.prev == "last_local" else down.x[..., :0])
 

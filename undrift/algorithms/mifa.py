@@ -39,7 +39,7 @@ class LastUpdates(LocalSGD):
             torch.zeros_like(x0), torch.zeros(clients if self.wait else 0, dtype=torch.bool, device=x0.device)
         )
 
-    def client_init(self, down: Any, ids: Tensor) -> Client:
+    def client_init(self, down: Any, ids: Tensor, buffers: Tensor) -> Client:
         return self.Client(torch.zeros_like(down.x))
 
     def local_end(self, down: Any, client: Client, work: Work) -> tuple[Up, Client]:

@@ -9,10 +9,11 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from undrift.algorithms.base import Algorithm, Cohort, check
-from undrift.data.batches import Plan
+from undrift.data.batches import Plan, Table
 from undrift.data.federation import Federation
 from undrift.errors import BadSetting
 from undrift.net import Net
@@ -20,7 +21,7 @@ from undrift.round import RoundRecord, consistency, fill, finite, server_init, s
 from undrift.simulate.clients import ClientTable
 from undrift.simulate.evaluate import Metric, evaluate
 from undrift.simulate.execute import Execution, RoundWork, check_repeatable, choose, keep_freed_memory
-from undrift.streams import Purpose, sample, stream
+from undrift.streams import Purpose, fold, sample, stream, uniform
 from undrift.vec import map_leaves, nbytes
 
 
@@ -38,6 +39,11 @@ class Settings:
     lr_decay: float = 1.0  # the local rate is multiplied by this after every round
     lr_drops: tuple[int, ...] = ()  # and by lr_drop after these rounds
     lr_drop: float = 0.1
+    sampling: str = "fixed"  # or bernoulli: every client with probability cohort / clients
+    dropout_rate: float = 0.0  # how often an invited client fails to answer
+    slow: tuple[float, float] = (0.0, 1.0)  # how often a client makes only that share of its steps
+    bandwidth: float = 0.0  # Mbit/s of each client's link, for simulated seconds; 0: infinite
+    latency: float = 0.0  # seconds of each message
 
     def schedule(self, t: int) -> float:
         """What the local rate of round t (counted from 0) is multiplied by."""
@@ -58,7 +64,7 @@ class Simulation:
     ) -> None:
         if not 1 <= settings.cohort <= data.clients:
             raise BadSetting(f"cohort must lie between 1 and the {data.clients} clients, not {settings.cohort}")
-        check(alg, data.clients, settings.cohort)
+        check(alg, data.clients, data.clients if settings.sampling == "bernoulli" else settings.cohort)
         taken = [name for name in metrics if name in RoundRecord._fields and name != "accuracy"]
         if taken:
             raise BadSetting(
@@ -78,23 +84,49 @@ class Simulation:
 
     def draw(self) -> tuple[Tensor, Tensor]:
         """The cohort of this round: its ids in rising order, and each one's place in the order of sampling."""
-        chosen = sample(stream(self.settings.seed, Purpose.COHORT, self.t), self.data.clients, self.settings.cohort)
-        ids = torch.tensor(chosen)
-        order = ids.argsort()
-        return ids[order].to(self.device), order.to(self.device)
+        settings, clients = self.settings, self.data.clients
+        key = stream(settings.seed, Purpose.COHORT, self.t)
+        if settings.sampling == "fixed":
+            ids = torch.tensor(sample(key, clients, settings.cohort))
+            order = ids.argsort()
+            return ids[order].to(self.device), order.to(self.device)
+        ids = torch.zeros(0, dtype=torch.int64)
+        while not len(ids):  # an empty cohort is drawn again
+            ids = (self.chances(key, torch.arange(clients)) < settings.cohort / clients).nonzero().squeeze(-1)
+            key += 1
+        return ids.to(self.device), torch.arange(len(ids), device=self.device)
+
+    @staticmethod
+    def chances(key: int, ids: Tensor) -> Tensor:
+        """A number in [0, 1) for each client."""
+        return uniform(fold(key, ids))
 
     def round(self, last: bool = False) -> RoundRecord:
         """One round; `last` asks for an evaluation whatever the interval is."""
         began = time.perf_counter()
         ids, drawn = self.draw()
+        invited_ids = ids
+        answers_at_all = self.chances(self.key(Purpose.FAILURE), ids) >= self.settings.dropout_rate
+        ids, drawn = ids[answers_at_all], drawn[answers_at_all]
+        if not len(ids):
+            return self.nothing_happened(len(invited_ids), began, last)
         host_ids = ids.cpu().numpy()
+        chance, share = self.settings.slow
+        slow = self.chances(self.key(Purpose.SLOWNESS), ids).cpu().numpy() < chance
         table = self.data.table(self.settings.plan, self.settings.seed, self.t, host_ids, self.position[host_ids])
-        work = RoundWork(self.net, self.data, self.settings.seed, self.t, ids, table)
+        table = shortened(
+            table, np.where(slow, np.maximum(1, np.rint(share * table.steps)), table.steps).astype(np.int64)
+        )
+        work = RoundWork(self.net, self.data, self.settings.seed, self.t, ids, table, self.settings.plan.batch)
 
         alg = self.algorithm()
         steps = torch.from_numpy(table.steps).to(self.device)
-        down = alg.broadcast(self.state.x, self.state.companion, self.cohort(alg, ids, drawn, steps))
-        fresh = fill(alg.client_init(map_leaves(lambda v: v.unsqueeze(-2), down), ids), ids.shape)
+        invited = self.cohort(alg, ids, drawn, steps)
+        down = alg.broadcast(self.state.x, self.state.companion, invited)
+        fresh = fill(
+            alg.client_init(map_leaves(lambda v: v.unsqueeze(-2), down), ids, self.state.buffers.unsqueeze(-2)),
+            ids.shape,
+        )
         client = self.clients.read(ids, fresh)
         if self.execution is None:
             check_repeatable(self.net, self.state.x, self.state.buffers, work)
@@ -109,14 +141,18 @@ class Simulation:
                 self.state.buffers,
                 work,
             )
-            work = RoundWork(self.net, self.data, self.settings.seed, self.t, ids, table)  # counts afresh
+            work.gradients = 0  # only the round itself counts
+        state, sent = self.state, None
+        if alg.measures:  # two exchanges: measure at x_t, then train with what the server made of it
+            sent = self.execution.measure(alg, down, self.state.buffers, work)
+            state = state._replace(companion=alg.measured(state.companion, sent, invited))
+            down = alg.broadcast(state.x, state.companion, invited)
         answers = self.execution(alg, down, client, self.state.buffers, work)
 
-        bytes_up = nbytes(answers.up) + nbytes(answers.buffers)
+        bytes_up = nbytes(answers.up) + nbytes(answers.buffers) + (0 if sent is None else nbytes(sent))
         returning = len(set(host_ids.tolist()) & set(self.last_cohort.tolist()))
-        bytes_down = alg.bytes_down(down, len(ids), returning, self.data.clients) + len(ids) * nbytes(
-            self.state.buffers
-        )
+        asked = len(invited_ids)
+        bytes_down = alg.bytes_down(down, asked, returning, self.data.clients) + asked * nbytes(self.state.buffers)
 
         # A client whose update is not finite is dropped: its state stays as it was, the others' weights add up to one.
         good = finite(answers)
@@ -125,7 +161,7 @@ class Simulation:
             answers = map_leaves(lambda v: v[good], answers)
         cohort = self.cohort(alg, ids[good], drawn[good], steps[good])
         if kept:
-            self.state = server_part(alg, self.net, self.state, answers, cohort)
+            self.state = server_part(alg, self.net, state, answers, cohort)
             self.clients.write(cohort.ids, answers.client)
             self.last_cohort = host_ids
         self.position[host_ids[good.cpu().numpy()]] += table.steps[good.cpu().numpy()]
@@ -142,10 +178,30 @@ class Simulation:
             consistency=float(consistency(answers)) if kept else 0.0,
             seconds=time.perf_counter() - began,
             train_loss=float(answers.loss.mean()) if kept else float("nan"),
-            clients=len(ids),
-            dropped=len(ids) - kept,
-            more=scores | {name: float(value) for name, value in self.alg.facts(self.state.server).items()},
+            clients=len(invited_ids),
+            dropped=len(invited_ids) - kept,
+            more=scores | self.facts(bytes_down / len(invited_ids) + bytes_up / len(ids), 2 if alg.measures else 1),
         )
+
+    def key(self, purpose: Purpose) -> int:
+        return stream(self.settings.seed, purpose, self.t)
+
+    def facts(self, bytes_per_client: float, exchanges: int) -> dict[str, float]:
+        """The algorithm's own numbers, and how long the messages of a round would take."""
+        facts = {name: float(value) for name, value in self.alg.facts(self.state.server).items()}
+        if self.settings.bandwidth or self.settings.latency:
+            sending = bytes_per_client * 8 / (self.settings.bandwidth * 1e6) if self.settings.bandwidth else 0.0
+            facts["network_seconds"] = 2 * exchanges * self.settings.latency + sending
+        return facts
+
+    def nothing_happened(self, invited: int, began: float, last: bool) -> RoundRecord:
+        """The record of a round in which nobody answered: all state stays as it is."""
+        self.t += 1
+        scores = self.evaluate() if last or self.t % self.settings.eval_every == 0 else {}
+        loss, accuracy = scores.pop("loss", None), scores.pop("accuracy", None)
+        seconds = time.perf_counter() - began
+        more = scores | self.facts(0.0, 1)
+        return RoundRecord(self.t, loss, accuracy, 0, 0, 0, 0.0, seconds, float("nan"), invited, invited, more)
 
     def algorithm(self) -> Algorithm:
         """The algorithm with this round's local rate."""
@@ -188,6 +244,14 @@ class Simulation:
     def model(self) -> dict[str, Tensor]:
         """The server's model as a plain state dict on the CPU."""
         return {name: tensor.cpu() for name, tensor in self.net.state_dict(self.state.x, self.state.buffers).items()}
+
+
+def shortened(table: Table, steps: NDArray[np.int64]) -> Table:
+    """The table with only the first `steps` [S] batches of each client."""
+    if (steps == table.steps).all():
+        return table
+    live = np.arange(table.count.shape[1]) < steps[:, None]
+    return replace(table, count=np.where(live, table.count, 0)[:, : steps.max()], steps=steps)
 
 
 def named_leaves(name: str, state: Any) -> list[tuple[str, Tensor]]:

@@ -11,7 +11,7 @@ import sys
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -40,6 +40,7 @@ class RoundWork:
     round: int
     ids: Tensor  # [S]
     table: Table
+    batch: int  # B
     gradients: int = 0  # mini-batch gradients computed so far
 
     def steps(self, clients: slice | int, limit: int | None = None) -> Iterator[tuple[Oracle, Tensor | None]]:
@@ -79,6 +80,38 @@ class RoundWork:
             self.gradients += oracle.calls * int((count > 0).sum())
 
 
+@dataclass
+class LocalWhole:
+    """The whole data of some clients of the cohort, without augmentation and dropout."""
+
+    work: RoundWork
+    clients: slice | int
+    buffers: Tensor
+
+    def full_grad(self, x: Tensor) -> Tensor:
+        """The gradient [..., P] of the mean loss over all local samples, batch by batch in training mode."""
+        work, data, ids = self.work, self.work.data, self.work.ids[self.clients]
+        sizes: NDArray[np.int64] = np.atleast_1d(data.sizes[ids.cpu().numpy()])
+        start = torch.from_numpy(np.atleast_1d(data.start[ids.cpu().numpy()])).to(ids.device)
+        total, width = torch.zeros((), dtype=x.dtype, device=x.device), work.batch
+        for first in range(0, int(sizes.max()), width):
+            count = np.clip(sizes - first, 0, width)
+            place = torch.arange(int(count.max()), device=ids.device)
+            real = place < torch.from_numpy(count).to(ids.device).unsqueeze(-1)
+            rows = data.members[(start.unsqueeze(-1) + first + place).clamp(max=len(data.members) - 1)]
+            rows = torch.where(real, rows, rows[..., :1]).view(*ids.shape, -1)
+            inputs = data.transform(data.train.take(rows.flatten()), work.net.dtype)
+            targets = data.train.targets[rows]
+            targets = targets.to(work.net.dtype) if targets.is_floating_point() else targets
+            mask = real.to(work.net.dtype).view(rows.shape)
+            batch = Batch(inputs.view(*rows.shape, *inputs.shape[1:]), targets, mask, torch.zeros_like(ids), False)
+            oracle = Oracle(work.net, batch, self.buffers.expand(*ids.shape, self.buffers.shape[-1]))
+            share = torch.from_numpy(count / sizes).to(x).view(*ids.shape, 1)
+            total = total + share * torch.where(share > 0, oracle.grad(x, track=False), 0.0)
+            work.gradients += int((count > 0).sum())
+        return total
+
+
 class Stacked:
     """All clients of the cohort in one program, or `chunk` of them at a time where memory is short."""
 
@@ -97,7 +130,8 @@ class Stacked:
             part = slice(at, min(at + self.chunk, size))
             try:
                 mine = map_leaves(lambda t, part=part: t[part], client)
-                done.append(client_part(alg, shared, mine, buffers, work.steps(part, limit)))
+                whole = LocalWhole(work, part, buffers)
+                done.append(client_part(alg, shared, mine, buffers, work.steps(part, limit), whole))
                 gradients = work.gradients
             except torch.cuda.OutOfMemoryError:
                 if self.chunk == 1:
@@ -105,6 +139,12 @@ class Stacked:
                 self.chunk, work.gradients = max(1, min(self.chunk, size) // 2), gradients
                 torch.cuda.empty_cache()
         return done[0] if len(done) == 1 else map_leaves(lambda *parts: torch.cat(parts), *done)
+
+    def measure(self, alg: Algorithm, down: Any, buffers: Tensor, work: RoundWork) -> Tensor:
+        """The first exchange: what every client measures [S, P]."""
+        shared = map_leaves(lambda t: t.unsqueeze(-2), down)
+        parts = [slice(at, at + self.chunk) for at in range(0, len(work.ids), self.chunk)]
+        return torch.cat([alg.measure(shared, LocalWhole(work, part, buffers)) for part in parts])
 
 
 class Pool:
@@ -120,8 +160,9 @@ class Pool:
         self, alg: Algorithm, down: Any, client: Any, buffers: Tensor, work: RoundWork, limit: int | None = None
     ) -> Answers:
         def one(s: int) -> tuple[Answers, int]:
-            mine = RoundWork(work.net, work.data, work.seed, work.round, work.ids, work.table)
-            answers = client_part(alg, down, map_leaves(lambda t: t[s], client), buffers, mine.steps(s, limit))
+            mine = replace(work, gradients=0)
+            whole = LocalWhole(mine, s, buffers)
+            answers = client_part(alg, down, map_leaves(lambda t: t[s], client), buffers, mine.steps(s, limit), whole)
             return answers, mine.gradients
 
         # Clients with the most samples first, so that no long one is left for the end.
@@ -132,6 +173,17 @@ class Pool:
         ordered = [results[s][0] for s in range(len(work.ids))]
         joined: Answers = map_leaves(lambda *parts: torch.stack(parts), *ordered)
         return joined
+
+    def measure(self, alg: Algorithm, down: Any, buffers: Tensor, work: RoundWork) -> Tensor:
+        """The first exchange: what every client measures [S, P]."""
+
+        def one(s: int) -> tuple[Tensor, int]:
+            mine = replace(work, gradients=0)
+            return alg.measure(down, LocalWhole(mine, s, buffers)), mine.gradients
+
+        sent = list((self.executor.map if self.executor else map)(one, range(len(work.ids))))
+        work.gradients += sum(gradients for _, gradients in sent)
+        return torch.stack([vector for vector, _ in sent])
 
 
 Execution = Stacked | Pool

@@ -1,0 +1,19 @@
+"""MOONM: MOON with momentum on the server.
+
+A baseline of GradMA (Luo et al., CVPR 2023).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from undrift.algorithms.fedavgm import ServerMomentum
+from undrift.algorithms.moon import MOON, Contrastive
+
+
+@dataclass(frozen=True)
+class MOONM(Contrastive, ServerMomentum):
+    """Contrastive local losses; m_{t+1} = beta_1 m_t + d, x_{t+1} = x_t - eta_g m_{t+1}."""
+
+    paper: ClassVar[str] = MOON.paper
