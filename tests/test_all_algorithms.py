@@ -255,7 +255,7 @@ def test_bytes_and_gradients_are_as_its_page_says(name: str, execution: str) -> 
         if down == "broadcast":  # x to everybody
             models = 6
         elif down == "inferred":  # x, and the momentum to those who missed the round before
-            models = 4 + len(ids - before)
+            models = 4 + (len(ids - before) if before else 0)
         else:
             models = 4 * int(down)
         assert (record.bytes_down, record.bytes_up) == (models * model, 4 * up * model)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -131,10 +130,9 @@ class HeardDOMOS(HeardFusion, DOMOS):
 
 
 @pytest.fixture(autouse=True)
-def empty_logs() -> Iterator[None]:
+def empty_logs() -> None:
     for log in (HeardMIM.log, HeardFusion.log, HeardFusion.b, HeardFusion.d):
         log.clear()
-    yield
 
 
 def test_r2_without_momentum_fedproxm_is_fedprox_and_mifam_is_mifa() -> None:
@@ -259,7 +257,7 @@ def test_r17_with_one_step_from_the_servers_model_the_projection_does_nothing() 
     for scope in ("global", "tensor"):
         same(GradMAW(prev="global", qp_scope=scope), FedAvg(), steps=1)
         same(GradMA(prev="global", qp_scope=scope, beta1=0.6), GradMAS(qp_scope=scope, beta1=0.6), steps=1)
-    different(GradMAW(prev="last_local"), FedAvg(), 8, steps=1, cohort=N)
+    different(GradMAW(prev="last_local", lr=1.0), FedAvg(lr=1.0), 8, steps=1, batch=2, cohort=N)
     different(GradMAW(prev="global"), FedAvg(), steps=3)
 
 
@@ -295,11 +293,15 @@ def test_r17_at_the_first_step_from_the_servers_model_g_is_left_bit_for_bit(
 
 @pytest.mark.parametrize("batch", [4, 100])
 def test_c4_at_the_second_step_the_first_two_rows_are_one(batch: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """x_i^{k-1} is x_t then, bit for bit, and so are the gradients; at the third step no longer."""
+    """x_i^{k-1} is x_t then; at the third step no longer.
+
+    With small batches the gradients are the same bit for bit. Larger ones may be summed in another order in each place of a
+    stacked product: to the last bit.
+    """
     seen, run = Seen(monkeypatch), simulation(GradMAW(lr=0.3), batch=batch)
     for _ in range(4):
         _, second, third = seen.last_round(run, 3)
-        assert torch.equal(second[1][..., 0, :], second[1][..., 1, :])
+        torch.testing.assert_close(second[1][..., 0, :], second[1][..., 1, :], rtol=0, atol=0 if batch == 4 else 1e-15)
         assert not torch.equal(third[1][..., 0, :], third[1][..., 1, :])
 
 
@@ -310,7 +312,7 @@ def test_c4_with_full_batches_the_second_step_is_orthogonal_to_the_first_gradien
     seen, run = Seen(monkeypatch), simulation(GradMAW(prev="global", lr=0.2), batch=100)
     for _ in range(4):
         (g0, _, _), (p, M, u), _ = seen.last_round(run, 3)
-        assert torch.equal(M[..., 1, :], g0)
+        torch.testing.assert_close(M[..., 1, :], g0, **EXACT)  # the same samples, in another order
         torch.testing.assert_close(M[..., 2, :], -0.2 * g0, rtol=1e-10, atol=1e-14)
         cosine = (u * g0).sum(-1) / (u.norm(dim=-1) * g0.norm(dim=-1))
         assert float(cosine.abs().max()) < 1e-9

@@ -12,8 +12,8 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
-from undrift.algorithms.base import Cohort, LocalSGD, Server, at_least, below_one
-from undrift.errors import UnknownName
+from undrift.algorithms.base import Cohort, LocalSGD, Server, below_one
+from undrift.errors import BadSetting, UnknownName
 from undrift.layout import Layout
 
 
@@ -55,7 +55,8 @@ class AdaptiveServer(Server):
     def check_server(self, clients: int, cohort: int) -> None:
         super().check_server(clients, cohort)
         below_one(self, "beta1", "beta2")
-        at_least(self, 0.0, "tau")
+        if not 0.0 < self.tau < float("inf"):
+            raise BadSetting(f"tau must be a finite number above 0, not {self.tau}")
         if self.v0 not in ("zero", "tau2"):
             raise UnknownName("v0", self.v0, ("zero", "tau2"))
 

@@ -6,6 +6,7 @@ Algorithm 1.
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
 
@@ -56,8 +57,8 @@ class MultiStepInertia(Worker):
     def bytes_down(self, down: Down, invited: int, returning: int, clients: int) -> int:
         if self.downlink == "broadcast":
             return clients * nbytes(down.x)
-        alike = not any(self.beta) or len(self.alpha) == len(self.beta) == 1  # then b_t is a multiple of a_t
-        return invited * (nbytes(down.x) + nbytes(down.a) * (1 if alike else 2))
+        one = not any(self.alpha) or not any(self.beta) or proportional(self.alpha, self.beta)
+        return invited * (nbytes(down.x) + nbytes(down.a) * (1 if one else 2))
 
     def check(self, clients: int, cohort: int) -> None:
         super().check(clients, cohort)
@@ -67,6 +68,12 @@ class MultiStepInertia(Worker):
             )
         if self.downlink not in ("broadcast", "on_demand"):
             raise UnknownName("downlink", self.downlink, ("broadcast", "on_demand"))
+
+
+def proportional(alpha: tuple[float, ...], beta: tuple[float, ...]) -> bool:
+    """Whether b_t is a multiple of a_t, so that one vector serves both."""
+    pairs = list(itertools.zip_longest(alpha, beta, fillvalue=0.0))
+    return all(a * d == c * b for (a, b), (c, d) in itertools.combinations(pairs, 2))
 
 
 def inertia(weights: tuple[float, ...], deltas: Tensor) -> Tensor:

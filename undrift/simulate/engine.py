@@ -150,7 +150,8 @@ class Simulation:
         answers = self.execution(alg, down, client, self.state.buffers, work)
 
         bytes_up = nbytes(answers.up) + nbytes(answers.buffers) + (0 if sent is None else nbytes(sent))
-        returning = len(set(host_ids.tolist()) & set(self.last_cohort.tolist()))
+        # In the first round nobody lacks anything of a round before.
+        returning = len(set(host_ids.tolist()) & set(self.last_cohort.tolist())) if self.t else len(invited_ids)
         asked = len(invited_ids)
         bytes_down = alg.bytes_down(down, asked, returning, self.data.clients) + asked * nbytes(self.state.buffers)
 
