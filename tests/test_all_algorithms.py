@@ -40,7 +40,7 @@ NEUTRAL: dict[str, tuple[dict[str, Any], dict[str, Any], int] | None] = {
     "fedmim": ({"alpha": (0.0,), "beta": (0.0,)}, {}, 4),
     "fedprox": ({"mu": 0.0}, {}, 4),
     "fedproxm": ({"mu": 0.0, "beta1": 0.0}, {}, 4),
-    "fedsam": ({"rho": 0.0}, {}, 4),
+    "fedsam": ({"radius": 0.0}, {}, 4),
     "fedyogi": None,
     "gradma": ({"prev": "global", "beta1": 0.0, "slots": 0}, {"steps": 1}, 4),
     "gradma-s": ({"beta1": 0.0, "slots": 0}, {}, 4),
@@ -51,7 +51,7 @@ NEUTRAL: dict[str, tuple[dict[str, Any], dict[str, Any], int] | None] = {
     "mifam": ({"beta1": 0.0}, {"cohort": 6}, 4),
     "mime": ({"beta": 0.0}, {"steps": 1, "batch": 100, "cohort": 1}, 4),  # then c is the client's own gradient
     "mimelite": ({"beta": 0.0}, {}, 4),
-    "mofedsam": ({"rho": 0.0, "alpha": 1.0}, {}, 4),
+    "mofedsam": ({"radius": 0.0, "alpha": 1.0}, {}, 4),
     "moon": ({"mu": 0.0}, {}, 4),
     "moonm": ({"mu": 0.0, "beta1": 0.0}, {}, 4),
     "scaffold": ({}, {}, 1),  # the control variates are zero in the first round

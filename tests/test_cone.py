@@ -150,3 +150,23 @@ def test_tensor_by_tensor_is_feasible_and_moves_further() -> None:
     parts = torch.cat([project(p[a], rows[:, a]).u for a in (slice(0, 5), slice(5, 12))])
     assert (rows @ parts).min() >= -1e-9
     assert (p - parts).norm() >= (p - whole).norm() - 1e-12 and not torch.allclose(parts, whole)
+
+
+@pytest.mark.parametrize("noise", [4e-5, 1e-6])
+def test_many_columns_along_one_line(noise: float) -> None:
+    """Eight columns up and down one direction with a little noise: multipliers up to 1e6, and still exact."""
+    for seed in range(60):
+        random = torch.Generator().manual_seed(seed)
+        line, p = torch.randn(2, 30, dtype=torch.float64, generator=random)
+        rows = torch.randn(8, 1, dtype=torch.float64, generator=random) * line
+        rows = rows + noise * torch.randn(8, 30, dtype=torch.float64, generator=random)
+        found = project(p, rows)
+        unit = rows / rows.norm(dim=1, keepdim=True)
+        second, _ = nnls(unit.T.numpy(), -p.numpy(), maxiter=100_000)
+        assert found.solved and (unit @ found.u / p.norm()).min() >= -1e-9
+        assert np.abs(p.numpy() + unit.T.numpy() @ second - found.u.numpy()).max() < 1e-7
+
+
+def test_a_column_too_short_for_its_square_still_counts() -> None:
+    """The programme does not depend on a column's length (spec C-3)."""
+    assert project(torch.tensor([1.0, -1.0]), torch.tensor([[0.0, 1e-25]])).u.tolist() == [1.0, 0.0]

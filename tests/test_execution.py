@@ -389,3 +389,46 @@ def test_a_cohort_that_does_not_fit_in_memory_is_split(monkeypatch: pytest.Monke
 def _table(run: Any) -> tuple[Tensor, Any]:
     ids, _ = run.draw()
     return ids, run.data.table(run.settings.plan, 0, 0, ids.numpy(), run.position[ids.numpy()])
+
+
+class Moody(nn.Module):
+    """Another output in evaluation mode, a hook, spectral norm, and a look at a layer's attributes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first = nn.utils.spectral_norm(nn.Linear(5, 4))
+        self.head = nn.Linear(4, 3)
+        self.head.register_forward_hook(lambda module, inputs, output: 2 * output)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.first(x)[:, : self.head.in_features]
+        return self.head(h) if self.training else 0 * self.head(h)
+
+
+def test_hooks_attributes_and_modes_of_a_module_are_kept() -> None:
+    module = Moody()
+    module.first.eval()  # spectral norm's own power iteration changes a buffer in training
+    net, x = Net(module, dtype=torch.float64), torch.randn(6, 5, dtype=torch.float64)
+    point, buffers = net.start()
+    assert "first.weight_orig" in net.layout.names
+    outputs, _ = net(point, buffers, x, Context(None, torch.tensor(0)))
+    torch.testing.assert_close(outputs, copy.deepcopy(module).double()(x))
+    assert torch.equal(net(point, buffers, x, None)[0], torch.zeros(6, 3, dtype=torch.float64))
+
+
+class Rows(nn.Module):
+    """BatchNorm over samples times places."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.fc, self.norm, self.head = nn.Linear(1, 4), nn.BatchNorm1d(4), nn.Linear(20, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.norm(self.fc(x.reshape(-1, 1))).view(len(x), -1))  # type: ignore[no-any-return]
+
+
+def test_batchnorm_over_several_rows_of_a_sample() -> None:
+    stacked, pool = (simulation(FedAvg(), Rows(), cohort=4, execution=e) for e in ("stacked", "pool"))
+    torch.testing.assert_close(path(stacked, 3), path(pool, 3), rtol=1e-11, atol=1e-12)

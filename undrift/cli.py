@@ -12,6 +12,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
+from safetensors import SafetensorError
+
 from undrift import __version__
 from undrift.config import CHOICES, FIELDS, TYPES, parse_value
 from undrift.errors import BadSetting, UndriftError, UnknownName
@@ -102,12 +104,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     except UndriftError as error:
         print(f"undrift: {error}", file=sys.stderr)
         return 2
+    except (OSError, OverflowError, SafetensorError) as error:
+        if isinstance(error, BrokenPipeError):
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            return 1
+        print(f"undrift: {type(error).__name__}: {' '.join(str(error).split())}", file=sys.stderr)
+        return 2
     except KeyboardInterrupt:
         print("undrift: stopped; go on with --resume", file=sys.stderr)
         return 130
-    except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 1
 
 
 def run_command(arguments: argparse.Namespace) -> None:
@@ -129,15 +134,10 @@ def run_command(arguments: argparse.Namespace) -> None:
         from undrift.config import from_toml
 
         config = from_toml(arguments.config)
-    if "steps" in settings:
-        config.pop("epochs", None)
-    if "epochs" in settings:
-        config.pop("steps", None)
-        config.pop("batches", None)
+    if "algorithm" in settings and settings["algorithm"] != config.get("algorithm"):
+        config.pop("set", None)  # another algorithm: the file's fields are not its own
     if fields:
         settings["set"] = dict(config.get("set", {})) | fields
-    if "algorithm" in settings and settings["algorithm"] != config.get("algorithm") and "set" in config:
-        settings.setdefault("set", fields)  # another algorithm: the file's fields are not its own
     named = config | settings
     out = arguments.out or Path("runs") / "-".join(
         (str(named.get("algorithm", "fedavg")), str(named.get("dataset", "digits")), f"seed{named.get('seed', 0)}")
@@ -166,6 +166,8 @@ def sweep_command(arguments: argparse.Namespace) -> int:
     from undrift.sweep import plan, run_all
 
     jobs, sweep = plan(arguments.file)
+    if arguments.processes < 0:
+        raise BadSetting(f"processes must be at least 1, not {arguments.processes}")
     processes = arguments.processes or default_processes(jobs[0].config.device)
     arguments.out.mkdir(parents=True, exist_ok=True)
     (arguments.out / "sweep.toml").write_bytes(arguments.file.read_bytes())
@@ -192,6 +194,8 @@ def report_command(arguments: argparse.Namespace) -> None:
     from undrift.report import page
     from undrift.report.runs import sweep_target
 
+    if arguments.out.suffix not in (".html", ".htm"):
+        raise BadSetting(f"the report is an HTML page; give --out a name that ends in .html, not {arguments.out}")
     target = arguments.target if arguments.target is not None else sweep_target(arguments.folders)
     page.write(arguments.folders, arguments.out, target)
     print_summary(arguments.folders, target)

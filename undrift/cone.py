@@ -12,6 +12,7 @@ that it does not have, the Gram matrix is computed again in float64, and where e
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import numpy as np
@@ -52,13 +53,12 @@ def project(p: Tensor, rows: Tensor, products: Tensor | None = None, rho: float 
     single = p.dtype != torch.float64
     z, solved = solve(G, b, tolerance=1e-6 if single else 1e-12)
     if single and (not solved or digits_lost(G, z > 0) > 4):
-        wide = rows.double()
-        G, b, size = normalised(p.double(), wide, gram(wide, wide), rho)
+        G, b, size = normalised(p.double(), rows.double(), gram(rows.double(), rows.double()), rho)
         z, solved = solve(G, b, tolerance=1e-12)
-    active = z > 0
     straight = None
-    if digits_lost(G, active) > 8:
-        z[active], straight = factorised(p, rows, size, active, rho)
+    if not solved or digits_lost(G, z > 0) > 8:
+        z, straight, solved = by_columns(p, rows, size, rho)
+    active = z > 0
     index = torch.from_numpy(np.flatnonzero(active)).to(p.device)
     multiplier = still.index_copy(
         0, index, torch.from_numpy(z[active] * float(p.double().norm()) / size[active]).to(p.device)
@@ -70,6 +70,13 @@ def project(p: Tensor, rows: Tensor, products: Tensor | None = None, rho: float 
 def normalised(p: Tensor, rows: Tensor, products: Tensor, rho: float) -> tuple[Array, Array, Array]:
     """G and b for unit columns and unit p, and the columns' lengths. A zero column (or p = 0) constrains nothing."""
     size = products.diagonal().double().clamp(min=0).sqrt()
+    if bool(
+        (rows[size == 0] != 0).any()
+    ):  # so short that its square is zero: its length counts for nothing, so stretch it
+        scale = rows.abs().amax(1, keepdim=True).clamp(min=torch.finfo(rows.dtype).tiny).double()
+        even = rows.double() / scale
+        stretched = normalised(p.double(), even, gram(even, even), rho)
+        return stretched[0], stretched[1], stretched[2] * scale.squeeze(1).cpu().numpy()
     length = p.double().norm()
     inverse = torch.where(size > 0, 1 / size, 0.0)
     G = (products.double() * inverse * inverse[:, None]).cpu().numpy()
@@ -78,31 +85,51 @@ def normalised(p: Tensor, rows: Tensor, products: Tensor, rho: float) -> tuple[A
 
 
 def solve(G: Array, b: Array, tolerance: float) -> tuple[Array, bool]:
-    """z >= 0 with w = Gz + b >= -tolerance and zw = 0 (Lawson & Hanson 1974, ch. 23, in Gram form), and whether it was found.
+    """z >= 0 with w = Gz + b >= -tolerance and zw = 0, from the Gram matrix; and whether it was found.
 
     >>> solve(np.eye(2), np.array([-1.0, 2.0]), 1e-12)[0]
     array([1., 0.])
     """
-    z = np.zeros(len(b))
-    passive = np.zeros(len(b), dtype=bool)  # the columns whose multiplier may be positive
-    refused = np.zeros(len(b), dtype=bool)  # columns that round-off would let in and out for ever
-    for _ in range(10 * len(b) + 10):
-        w = G @ z + b
+
+    def multipliers(passive: NDArray[np.bool_]) -> Array | None:
+        try:
+            return np.linalg.solve(G[np.ix_(passive, passive)], -b[passive]).astype(np.float64)
+        except np.linalg.LinAlgError:
+            return None
+
+    return lawson_hanson(len(b), lambda z: G @ z + b, multipliers, tolerance)
+
+
+def lawson_hanson(
+    count: int,
+    slack: Callable[[Array], Array],
+    multipliers: Callable[[NDArray[np.bool_]], Array | None],
+    tolerance: float,
+) -> tuple[Array, bool]:
+    """The active-set method (Lawson & Hanson 1974, ch. 23): z >= 0, slack(z) >= -tolerance, z slack(z) = 0.
+
+    `multipliers` gives the z of the passive columns for which their slack is zero, None where they are dependent.
+    """
+    z = np.zeros(count)
+    passive = np.zeros(count, dtype=bool)  # the columns whose multiplier may be positive
+    refused = np.zeros(count, dtype=bool)  # columns that round-off would let in and out for ever
+    for _ in range(10 * count + 10):
+        w = slack(z)
         w[passive | refused] = 0.0
         j = int(w.argmin())
         if w[j] >= -tolerance - 2e-15 * z.max():  # the second term is the round-off of w itself
-            return z, bool((G @ z + b).min() >= -max(tolerance, 1e-9) * (1 + z.max()))
+            return z, bool(slack(z).min() >= -max(tolerance, 1e-9))
         passive[j] = True
         while passive.any():
-            s = np.zeros(len(b))
-            try:
-                s[passive] = np.linalg.solve(G[np.ix_(passive, passive)], -b[passive])
-            except np.linalg.LinAlgError:  # column j lies in the span of the others
+            found = multipliers(passive)
+            if found is None:  # column j lies in the span of the others
                 passive[j], refused[j] = False, True
                 break
+            s = np.zeros(count)
+            s[passive] = found
             falling = passive & (s <= 0)
             if not falling.any():
-                if (s > z).any() or (s < z).any():
+                if (s != z).any():
                     refused[:] = False
                 z = s
                 break
@@ -118,26 +145,43 @@ def solve(G: Array, b: Array, tolerance: float) -> tuple[Array, bool]:
     return z, False
 
 
+def by_columns(p: Tensor, rows: Tensor, size: Array, rho: float) -> tuple[Array, Tensor, bool]:
+    """Multipliers and projection from the unit columns themselves, where their Gram matrix has lost too many digits.
+
+    The columns and p are first turned into a small triangle (QR), which keeps all angles; then every solve is a least
+    squares problem on it, without directions that are round-off: for M = USV', a = rho S^-1 V'1 - U'p gives z = V S^-1 a and
+    u = p + Ua. u is taken from U, not from Mz, because z may be as large as the columns are alike.
+    """
+    wide, there = p.double().cpu().numpy(), size > 0
+    length = np.linalg.norm(wide)
+    M = rows.double().cpu().numpy()[there].T / size[there]
+    Q, R = np.linalg.qr(np.column_stack([M, wide / length]))
+    A, q = R[:, :-1], R[:, -1]
+
+    def parts(passive: NDArray[np.bool_]) -> tuple[Array, Array]:
+        """z of the passive columns, and how p moves."""
+        U, S, Vt = np.linalg.svd(A[:, passive], full_matrices=False)
+        real = S / S[0] > 1e-14 * max(A.shape)
+        U, S, Vt = U[:, real], S[real], Vt[real]
+        a = rho * Vt.sum(1) / S - U.T @ q
+        return Vt.T @ (a / S), U @ a
+
+    def slack(z: Array) -> Array:
+        moved = parts(z > 0)[1] if (z > 0).any() else 0.0
+        w: Array = A.T @ (q + moved) - rho
+        w[z > 0] = 0.0
+        return w
+
+    z, solved = lawson_hanson(A.shape[1], slack, lambda passive: parts(passive)[0], 1e-12)
+    moved = parts(z > 0)[1] if (z > 0).any() else np.zeros(len(q))
+    found = np.zeros(len(size))
+    found[there] = z
+    return found, torch.from_numpy(wide + length * (Q @ moved)).to(p), solved
+
+
 def digits_lost(G: Array, active: NDArray[np.bool_]) -> float:
     """How many decimal digits a solve on the active columns loses: log10 of the condition number."""
     if not active.any():
         return 0.0
     eigenvalues = np.linalg.eigvalsh(G[np.ix_(active, active)])
     return float(np.log10(eigenvalues[-1] / max(eigenvalues[0], 1e-300)))
-
-
-def factorised(p: Tensor, rows: Tensor, size: Array, active: NDArray[np.bool_], rho: float) -> tuple[Array, Tensor]:
-    """Multipliers and projection from the active unit columns themselves, so that nothing is lost by squaring.
-
-    M = USV' without the directions that are round-off (twins span one line):
-    z = V S^-1 a  and  u = p + U a  with  a = rho S^-1 V'1 - U'p, for unit p.
-    """
-    M = rows[torch.from_numpy(active).to(rows.device)].double().cpu().numpy().T / size[active]
-    wide = p.double().cpu().numpy()
-    length = np.linalg.norm(wide)
-    U, S, Vt = np.linalg.svd(M, full_matrices=False)
-    real = 1e-14 * max(M.shape) * S[0] < S
-    U, S, Vt = U[:, real], S[real], Vt[real]
-    a = rho * Vt.sum(1) / S - U.T @ (wide / length)
-    z: Array = Vt.T @ (a / S)
-    return z.clip(min=0), torch.from_numpy(wide + length * (U @ a)).to(p)

@@ -119,7 +119,12 @@ def from_mapping(settings: Mapping[str, Any]) -> RunConfig:
     for name, value in settings.items():
         if name not in FIELDS:
             raise UnknownName("setting", name, FIELDS)
+        if name == "set" and not isinstance(value, Mapping):
+            raise BadSetting(f"set must be a table of the algorithm's fields, not {value!r}")
         checked[name] = dict(value) if name == "set" else as_type(name, value, TYPES[name])
+    for name, other in (("steps", "epochs"), ("epochs", "steps")):
+        if name in checked and not checked[name] and not checked.get(other):
+            raise BadSetting(f"{name} must be greater than 0")
     return RunConfig(**checked)
 
 
@@ -151,13 +156,15 @@ def as_type(name: str, value: Any, kind: Any) -> Any:
 def parse_value(text: str) -> Any:
     """A value as TOML would read it, and text where TOML would not.
 
-    >>> parse_value("0.5"), parse_value("true"), parse_value("tensor"), parse_value("[0.6, 0.3]")
-    (0.5, True, 'tensor', [0.6, 0.3])
+    >>> parse_value("0.5"), parse_value(".5"), parse_value("True"), parse_value("tensor"), parse_value("[0.6, 0.3]")
+    (0.5, 0.5, True, 'tensor', [0.6, 0.3])
     """
-    try:
-        return tomllib.loads(f"value = {text}")["value"]
-    except tomllib.TOMLDecodeError:
-        return text
+    for form in (text, text.lower(), f"0{text}"):  # also True, and .5
+        try:
+            return tomllib.loads(f"value = {form}")["value"]
+        except tomllib.TOMLDecodeError:
+            continue
+    return text
 
 
 def parse_stop(text: str) -> dict[str, float]:
@@ -174,7 +181,7 @@ def parse_stop(text: str) -> dict[str, float]:
             stop[name] = float(value[:-1]) * unit if unit else float(value)
         except ValueError:
             raise BadSetting(f"stop_at {part!r} is not understood; write accuracy=0.9 or time=10m") from None
-        if name not in ("accuracy", "time") or not stop[name] > 0:
+        if name not in ("accuracy", "time") or not stop[name] > 0 or (name == "accuracy" and stop[name] > 1):
             raise BadSetting(f"stop_at {part!r} is not understood; write accuracy=0.9 or time=10m")
     return stop
 

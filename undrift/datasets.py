@@ -32,7 +32,12 @@ def load_dataset(name: str) -> Dataset:
         loaded: Dataset = module_of("datasets", kind).load(data_root(), rest)
         return loaded
     if colon:
-        return dataset_from(attribute(name)())
+        make = attribute(name)
+        try:
+            data = make()
+        except Exception as error:  # whatever the user's function raises
+            raise BadData(f"{name} failed: {type(error).__name__}: {error}") from error
+        return dataset_from(data)
     found: Dataset = module_of("datasets", name).load(data_root())
     return found
 

@@ -23,6 +23,9 @@ class UnknownName(UndriftError):
         hint = f"did you mean {close[0]!r}?" if close else f"known: {', '.join(names)}"
         super().__init__(f"unknown {kind} {name!r}; {hint}")
 
+    def __reduce__(self) -> tuple[type[UndriftError], tuple[str]]:
+        return UndriftError, (str(self),)  # across processes the message is enough
+
 
 class BadSetting(UndriftError):
     """A value outside what the setting allows, alone or together with another setting."""

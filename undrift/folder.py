@@ -7,20 +7,28 @@ that length. Nothing is pickled.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import math
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import tomli_w
+import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from undrift.config import read_toml
 from undrift.errors import BadRunFolder, UndriftError
+
+try:
+    import fcntl
+except ImportError:  # no such thing on Windows: there two runs in one folder are not noticed
+    fcntl = None  # type: ignore[assignment]
 
 OURS = ("run.toml", "rounds.jsonl", "checkpoint", "model.safetensors")
 
@@ -36,13 +44,19 @@ class RunFolder:
     def exists(self) -> bool:
         return any((self.path / name).exists() for name in OURS)
 
-    def create(self, settings: dict[str, Any]) -> None:
-        if self.exists():
+    def make(self, resume: bool) -> None:
+        """The folder itself, unless it holds a run that is not to be resumed."""
+        if self.exists() and not resume:
             raise BadRunFolder(f"{self.path} holds a run already; go on with --resume, or choose another --out")
         try:
             self.path.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise BadRunFolder(f"cannot make {self.path}: {error.strerror}") from error
+
+    def create(self, settings: dict[str, Any]) -> None:
+        """Begin a run in an empty folder."""
+        if self.exists():
+            raise BadRunFolder(f"{self.path} holds a run already; go on with --resume, or choose another --out")
         self.write_settings(settings)
         self.rounds_file.touch()
 
@@ -69,7 +83,10 @@ class RunFolder:
         self.checkpoints.mkdir(exist_ok=True)
         name = f"round-{facts['round']:06d}.safetensors"
         temporary = self.checkpoints / f".{name}"
-        save_file({n: t.detach().cpu().contiguous() for n, t in tensors.items()}, temporary)
+        # Cloned: two leaves of a state may be one tensor, which the format refuses.
+        save_file(
+            {n: t.detach().cpu().clone(memory_format=torch.contiguous_format) for n, t in tensors.items()}, temporary
+        )
         _sync(temporary)
         checksum = _checksum(temporary)
         os.replace(temporary, self.checkpoints / name)
@@ -77,14 +94,16 @@ class RunFolder:
             os.fsync(file.fileno())
         latest = facts | {"tensors": name, "sha256": checksum, "rounds_bytes": self.rounds_file.stat().st_size}
         _replace(self.checkpoints / "latest.json", json.dumps(latest, indent=1).encode())
-        for old in self.checkpoints.glob("*.safetensors"):
-            if old.name != name:
+        for old in self.checkpoints.iterdir():  # the checkpoint before, and what a kill left half written
+            if old.name not in (name, "latest.json"):
                 old.unlink()
 
     def load(self) -> tuple[dict[str, Tensor], dict[str, Any]] | None:
         """The last complete checkpoint, or None where none was written; rounds.jsonl is cut back to it."""
         latest = self.checkpoints / "latest.json"
         if not latest.exists():
+            if self.model_file.exists():
+                raise BadRunFolder(f"{self.path} holds a finished run without its checkpoint; choose another --out")
             with self.rounds_file.open("wb"):
                 return None
         try:
@@ -95,7 +114,7 @@ class RunFolder:
                     f"the checkpoint {file} is damaged (its checksum is wrong); start again with another --out"
                 )
             tensors = load_file(file)
-        except (OSError, ValueError, KeyError, SafetensorError) as error:
+        except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
             raise BadRunFolder(
                 f"the checkpoint in {self.checkpoints} is damaged ({error}); start again with another --out"
             ) from error
@@ -105,6 +124,21 @@ class RunFolder:
             )
         os.truncate(self.rounds_file, facts["rounds_bytes"])
         return tensors, facts
+
+    @contextlib.contextmanager
+    def locked(self) -> Iterator[None]:
+        """Keep every other process out of the folder while this one runs."""
+        if fcntl is None:
+            yield
+            return
+        with (self.path / ".lock").open("w") as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError:
+                raise BadRunFolder(
+                    f"another process is running in {self.path}; wait for it, or choose another --out"
+                ) from None
+            yield
 
     def finished(self) -> bool:
         """Whether the run came to its end."""

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.dropout import _DropoutNd
+from torch.nn.modules.instancenorm import _InstanceNorm
 
 from undrift.errors import BadSetting
 from undrift.kernels.linear import linear
@@ -44,17 +45,12 @@ class _Pass(threading.local):
     drops: int = 0
 
 
-class MaskedBatchNorm(nn.Module):
-    """BatchNorm whose batch statistics are those of the real samples, with the tensors and names of the original."""
+class MaskedBatchNorm(_BatchNorm):
+    """BatchNorm whose batch statistics are those of the real samples."""
 
-    def __init__(self, original: _BatchNorm, name: str, current: _Pass, frozen: bool) -> None:
-        super().__init__()
-        self.frozen = frozen  # put in evaluation mode by the user: its statistics stay as they are
-        self.eps, self.momentum = original.eps, original.momentum
-        self.name, self.current = name, current
-        self.weight, self.bias = original.weight, original.bias
-        for buffer, tensor in original.named_buffers():
-            self.register_buffer(buffer, tensor)
+    name: str  # its place in the model, with a dot behind it
+    current: _Pass
+    frozen: bool  # put in evaluation mode by the user: its statistics stay as they are
 
     def forward(self, x: Tensor) -> Tensor:
         running_mean: Tensor | None = getattr(self, "running_mean", None)
@@ -70,7 +66,12 @@ class MaskedBatchNorm(nn.Module):
             centred = x - mean.view(wide)
             var = centred.square().mean(across)
         else:
-            real = context.real.to(x.dtype).view((-1,) + (1,) * (x.dim() - 1))
+            real = context.real.to(x.dtype)
+            if len(x) % len(real):
+                raise BadSetting(
+                    f"BatchNorm sees {len(x)} rows for {len(real)} samples; padding cannot be told from samples"
+                )
+            real = real.repeat_interleave(len(x) // len(real)).view((-1,) + (1,) * (x.dim() - 1))
             n = real.sum() * (x.numel() // (x.shape[0] * x.shape[1]))
             mean = (x * real).sum(across) / n.clamp(min=1)
             centred = x - mean.view(wide)
@@ -94,15 +95,15 @@ class MaskedBatchNorm(nn.Module):
         kept[f"{self.name}num_batches_tracked"] = seen
 
 
-class StreamDropout(nn.Module):
+class StreamDropout(_DropoutNd):
     """Dropout whose mask is a hash of (the pass's key, this call's number, the element's place)."""
 
-    def __init__(self, p: float, current: _Pass, whole_channels: bool) -> None:
-        super().__init__()
-        self.p, self.current, self.whole_channels = p, current, whole_channels
+    current: _Pass
+    frozen: bool
+    whole_channels: bool
 
     def forward(self, x: Tensor) -> Tensor:
-        context = self.current.context
+        context = None if self.frozen else self.current.context
         if context is None or self.p == 0.0 or not context.dropout:
             return x
         self.current.drops += 1
@@ -113,12 +114,10 @@ class StreamDropout(nn.Module):
         return x * keep.to(x.dtype) * (1.0 / (1.0 - self.p) if self.p < 1.0 else 0.0)
 
 
-class StackedLinear(nn.Module):
-    """A linear layer with the tensors and names of the original, and a faster form for stacked clients."""
+class StackedLinear(nn.Linear):
+    """A linear layer with a faster form for stacked clients."""
 
-    def __init__(self, original: nn.Linear, current: _Pass) -> None:
-        super().__init__()
-        self.weight, self.bias, self.current = original.weight, original.bias, current
+    current: _Pass
 
     def forward(self, x: Tensor) -> Tensor:
         return linear(x, self.weight, self.bias) if self.current.stacked else F.linear(x, self.weight, self.bias)
@@ -134,7 +133,10 @@ class Net:
         self.dtype = dtype
         self.current = _Pass()
         self.original = copy.deepcopy(module).to(dtype)
-        prepared = _prepared(copy.deepcopy(self.original), "", self.current, module.training, {})
+        prepared = copy.deepcopy(self.original)
+        _prepare(prepared, "", self.current, module.training, set())
+        if not module.training:
+            prepared.train()
         self.layout = Layout.of((n, p) for n, p in prepared.named_parameters() if p.requires_grad)
         if not self.layout.names:
             raise BadSetting("the model has no trainable parameter; set requires_grad on what should be trained")
@@ -151,6 +153,7 @@ class Net:
         )  # which entries of the buffers' vector are counters: they are aggregated by maximum
         self._local = threading.local()
         self._prepared = prepared
+        self._still = _unshared(prepared, self.current).eval()
 
     def start(self) -> tuple[Tensor, Tensor]:
         """x0 [P] and the buffers' start [Q]."""
@@ -164,16 +167,19 @@ class Net:
             self.loss = copy.deepcopy(self.loss).to(device)
         self.original.to(device)
         self._prepared.to(device)
+        self._still = _unshared(self._prepared, self.current).eval()
         self.counters = self.counters.to(device)
         return self
 
-    def module(self) -> nn.Module:
+    def module(self, training: bool) -> nn.Module:
         """This thread's own copy: `functional_call` swaps tensors inside the module, so threads must not share one."""
+        shared = self._prepared if training else self._still
         if threading.current_thread() is threading.main_thread():
-            return self._prepared
-        mine: nn.Module | None = getattr(self._local, "module", None)
-        if mine is None:
-            mine = self._local.module = _unshared(self._prepared, self.current)
+            return shared
+        name = "training" if training else "evaluation"
+        if not hasattr(self._local, name):
+            setattr(self._local, name, _unshared(shared, self.current))
+        mine: nn.Module = getattr(self._local, name)
         return mine
 
     def trace(
@@ -212,7 +218,7 @@ class Net:
         self.current.statistics, self.current.drops = {}, 0
         tensors = self.layout.split(x) | self.buffer_layout.split(buffers)
         try:
-            functional_call(Using(self.module()), {f"module.{n}": t for n, t in tensors.items()}, ())
+            functional_call(Using(self.module(context is not None)), {f"module.{n}": t for n, t in tensors.items()}, ())
         finally:
             self.current.context, self.current.stacked = None, False
         return outputs[0], self._tracked(buffers, context)
@@ -233,9 +239,11 @@ class Net:
         self.current.statistics, self.current.drops = {}, 0
         tensors = self.layout.split(x) | self.buffer_layout.split(buffers)
         try:
-            outputs: Tensor = functional_call(self.module(), tensors, (inputs,))
+            outputs: Tensor = functional_call(self.module(context is not None), tensors, (inputs,))
         finally:
             self.current.context, self.current.stacked = None, False
+        if not isinstance(outputs, Tensor):
+            raise BadSetting(f"the model must return one tensor, not {type(outputs).__name__}")
         return outputs, self._tracked(buffers, context)
 
     def sample_losses(self, outputs: Tensor, targets: Tensor) -> Tensor:
@@ -289,32 +297,34 @@ def plain_cross_entropy(loss: Loss) -> bool:
     )
 
 
-def _prepared(module: nn.Module, name: str, current: _Pass, training: bool, done: dict[int, nn.Module]) -> nn.Module:
-    """The module with every BatchNorm, Dropout and Linear replaced, names of parameters and buffers unchanged.
+def _prepare(module: nn.Module, name: str, current: _Pass, training: bool, done: set[int]) -> None:
+    """Give every BatchNorm, Dropout and Linear its other forward; the module, its hooks and its tensors stay themselves.
 
-    `training` says that the whole model came in training mode, so that a part in evaluation mode is meant to be frozen;
-    `done` keeps a part that stands in several places one part.
+    `training` says that the whole model came in training mode, so that a part in evaluation mode is meant to be frozen.
     """
-    if id(module) in done:
-        return done[id(module)]
+    if id(module) in done:  # a part that stands in several places
+        return
+    done.add(id(module))
     frozen = training and not module.training
-    new = module
     if isinstance(module, _BatchNorm):
-        new = MaskedBatchNorm(module, name, current, frozen)
+        module.__class__ = MaskedBatchNorm
+        vars(module).update(name=name, current=current, frozen=frozen)
     elif type(module) is nn.Linear:
-        new = StackedLinear(module, current)
+        module.__class__ = StackedLinear
+        vars(module).update(current=current)
+    elif isinstance(module, nn.AlphaDropout | nn.FeatureAlphaDropout):
+        raise BadSetting(f"{type(module).__name__} cannot be drawn from seeded streams; use nn.Dropout or remove it")
     elif isinstance(module, _DropoutNd):
-        if isinstance(module, (nn.AlphaDropout, nn.FeatureAlphaDropout)):
-            raise BadSetting(
-                f"{type(module).__name__} cannot be drawn from seeded streams; use nn.Dropout or remove it"
-            )
-        new = StreamDropout(0.0 if frozen else module.p, current, whole_channels=not isinstance(module, nn.Dropout))
-    else:
-        for child, part in list(module._modules.items()):
-            if part is not None:
-                setattr(module, child, _prepared(part, f"{name}{child}.", current, training, done))
-    done[id(module)] = new
-    return new
+        whole = not isinstance(module, nn.Dropout)
+        module.__class__ = StreamDropout
+        vars(module).update(current=current, frozen=frozen, whole_channels=whole)
+    elif isinstance(module, _InstanceNorm) and module.track_running_stats:
+        raise BadSetting(
+            "InstanceNorm with running statistics is not supported; build it with track_running_stats=False"
+        )
+    for child, part in module._modules.items():
+        if part is not None:
+            _prepare(part, f"{name}{child}.", current, training, done)
 
 
 def _unshared(module: nn.Module, current: _Pass) -> nn.Module:

@@ -94,7 +94,7 @@ def attribute(reference: str) -> Any:
         sys.path.insert(0, here)
     try:
         module = importlib.import_module(path)
-    except ImportError as error:
+    except Exception as error:  # whatever the user's module raises while it is imported
         raise BadSetting(f"cannot import {path!r} of {reference!r}: {error}") from error
     try:
         return getattr(module, name)

@@ -113,8 +113,8 @@ class RoundRecord(NamedTuple):
     consistency: float
     seconds: float
     train_loss: float  # mean over the cohort and its local steps
-    clients: int  # that took part
-    dropped: int  # whose update was not finite
+    clients: int  # that were invited
+    dropped: int  # who failed to answer, or whose update was not finite
     more: dict[str, float]  # other metrics, validation scores, the algorithm's own facts
 
     def as_dict(self) -> dict[str, Any]:

@@ -33,12 +33,13 @@ from undrift.config import (
 from undrift.data.batches import Plan
 from undrift.data.own import dataset_from
 from undrift.datasets import load_dataset
-from undrift.errors import BadRunFolder, BadSetting
+from undrift.errors import BadRunFolder, BadSetting, UndriftError
 from undrift.folder import RunFolder
 from undrift.net import Loss, Net
 from undrift.registry import algorithm_class, attribute, module_of
 from undrift.simulate.engine import Settings, Simulation
 from undrift.simulate.evaluate import Metric, accuracy
+from undrift.simulate.execute import Stacked
 from undrift.streams import Purpose, stream
 
 Progress = Callable[[dict[str, Any], int], None]  # called with each record and the number of rounds asked for
@@ -64,7 +65,7 @@ def run(
     config: RunConfig | Mapping[str, Any] | str | Path | None = None,
     *,
     algorithm: str | type[Any] | Worker | None = None,
-    model: str | nn.Module | None = None,
+    model: str | nn.Module | Callable[[tuple[int, ...], int], nn.Module] | None = None,
     data: Any = None,
     loss: Loss = F.cross_entropy,
     metrics: Mapping[str, Metric] | None = None,
@@ -91,6 +92,22 @@ def run(
         given = from_toml(Path(config))
     elif config is not None:
         given = asdict(config) if isinstance(config, RunConfig) else dict(config)
+    if isinstance(algorithm, str):
+        settings["algorithm"] = algorithm
+    elif algorithm is not None:
+        settings["algorithm"] = reference(algorithm if isinstance(algorithm, type) else type(algorithm))
+    if model is not None:
+        settings["model"] = (
+            model if isinstance(model, str) else f"object {getattr(model, '__name__', type(model).__name__)}"
+        )
+    if data is not None:
+        if "dataset" in settings:
+            raise BadSetting("give dataset, a name, or data, your own, not both")
+        settings["dataset"] = "object"
+    for name, other in (("steps", "epochs"), ("epochs", "steps")):
+        if settings.get(name):  # what is said last counts
+            given.pop(other, None)
+            given.pop("batches", None)
     if resume:
         if folder is None:
             raise BadSetting("resume needs the run's folder; give --out DIR")
@@ -100,6 +117,9 @@ def run(
         check_same_run(folder, stored, asked)
         given = stored | given | {"set": stored.get("set", {}) | asked.pop("set", {})}
         settings.pop("set", None)
+        if asked.get("execution", "auto") == "auto":  # what it was begun with, so that it goes on bit for bit
+            settings.pop("execution", None)
+            given["execution"] = stored.get("execution", "auto")
         if made.get("threads") not in (None, torch.get_num_threads()):
             warnings.warn(
                 f"{folder.path} was run on {made['threads']} threads, now there are {torch.get_num_threads()}: "
@@ -107,17 +127,10 @@ def run(
                 stacklevel=2,
             )
     given |= settings
-    if algorithm is not None and isinstance(algorithm, str):
-        given["algorithm"] = algorithm
-    if isinstance(model, str):
-        given["model"] = model
     alg, given = resolve_algorithm(algorithm, given)
-    if isinstance(model, nn.Module):
-        given["model"] = f"object {type(model).__name__}"
     dataset = None
     if data is not None:
         dataset = dataset_from(data)
-        given["dataset"] = "object"
         if dataset.sites is not None:
             given.setdefault("partition", "sites")
             given.setdefault("clients", int(dataset.sites.max()) + 1)
@@ -133,11 +146,9 @@ def run(
     clients = federation.federate(
         dataset, chosen.partition, chosen.clients, chosen.seed, device, chosen.val_fraction, chosen.colour
     )
-    module = (
-        model
-        if isinstance(model, nn.Module)
-        else build_model(chosen.model, clients.shape, clients.classes, chosen.seed)
-    )
+    module = model
+    if not isinstance(module, nn.Module):
+        module = build_model(model or chosen.model, clients.shape, clients.classes, chosen.seed)
     net = Net(module, loss, torch.float64 if chosen.dtype == "float64" else torch.float32)
     if metrics is None:
         metrics = {"accuracy": accuracy} if net.loss is F.cross_entropy else {}
@@ -153,6 +164,10 @@ def run(
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True)
     try:
+        if folder is not None:
+            folder.make(resume)
+            with folder.locked():
+                return drive(simulation, chosen, folder, resume, progress)
         return drive(simulation, chosen, folder, resume, progress)
     finally:
         torch.use_deterministic_algorithms(before)
@@ -169,7 +184,10 @@ def drive(
         checkpoint = folder.load()
         if checkpoint is not None:
             tensors, facts = checkpoint
-            simulation.restore(tensors, facts["round"])
+            try:
+                simulation.restore(tensors, facts["round"])
+            except (KeyError, ValueError) as error:
+                raise BadRunFolder(f"the checkpoint in {folder.path} is of another run: {error}") from error
             elapsed = facts["seconds"]
         records = folder.records()
         folder.write_settings(written(config, simulation))
@@ -238,17 +256,27 @@ def check_same_run(folder: RunFolder, stored: Mapping[str, Any], asked: Mapping[
             )
 
 
-def build_model(name: str, shape: tuple[int, ...], classes: int, seed: int) -> nn.Module:
-    """A model with its initial weights drawn under the seed, on the CPU so that they are the same for every device."""
-    build = attribute(name) if ":" in name else module_of("models", name).build
+def build_model(model: Any, shape: tuple[int, ...], classes: int, seed: int) -> nn.Module:
+    """A model, by its name or by a function of (shape, classes), with its initial weights drawn under the seed.
+
+    They are drawn on the CPU, so that they are the same for every device.
+    """
+    build = model
+    if isinstance(model, str):
+        if model.startswith("object "):
+            raise BadSetting(f"the run's model was {model}; give it again from Python")
+        build = attribute(model) if ":" in model else module_of("models", model).build
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(stream(seed, Purpose.INITIAL) >> 1)
-        model = build(shape, classes)
-    if not isinstance(model, nn.Module):
-        raise BadSetting(
-            f"{name} returned {type(model).__name__}; a model function takes (shape, classes) and returns an nn.Module"
-        )
-    return model
+        try:
+            made = build(shape, classes)
+        except UndriftError:
+            raise
+        except Exception as error:  # whatever the user's function raises
+            raise BadSetting(f"the model function {model} failed: {type(error).__name__}: {error}") from error
+    if not isinstance(made, nn.Module):
+        raise BadSetting(f"a model function takes (shape, classes) and returns an nn.Module, not {type(made).__name__}")
+    return made
 
 
 def pick_device(name: str) -> torch.device:
@@ -269,6 +297,8 @@ def written(config: RunConfig, simulation: Simulation) -> dict[str, Any]:
     }  # fmt: skip
     if simulation.execution is not None:
         settings["execution"] = simulation.execution.name  # once chosen it stays, so that results can be repeated
+        if isinstance(simulation.execution, Stacked):
+            settings["chunk"] = min(simulation.execution.chunk, config.cohort)
     return settings | {"set": settings.pop("set"), "made": made}
 
 

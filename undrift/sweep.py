@@ -29,9 +29,10 @@ import torch
 
 from undrift.algorithms.base import check
 from undrift.config import FIELDS, RESUMABLE, RunConfig, from_mapping, make_algorithm, read_toml
-from undrift.errors import BadRunFolder, UndriftError, UnknownName
+from undrift.data.partition import PARTITIONS
+from undrift.errors import BadRunFolder, BadSetting, UndriftError, UnknownName
 from undrift.folder import RunFolder
-from undrift.registry import algorithm_class
+from undrift.registry import algorithm_class, module_of
 from undrift.runs import run
 
 
@@ -54,6 +55,18 @@ def plan(path: Path) -> tuple[list[Job], dict[str, Any]]:
             raise UnknownName("key of [sweep]", name, ("algorithms", "seeds", "target", "grid", "only"))
     algorithms = sweep.get("algorithms") or [settings.get("algorithm", FIELDS["algorithm"].default)]
     seeds = sweep.get("seeds") or [settings.get("seed", 0)]
+    for name, values, kind in (("algorithms", algorithms, str), ("seeds", seeds, int)):
+        if (
+            not isinstance(values, list)
+            or not all(isinstance(v, kind) for v in values)
+            or len(set(values)) < len(values)
+        ):
+            raise BadSetting(f"[sweep] {name} must be a list of different values, not {values}")
+    if not isinstance(sweep.get("target", 0.0), int | float):
+        raise BadSetting(f"[sweep] target must be a number, not {sweep['target']!r}")
+    for name, values in itertools.chain(*(g.items() for g in (sweep.get("grid", {}), *sweep.get("only", {}).values()))):
+        if values == []:
+            raise BadSetting(f"[sweep] {name} is an empty list; give at least one value")
     for name in sweep.get("only", {}):
         if name not in algorithms:
             raise UnknownName("algorithm of [sweep.only]", name, algorithms)
@@ -64,13 +77,23 @@ def plan(path: Path) -> tuple[list[Job], dict[str, Any]]:
             for seed in seeds:
                 chosen = settings | {"algorithm": algorithm, "seed": seed, "set": dict(settings.get("set", {}))}
                 for name, value in values.items():
-                    _put(chosen, algorithm, name, value)
+                    _put(chosen, name, value)
                 config = from_mapping(chosen)
                 built = make_algorithm(algorithm_class(algorithm), algorithm, config.set)
-                check(built, config.clients, config.cohort)
+                check(built, config.clients, config.clients if config.sampling == "bernoulli" else config.cohort)
+                check_names(config)
                 varied = [f"{n}={v}" for n, v in values.items() if isinstance(grid[n], list)]
                 jobs.append(Job(_folder_name(algorithm, *varied, f"seed={seed}"), config))
     return jobs, sweep
+
+
+def check_names(config: RunConfig) -> None:
+    """Raise UnknownName for a data set, model or partition that is not there."""
+    for kind, name in (("datasets", config.dataset), ("models", config.model)):
+        if ":" not in name:
+            module_of(kind, name)
+    if config.partition.partition(":")[0] not in PARTITIONS:
+        raise UnknownName("partition", config.partition.partition(":")[0], PARTITIONS)
 
 
 def run_all(jobs: list[Job], out: Path, processes: int, watch: Watch) -> dict[str, str]:
@@ -119,6 +142,11 @@ def _run_one(job: Job, folder: Path, news: Any) -> None:
         for name in now.keys() - {"set", *RESUMABLE}:
             if was.get(name) != now[name]:
                 raise BadRunFolder(f"{folder} holds another run: its {name} is {was.get(name)}, not {now[name]}")
+        fields = asdict(make_algorithm(algorithm_class(job.config.algorithm), job.config.algorithm, job.config.set))
+        for name, value in fields.items():
+            value = list(value) if isinstance(value, tuple) else value
+            if was.get("set", {}).get(name) != value:
+                raise BadRunFolder(f"{folder} holds another run: its {name} is {was['set'].get(name)}, not {value}")
     if not (resume and stored.finished() and was["rounds"] == job.config.rounds):  # a finished run is not run again
         run(
             job.config,
@@ -139,7 +167,7 @@ def _combinations(grid: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
         yield dict(zip(grid, values, strict=True))
 
 
-def _put(chosen: dict[str, Any], algorithm: str, name: str, value: Any) -> None:
+def _put(chosen: dict[str, Any], name: str, value: Any) -> None:
     """Set a setting of the run, or a field of the algorithm, whichever has that name."""
     if name in FIELDS and name != "set":
         chosen[name] = value

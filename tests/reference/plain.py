@@ -374,14 +374,14 @@ class FedAdagrad(FedAdam):
 class FedSAM(FedAvg):
     """The gradient at x + rho u / (|u| + 1e-7) in place of u, the gradient at x."""
 
-    defaults = dict(rho=0.1)
+    defaults = dict(radius=0.1)
     gradients_a_step = 2
 
     def gradient(self, client: int, batch: list[int]) -> None:
         super().gradient(client, batch)
         u = {n: p.grad.clone() for n, p in self.module.named_parameters() if p.grad is not None}
         length = np.linalg.norm(joined(u, list(u)))
-        point = {n: x + self.option["rho"] * u[n] / (length + 1e-7) for n, x in self.here().items()}
+        point = {n: x + self.option["radius"] * u[n] / (length + 1e-7) for n, x in self.here().items()}
         sharp = self.elsewhere(point, batch)
         for name, parameter in self.module.named_parameters():
             parameter.grad = sharp[name]
@@ -515,7 +515,7 @@ class MIFAM(MIFA, FedAvgM):
 
 
 class FedMIM(FedAvg):
-    """The models of all rounds are kept, and every delta computed from two of them."""
+    """Every delta is kept; a_t and b_t are summed anew at each step."""
 
     defaults = dict(alpha=(0.6, 0.3), beta=(0.9, 0.1), downlink="broadcast")
 

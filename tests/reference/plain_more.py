@@ -18,16 +18,15 @@ from tests.reference.plain import After, Answer, FedAvg, FedAvgM, Invited, Named
 class Whole(FedAvg):
     """A client's full gradient at x_t: its samples in their order, `batch` at a time in training mode."""
 
-    defaults: dict[str, Any] = dict(batch=0)
+    defaults: dict[str, Any] = dict(batch=0, rows=())  # `rows`: the samples of each client
     passes = 0  # gradients spent on it in this round
 
     def full(self, client: int) -> Named:
-        first, size = sum(self.problem.sizes[:client]), self.problem.sizes[client]
-        total = self.zeros()
-        for start in range(0, size, self.option["batch"]):
-            batch = list(range(first + start, first + min(start + self.option["batch"], size)))
+        rows, total = self.option["rows"][client], self.zeros()
+        for start in range(0, len(rows), self.option["batch"]):
+            batch = rows[start : start + self.option["batch"]]
             for name, g in gradient_at(self.module, self.x, self.problem, batch).items():
-                total[name] += g * len(batch) / size
+                total[name] += g * len(batch) / len(rows)
             self.passes += 1
         return total
 
@@ -60,7 +59,7 @@ def spoilt(answer: Answer) -> Answer:
 class MimeLite(Whole):
     """The server's momentum is mixed into every local gradient, and is made of full gradients at x_t."""
 
-    defaults = dict(batch=0, beta=0.9, ema=True)
+    defaults = Whole.defaults | dict(beta=0.9, ema=True)
 
     def __init__(self, problem: Problem, weights: str = "uniform", **options: Any) -> None:
         super().__init__(problem, weights, **options)
@@ -122,7 +121,7 @@ class Mime(MimeLite):
 class ScaffoldI(Whole, Scaffold):
     """c_i is the full gradient at x_t; the server's c is computed from all c_i."""
 
-    defaults = Scaffold.defaults | dict(batch=0, option=1)
+    defaults = Scaffold.defaults | Whole.defaults | dict(option=1)
 
     def train(self, client: int, batches: list[list[int]]) -> Answer:
         self.now = getattr(self, "now", {}) | {client: self.full(client)}

@@ -195,10 +195,10 @@ def test_r8_mifa_that_waits_stays_until_everybody_has_answered() -> None:
 
 def test_r11_client_momentum_and_sharpness_vanish() -> None:
     same(FedCM(alpha=1.0), FedAvg(), **FALLING)
-    same(FedSAM(rho=0.0), FedAvg(), **FALLING)
-    same(MoFedSAM(rho=0.0, alpha=0.3), FedCM(alpha=0.3), **FALLING)
-    same(MoFedSAM(rho=0.2, alpha=1.0), FedSAM(rho=0.2), **FALLING)
-    different(MoFedSAM(rho=0.2, alpha=0.3), FedCM(alpha=0.3))
+    same(FedSAM(radius=0.0), FedAvg(), **FALLING)
+    same(MoFedSAM(radius=0.0, alpha=0.3), FedCM(alpha=0.3), **FALLING)
+    same(MoFedSAM(radius=0.2, alpha=1.0), FedSAM(radius=0.2), **FALLING)
+    different(MoFedSAM(radius=0.2, alpha=0.3), FedCM(alpha=0.3))
 
 
 def test_r12_the_first_steps_of_adam_and_yogi_coincide_from_v_zero() -> None:

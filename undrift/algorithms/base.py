@@ -252,8 +252,8 @@ def at_least(settings: object, lowest: float, *fields: str) -> None:
     """Raise BadSetting unless every named field is a finite number >= lowest."""
     for field in fields:
         value = getattr(settings, field)
-        if not lowest <= float(value) < float("inf"):  # NaN compares false
-            raise BadSetting(f"{field} must be a finite number of at least {lowest:g}, not {value}")
+        if not lowest <= float(value) < 1e30:  # NaN compares false
+            raise BadSetting(f"{field} must be a number of at least {lowest:g} and below 1e30, not {value}")
 
 
 def below_one(settings: object, *fields: str) -> None:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from undrift.algorithms.base import Average, LocalSGD
+from undrift.errors import BadSetting
 
 
 @dataclass(frozen=True)
@@ -17,6 +18,11 @@ class ResetMomentum(LocalSGD):
     """b <- mu_l b + g_i(x_i^k), x_i^{k+1} = x_i^k - eta_l b: the base optimiser with `momentum` = mu_l."""
 
     optimizer: str = "momentum"
+
+    def check(self, clients: int, cohort: int) -> None:
+        super().check(clients, cohort)
+        if self.optimizer != "momentum":
+            raise BadSetting(f"local momentum is that of optimizer=momentum, not of {self.optimizer}")
 
 
 @dataclass(frozen=True)

@@ -15,24 +15,24 @@ from undrift.oracle import GradientOracle
 from undrift.vec import norm
 
 
-def sharp_gradient(oracle: GradientOracle, x: Tensor, rho: float) -> Tensor:
+def sharp_gradient(oracle: GradientOracle, x: Tensor, radius: float) -> Tensor:
     """The gradient at x + rho u / |u|, u the gradient at x, both on the same mini-batch; BatchNorm is tracked at x only."""
     u = oracle.grad(x)
-    return oracle.grad(x + rho * u / (norm(u) + 1e-7), track=False)
+    return oracle.grad(x + radius * u / (norm(u) + 1e-7), track=False)
 
 
 @dataclass(frozen=True)
 class SharpnessAware(Worker):
     """x_i^{k+1} = x_i^k - eta_l g_i(x_i^k + rho u / |u|)."""
 
-    rho: float = 0.1
+    radius: float = 0.1  # rho
 
     def local_step(self, down: Any, client: Any, work: Work, oracle: GradientOracle) -> Any:
-        return self.move(work, sharp_gradient(oracle, work.x, self.rho))
+        return self.move(work, sharp_gradient(oracle, work.x, self.radius))
 
     def check(self, clients: int, cohort: int) -> None:
         super().check(clients, cohort)
-        at_least(self, 0.0, "rho")
+        at_least(self, 0.0, "radius")
 
 
 @dataclass(frozen=True)

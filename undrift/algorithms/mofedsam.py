@@ -18,15 +18,15 @@ from undrift.oracle import GradientOracle
 class SharpnessAwareMomentum(LastDirection):
     """x_i^{k+1} = x_i^k - eta_l ( alpha g_i(x_i^k + rho u / |u|) + (1 - alpha) Delta_t )."""
 
-    rho: float = 0.1
+    radius: float = 0.1  # rho
 
     def local_step(self, down: LastDirection.Down, client: Any, work: Work, oracle: GradientOracle) -> Any:
-        g = sharp_gradient(oracle, work.x, self.rho)
+        g = sharp_gradient(oracle, work.x, self.radius)
         return self.move(work, self.alpha * g + (1 - self.alpha) * down.delta)
 
     def check(self, clients: int, cohort: int) -> None:
         super().check(clients, cohort)
-        at_least(self, 0.0, "rho")
+        at_least(self, 0.0, "radius")
 
 
 @dataclass(frozen=True)

@@ -31,8 +31,8 @@ class Transform:
         self, raw: Tensor, dtype: torch.dtype, keys: Tensor | None = None, clients: Tensor | None = None
     ) -> Tensor:
         """The inputs for raw samples [n, ...]. In training `keys` [n] name each sample's draw and `clients` [n] its owner."""
-        if raw.dtype != torch.uint8:
-            return raw.to(dtype) if raw.is_floating_point() else raw
+        if raw.dtype != torch.uint8 or raw.dim() != 4:
+            return raw.to(dtype) if raw.is_floating_point() else raw.long()  # token ids, for instance
         if keys is not None and (self.crop or self.flip):
             raw = self.crop_and_flip(raw, keys)
         x = raw.to(dtype) / 255

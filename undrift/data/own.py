@@ -23,6 +23,7 @@ from undrift.data.dataset import Dataset
 from undrift.errors import BadData
 
 Arrays = tuple[NDArray[np.generic], NDArray[np.generic]]
+ARRAYS = (np.ndarray, torch.Tensor, list)
 NAMES = ("x_train", "y_train", "x_test", "y_test")
 
 
@@ -43,7 +44,7 @@ def dataset_from(data: Any) -> Dataset:
     if isinstance(data, (tuple, list)) and len(data) == 4:
         train, test = pair(data[0], data[1]), pair(data[2], data[3])
     elif isinstance(data, (tuple, list)) and len(data) == 2:
-        if isinstance(data[0], list):
+        if isinstance(data[0], list) or (isinstance(data[0], tuple) and not isinstance(data[0][0], ARRAYS)):
             parts = [arrays(part) for part in data[0]]
             if any(len(y) == 0 for _, y in parts):
                 raise BadData("a client has no samples; leave it out of the list")
@@ -55,6 +56,8 @@ def dataset_from(data: Any) -> Dataset:
     else:
         raise BadData("data must be (x_train, y_train, x_test, y_test), (train, test) or ([one per client], test)")
     labels = train[1]
+    if not len(labels):
+        raise BadData("there are no training samples")
     classes = 0
     if labels.ndim == 1 and labels.dtype.kind in "ui":
         classes = int(max(labels.max(), test[1].max() if len(test[1]) else 0)) + 1
@@ -75,6 +78,9 @@ def pair(inputs: Any, targets: Any) -> Arrays:
     x, y = numpy(inputs), numpy(targets)
     if len(x) != len(y):
         raise BadData(f"{len(x)} inputs but {len(y)} targets; give one target for each input")
+    for what, values in (("inputs", x), ("targets", y)):
+        if values.dtype.kind not in "uif":
+            raise BadData(f"{what} must be numbers, not {values.dtype}")
     if x.dtype == np.float64:
         x = x.astype(np.float32) if np.array_equal(x, x.astype(np.float32), equal_nan=True) else x
     if y.dtype.kind in "ui":

@@ -14,4 +14,4 @@ def linear(x: Tensor, w: Tensor, b: Tensor | None) -> Tensor:
     """F.linear(x, w, b) for x [..., n, in], for use under vmap."""
     y = w @ x.flatten(0, -2).mT  # [out, n]
     y = y if b is None else y + b.unsqueeze(-1)
-    return y.mT if x.dim() == 2 else y.mT.reshape(*x.shape[:-1], -1)
+    return y.mT.contiguous().view(*x.shape[:-1], -1)  # laid out as F.linear's, because a model may call view on it

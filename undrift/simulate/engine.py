@@ -145,13 +145,16 @@ class Simulation:
         state, sent = self.state, None
         if alg.measures:  # two exchanges: measure at x_t, then train with what the server made of it
             sent = self.execution.measure(alg, down, self.state.buffers, work)
-            state = state._replace(companion=alg.measured(state.companion, sent, invited))
+            fine = sent.isfinite().all(-1)
+            measuring = self.cohort(alg, ids[fine], drawn[fine], steps[fine])
+            if bool(fine.any()):
+                state = state._replace(companion=alg.measured(state.companion, sent[fine], measuring))
             down = alg.broadcast(state.x, state.companion, invited)
         answers = self.execution(alg, down, client, self.state.buffers, work)
 
         bytes_up = nbytes(answers.up) + nbytes(answers.buffers) + (0 if sent is None else nbytes(sent))
         # In the first round nobody lacks anything of a round before.
-        returning = len(set(host_ids.tolist()) & set(self.last_cohort.tolist())) if self.t else len(invited_ids)
+        returning = len(set(invited_ids.tolist()) & set(self.last_cohort.tolist())) if self.t else len(invited_ids)
         asked = len(invited_ids)
         bytes_down = alg.bytes_down(down, asked, returning, self.data.clients) + asked * nbytes(self.state.buffers)
 
@@ -234,6 +237,9 @@ class Simulation:
         return state | self.clients.tensors() | own
 
     def restore(self, tensors: dict[str, Tensor], t: int) -> None:
+        for name, leaf in named_leaves("state", self.state):
+            if tensors[name].shape != leaf.shape:
+                raise ValueError(f"{name} is {list(tensors[name].shape)}, not {list(leaf.shape)}")
         # Cloned, because a tensor read from a file lies where it lay there, and sums round by how memory is aligned.
         stored = iter([tensors[name].to(self.device).clone() for name, _ in named_leaves("state", self.state)])
         self.state = map_leaves(lambda _: next(stored), self.state)

@@ -37,6 +37,8 @@ def evaluate(
 ) -> dict[str, float]:
     """The mean loss and metrics in evaluation mode. A metric returns one number a sample, or one for the whole batch."""
     rows = torch.arange(len(split), device=x.device) if rows is None else rows
+    if not len(rows):
+        return {}
     sums: dict[str, Tensor] = {}
     for part in rows.split(batch):
         outputs, _ = net(x, buffers, transform(split.take(part), net.dtype), None)

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from undrift.algorithms.base import Algorithm
 from undrift.data.batches import Table
 from undrift.data.federation import Federation
-from undrift.errors import BadSetting
+from undrift.errors import BadSetting, UndriftError
 from undrift.net import Net
 from undrift.oracle import Batch, Oracle
 from undrift.round import Answers, client_part
@@ -100,7 +100,10 @@ class LocalWhole:
             real = place < torch.from_numpy(count).to(ids.device).unsqueeze(-1)
             rows = data.members[(start.unsqueeze(-1) + first + place).clamp(max=len(data.members) - 1)]
             rows = torch.where(real, rows, rows[..., :1]).view(*ids.shape, -1)
-            inputs = data.transform(data.train.take(rows.flatten()), work.net.dtype)
+            owner = (
+                ids.unsqueeze(-1).expand(rows.shape).flatten()
+            )  # the client's colour is its own, not an augmentation
+            inputs = data.transform(data.train.take(rows.flatten()), work.net.dtype, None, owner)
             targets = data.train.targets[rows]
             targets = targets.to(work.net.dtype) if targets.is_floating_point() else targets
             mask = real.to(work.net.dtype).view(rows.shape)
@@ -241,11 +244,17 @@ def check_repeatable(net: Net, x: Tensor, buffers: Tensor, work: RoundWork) -> N
         oracle.buffers = buffers
         return oracle.grad(x)
 
-    first, second = gradient(), gradient()
+    try:
+        first, second = gradient(), gradient()
+    except UndriftError:
+        raise
+    except Exception as error:  # whatever the user's model or loss raises
+        shape = list(work.data.shape)
+        raise BadSetting(f"the model failed on samples of shape {shape}: {type(error).__name__}: {error}") from error
     if (first - second).norm() > 0.01 * first.norm():  # a GPU's sums may differ in their last digits, a mask in many
         raise BadSetting(
             "the model gives two different gradients on one batch, so it draws random numbers that cannot be seeded "
-            "(functional dropout?); use nn.Dropout modules instead"
+            "(functional dropout?) or keeps a state of its own; use nn.Dropout modules and stateless layers"
         )
 
 
