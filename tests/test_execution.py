@@ -432,3 +432,20 @@ class Rows(nn.Module):
 def test_batchnorm_over_several_rows_of_a_sample() -> None:
     stacked, pool = (simulation(FedAvg(), Rows(), cohort=4, execution=e) for e in ("stacked", "pool"))
     torch.testing.assert_close(path(stacked, 3), path(pool, 3), rtol=1e-11, atol=1e-12)
+
+
+def test_branches_drop_what_the_whole_pass_drops() -> None:
+    """At x_t the frozen rest of the model continues the local blocks to the same outputs, dropout included."""
+    torch.manual_seed(0)
+    module = nn.Sequential(
+        nn.Sequential(nn.Linear(5, 8), nn.Dropout(0.5)),
+        nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.5)),
+        nn.Linear(8, 3),
+    )
+    net, x = Net(module, dtype=torch.float64), torch.randn(7, 5, dtype=torch.float64)
+    point, buffers = net.start()
+    context = Context(None, torch.tensor(5))
+    outputs, _ = net.trace(point, buffers, x, context)
+    torch.testing.assert_close(net(point, buffers, x, context)[0], outputs[-1])
+    for block in (1, 2):
+        torch.testing.assert_close(net.onward(block, point, buffers, outputs[block - 1], context), outputs[-1])

@@ -191,9 +191,17 @@ class Net:
     def onward(
         self, block: int, x: Tensor, buffers: Tensor, h: Tensor, context: Context | None, stacked: bool = False
     ) -> Tensor:
-        """What the blocks from number `block` on make of h, with the tensors of x; no statistics are kept."""
-        outputs, _ = self._run(x, buffers, context, stacked, lambda module: _through(blocks(module)[block:], h))
-        return outputs[-1]
+        """What the blocks from number `block` on make of h, with the tensors of x; no statistics are kept.
+
+        Dropout layers are numbered as in a whole pass, so that they drop what they drop there.
+        """
+
+        def use(module: nn.Module) -> list[Tensor]:
+            before = nn.ModuleList(blocks(module)[:block]).modules()
+            self.current.drops = sum(isinstance(m, StreamDropout) and m.p > 0 for m in before)
+            return _through(blocks(module)[block:], h)
+
+        return self._run(x, buffers, context, stacked, use)[0][-1]
 
     def _run(
         self,
@@ -272,7 +280,7 @@ class Net:
 
 def blocks(module: nn.Module) -> list[nn.Module]:
     """The parts that a model runs one after another; the last one is the classifier."""
-    if not isinstance(module, nn.Sequential) or len(module) < 2:
+    if not isinstance(module, nn.Sequential) or type(module).forward is not nn.Sequential.forward or len(module) < 2:
         raise BadSetting(
             "this method needs a model made of blocks: an nn.Sequential of at least two parts whose last one is the "
             f"classifier, not {type(module).__name__}"

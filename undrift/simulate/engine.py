@@ -142,7 +142,7 @@ class Simulation:
                 work,
             )
             work.gradients = 0  # only the round itself counts
-        state, sent = self.state, None
+        state, sent, fine = self.state, None, torch.ones_like(ids, dtype=torch.bool)
         if alg.measures:  # two exchanges: measure at x_t, then train with what the server made of it
             sent = self.execution.measure(alg, down, self.state.buffers, work)
             fine = sent.isfinite().all(-1)
@@ -159,7 +159,7 @@ class Simulation:
         bytes_down = alg.bytes_down(down, asked, returning, self.data.clients) + asked * nbytes(self.state.buffers)
 
         # A client whose update is not finite is dropped: its state stays as it was, the others' weights add up to one.
-        good = finite(answers)
+        good = finite(answers) & fine
         kept = len(ids) if bool(good.all()) else int(good.sum())
         if kept < len(ids):
             answers = map_leaves(lambda v: v[good], answers)
