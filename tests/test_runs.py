@@ -656,6 +656,11 @@ def test_models_by_function_and_odd_models() -> None:
         undrift.run(
             federation, model=nn.Sequential(nn.InstanceNorm1d(5, track_running_stats=True), tiny_mlp()), data=own
         )
+    labels = np.asarray(own.y_train) + 1
+    with pytest.raises(BadData, match="labels run from 0 to 3"):
+        undrift.run(
+            federation | {"partition": "iid"}, model=tiny_mlp(), data=(own.x_train, labels, own.x_test, own.y_test)
+        )
     with pytest.raises(BadData, match="must be numbers"):
         undrift.run(federation, model=tiny_mlp(), data=(np.array([["a"]]), [0], np.array([["a"]]), [0]))
     without_test = undrift.run(

@@ -20,7 +20,7 @@ from undrift.net import Net
 from undrift.round import RoundRecord, consistency, fill, finite, server_init, server_part
 from undrift.simulate.clients import ClientTable
 from undrift.simulate.evaluate import Metric, evaluate
-from undrift.simulate.execute import Execution, RoundWork, check_repeatable, choose, keep_freed_memory
+from undrift.simulate.execute import Execution, RoundWork, check_labels, check_repeatable, choose, keep_freed_memory
 from undrift.streams import Purpose, fold, sample, stream, uniform
 from undrift.vec import map_leaves, nbytes
 
@@ -129,6 +129,7 @@ class Simulation:
         )
         client = self.clients.read(ids, fresh)
         if self.execution is None:
+            check_labels(self.net, self.state.x, self.state.buffers, work)
             check_repeatable(self.net, self.state.x, self.state.buffers, work)
             self.execution = choose(
                 self.settings.execution,

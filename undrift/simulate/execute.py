@@ -6,6 +6,7 @@ convolution becomes a grouped one, which is slow, so that a pool of threads that
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import sys
 import time
@@ -16,13 +17,14 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from undrift.algorithms.base import Algorithm
 from undrift.data.batches import Table
 from undrift.data.federation import Federation
-from undrift.errors import BadSetting, UndriftError
+from undrift.errors import BadData, BadSetting, UndriftError
 from undrift.net import Net
 from undrift.oracle import Batch, Oracle
 from undrift.round import Answers, client_part
@@ -236,6 +238,18 @@ def available_memory(device: torch.device) -> int:
         return 4 << 30
 
 
+@contextlib.contextmanager
+def told_apart(work: RoundWork) -> Iterator[None]:
+    """Say of whatever the user's model or loss raises that it was theirs."""
+    try:
+        yield
+    except UndriftError:
+        raise
+    except Exception as error:
+        shape = list(work.data.shape)
+        raise BadSetting(f"the model failed on samples of shape {shape}: {type(error).__name__}: {error}") from error
+
+
 def check_repeatable(net: Net, x: Tensor, buffers: Tensor, work: RoundWork) -> None:
     """Refuse a model that draws random numbers outside our streams: its runs could not be seeded."""
 
@@ -244,17 +258,29 @@ def check_repeatable(net: Net, x: Tensor, buffers: Tensor, work: RoundWork) -> N
         oracle.buffers = buffers
         return oracle.grad(x)
 
-    try:
+    with told_apart(work):
         first, second = gradient(), gradient()
-    except UndriftError:
-        raise
-    except Exception as error:  # whatever the user's model or loss raises
-        shape = list(work.data.shape)
-        raise BadSetting(f"the model failed on samples of shape {shape}: {type(error).__name__}: {error}") from error
     if (first - second).norm() > 0.01 * first.norm():  # a GPU's sums may differ in their last digits, a mask in many
         raise BadSetting(
             "the model gives two different gradients on one batch, so it draws random numbers that cannot be seeded "
             "(functional dropout?) or keeps a state of its own; use nn.Dropout modules and stateless layers"
+        )
+
+
+def check_labels(net: Net, x: Tensor, buffers: Tensor, work: RoundWork) -> None:
+    """Refuse class labels that the model has no output for."""
+    train, test = work.data.train.targets, work.data.test.targets
+    if net.loss is not F.cross_entropy or train.is_floating_point():
+        return
+    oracle, _ = next(work.steps(0, 1))
+    with told_apart(work):
+        outputs, _ = net(x, buffers, oracle.batch.inputs[:1], None)
+    used = torch.cat([train.flatten(), test.flatten()])
+    used = used[used != -100]  # cross-entropy's own mark for "no label"
+    if outputs.dim() < 2 or int(used.min()) < 0 or int(used.max()) >= outputs.shape[1]:
+        raise BadData(
+            f"the labels run from {int(used.min())} to {int(used.max())}, but the model's output is {list(outputs.shape[1:])}; "
+            "labels must be 0 .. classes - 1, with one output for each"
         )
 
 
@@ -273,24 +299,22 @@ def choose(
         return pool
 
     def seconds(execution: Execution) -> float:
-        taken = []
-        for _ in range(4):
-            before = time.perf_counter()
-            execution(alg, down, client, buffers, work, limit=min(2, int(work.table.steps.min())))
-            if device.type == "cuda":
-                torch.cuda.synchronize()
-            taken.append(time.perf_counter() - before)
-        return min(taken[1:])
+        before = time.perf_counter()
+        execution(alg, down, client, buffers, work, limit=min(2, int(work.table.steps.min())))
+        return time.perf_counter() - before
 
     try:
-        stacked_seconds = seconds(stacked)
+        seconds(stacked)  # warms up
     except RuntimeError as error:  # vmap has no rule for something the model does
         if isinstance(error, torch.cuda.OutOfMemoryError):
             raise
         return pool
     if device.type == "cuda":
         return stacked
-    # The kind of model decides unless the other way is clearly faster, so that noise in the timing changes no results.
-    ratio = seconds(pool) / stacked_seconds
+    seconds(pool)
+    # In turns, so that a busy moment meets both; and the kind of model decides unless the other way is clearly faster, so
+    # that noise in the timing changes no results.
+    both = [(seconds(stacked), seconds(pool)) for _ in range(3)]
+    ratio = min(p for _, p in both) / min(s for s, _ in both)
     convolutional = any(isinstance(m, (nn.Conv1d, nn.Conv2d, nn.Conv3d)) for m in net.original.modules())
     return pool if ratio < (1.6 if convolutional else 0.6) else stacked
