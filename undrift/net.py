@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import threading
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -123,6 +123,17 @@ class StackedLinear(nn.Linear):
         return linear(x, self.weight, self.bias) if self.current.stacked else F.linear(x, self.weight, self.bias)
 
 
+class _Using(nn.Module):
+    """Hands its module to a function: `functional_call` swaps the tensors of a module only while it calls it."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+    def forward(self, use: Callable[[nn.Module], Any]) -> Any:
+        return use(self.module)
+
+
 class Net:
     """A module, its loss and its layout. `Net(module)` leaves the module itself untouched."""
 
@@ -201,7 +212,8 @@ class Net:
             self.current.drops = sum(isinstance(m, StreamDropout) and m.p > 0 for m in before)
             return _through(blocks(module)[block:], h)
 
-        return self._run(x, buffers, context, stacked, use)[0][-1]
+        outputs: list[Tensor] = self._run(x, buffers, context, stacked, use)[0]
+        return outputs[-1]
 
     def _run(
         self,
@@ -209,27 +221,18 @@ class Net:
         buffers: Tensor,
         context: Context | None,
         stacked: bool,
-        use: Callable[[nn.Module], list[Tensor]],
-    ) -> tuple[list[Tensor], Tensor]:
-        outputs: list[list[Tensor]] = []
-
-        class Using(nn.Module):  # functional_call swaps the tensors of a module while it calls it
-            def __init__(self, module: nn.Module) -> None:
-                super().__init__()
-                self.module = module
-
-            def forward(self) -> Tensor:
-                outputs.append(use(self.module))
-                return x
-
+        use: Callable[[nn.Module], Any],
+    ) -> tuple[Any, Tensor]:
+        """What `use` makes of the module while it holds the tensors of x and the buffers, and the buffers afterwards."""
         self.current.context, self.current.stacked = context, stacked
         self.current.statistics, self.current.drops = {}, 0
         tensors = self.layout.split(x) | self.buffer_layout.split(buffers)
+        holder = _Using(self.module(context is not None))
         try:
-            functional_call(Using(self.module(context is not None)), {f"module.{n}": t for n, t in tensors.items()}, ())
+            outputs = functional_call(holder, {f"module.{name}": tensor for name, tensor in tensors.items()}, (use,))
         finally:
             self.current.context, self.current.stacked = None, False
-        return outputs[0], self._tracked(buffers, context)
+        return outputs, self._tracked(buffers, context)
 
     def _tracked(self, buffers: Tensor, context: Context | None) -> Tensor:
         """The buffers after a pass in training mode."""
@@ -243,16 +246,10 @@ class Net:
         self, x: Tensor, buffers: Tensor, inputs: Tensor, context: Context | None, stacked: bool = False
     ) -> tuple[Tensor, Tensor]:
         """Outputs for x [P], and the buffers after this pass; context None means evaluation mode."""
-        self.current.context, self.current.stacked = context, stacked
-        self.current.statistics, self.current.drops = {}, 0
-        tensors = self.layout.split(x) | self.buffer_layout.split(buffers)
-        try:
-            outputs: Tensor = functional_call(self.module(context is not None), tensors, (inputs,))
-        finally:
-            self.current.context, self.current.stacked = None, False
+        outputs, after = self._run(x, buffers, context, stacked, lambda module: module(inputs))
         if not isinstance(outputs, Tensor):
             raise BadSetting(f"the model must return one tensor, not {type(outputs).__name__}")
-        return outputs, self._tracked(buffers, context)
+        return outputs, after
 
     def sample_losses(self, outputs: Tensor, targets: Tensor) -> Tensor:
         """The loss of each sample [B]. A loss that returns one number is asked for one sample at a time."""

@@ -106,17 +106,18 @@ class Simulation:
         began = time.perf_counter()
         ids, drawn = self.draw()
         invited_ids = ids
-        answers_at_all = self.chances(self.key(Purpose.FAILURE), ids) >= self.settings.dropout_rate
-        ids, drawn = ids[answers_at_all], drawn[answers_at_all]
+        if self.settings.dropout_rate:
+            answering = self.chances(self.key(Purpose.FAILURE), ids) >= self.settings.dropout_rate
+            ids, drawn = ids[answering], drawn[answering]
         if not len(ids):
             return self.nothing_happened(len(invited_ids), began, last)
         host_ids = ids.cpu().numpy()
-        chance, share = self.settings.slow
-        slow = self.chances(self.key(Purpose.SLOWNESS), ids).cpu().numpy() < chance
         table = self.data.table(self.settings.plan, self.settings.seed, self.t, host_ids, self.position[host_ids])
-        table = shortened(
-            table, np.where(slow, np.maximum(1, np.rint(share * table.steps)), table.steps).astype(np.int64)
-        )
+        chance, share = self.settings.slow
+        if chance:
+            slow = self.chances(self.key(Purpose.SLOWNESS), ids).cpu().numpy() < chance
+            fewer = np.maximum(1, np.rint(share * table.steps)).astype(np.int64)
+            table = shortened(table, np.where(slow, fewer, table.steps))
         work = RoundWork(self.net, self.data, self.settings.seed, self.t, ids, table, self.settings.plan.batch)
 
         alg = self.algorithm()
@@ -256,8 +257,6 @@ class Simulation:
 
 def shortened(table: Table, steps: NDArray[np.int64]) -> Table:
     """The table with only the first `steps` [S] batches of each client."""
-    if (steps == table.steps).all():
-        return table
     live = np.arange(table.count.shape[1]) < steps[:, None]
     return replace(table, count=np.where(live, table.count, 0)[:, : steps.max()], steps=steps)
 
