@@ -23,7 +23,7 @@ class NormalisedSteps(Worker):
 
     def local_step(self, down: Any, client: Any, work: Work, oracle: GradientOracle) -> Work:
         g = oracle.grad(work.x)  # [..., P]
-        return self.move(work, g / (norm(g) + self.eps))  # norm(g) is [..., 1]
+        return self.move(work, g / (norm(g) + self.eps), oracle)  # norm(g) is [..., 1]
 
 
 @dataclass(frozen=True)

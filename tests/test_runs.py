@@ -552,6 +552,7 @@ def test_an_image_folder_is_streamed(tmp_path: Path, monkeypatch: pytest.MonkeyP
     settings = {"dataset": f"imagefolder:{tmp_path}", "model": "logreg", "partition": "iid", "clients": 3, "cohort": 2}
     result = undrift.run(settings, rounds=2, steps=2, batch=3, set={"lr": 0.001}, execution="stacked")
     assert result.model["head.1.weight"].shape[1] == 3 * 224 * 224
+    assert taken.pop() == 18, "the clients' scores of the last round"
     assert max(taken) == 6 and ahead and max(ahead) == 6, "two clients with batches of three, not the eighteen pictures"
 
 

@@ -51,6 +51,9 @@ class RunConfig:
     chunk: int = field(default=0, metadata={"help": "clients stacked at a time; 0: as many as fit in memory"})
     deterministic: bool = field(default=False, metadata={"help": "make CUDA runs repeatable"})
     eval_every: int = field(default=5, metadata={"help": "rounds between evaluations"})
+    client_eval_every: int = field(
+        default=0, metadata={"help": "rounds between scores on the clients' own samples; 0: only in the last round"}
+    )
     checkpoint_every: int = field(default=50, metadata={"help": "rounds between checkpoints"})
     stop_at: str = field(default="", metadata={"help": "accuracy=0.9 or time=10m (s, m, h), or both with a comma"})
     set: dict[str, Any] = field(
@@ -70,6 +73,7 @@ class RunConfig:
             ("batch", 1),
             ("rounds", 0),
             ("eval_every", 1),
+            ("client_eval_every", 0),
             ("checkpoint_every", 1),
             ("steps", 0),
             ("seed", 0),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -49,3 +50,13 @@ class Layout:
         """The vector [P] of named tensors, in the dtype and on the device of `like`."""
         parts = [tensors[name].detach().reshape(-1).to(like) for name in self.names]
         return torch.cat(parts) if parts else like.new_zeros(0)
+
+
+@functools.cache
+def weights(layout: Layout, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """[P] with 1 for the weights, and 0 for biases and normalisation: the tensors of fewer than two dimensions.
+
+    >>> weights(Layout(("weight", "bias"), (torch.Size((2, 2)), torch.Size((2,)))), torch.float32, torch.device("cpu"))
+    tensor([1., 1., 1., 1., 0., 0.])
+    """
+    return torch.cat([torch.full((s.numel(),), float(len(s) > 1), dtype=dtype, device=device) for s in layout.shapes])

@@ -33,6 +33,7 @@ class Answers(NamedTuple):
     buffers: Tensor  # [..., Q]
     x: Tensor  # [..., P] the local models x_i^K, for the consistency metric
     loss: Tensor  # [..., 1] mean training loss over the local steps
+    facts: Any  # the worker part's own numbers [..., 1]
 
 
 def fill(state: T, lead: torch.Size) -> T:
@@ -74,7 +75,8 @@ def client_part(
         losses.append(oracle.loss if live is None else torch.where(live, oracle.loss, torch.nan))
     assert work is not None, "a client of the cohort takes at least one step"
     up, client = alg.local_end(down, client, work)
-    return Answers(fill(up, lead), fill(client, lead), buffers, work.x, torch.stack(losses).nanmean(0))
+    loss, facts = torch.stack(losses).nanmean(0), fill(alg.local_facts(work), lead)
+    return Answers(fill(up, lead), fill(client, lead), buffers, work.x, loss, facts)
 
 
 def server_part(alg: Algorithm, net: Net, state: State, answers: Answers, cohort: Cohort) -> State:

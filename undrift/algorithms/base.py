@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from undrift.errors import BadSetting, UnknownName
-from undrift.layout import Layout
+from undrift.layout import Layout, weights
 from undrift.oracle import GradientOracle, LocalData
 from undrift.vec import clip, descend, mean, nbytes
 
@@ -98,6 +98,7 @@ class Worker(ABC):
 
     lr: float = 0.1  # eta_l
     weight_decay: float = 0.0  # coupled L2, added to the final direction of each local step
+    decay_biases: bool = True  # False: weight decay spares biases and normalisation, the tensors of one dimension
     clip: float = 0.0  # longest local direction; 0 does not clip
     optimizer: str = "sgd"  # the base optimiser of local steps: sgd, momentum or adam; its state is new in each round
     momentum: float = 0.9  # of the base optimiser: momentum's mu, Adam's beta_1
@@ -156,6 +157,10 @@ class Worker(ABC):
         """What goes up, and the client's state after the round: the update d_i = x_t - x_i^K."""
         return Up(down.x - work.x), client
 
+    def local_facts(self, work: Any) -> Any:
+        """A NamedTuple of numbers [..., 1] about the local steps; the record gets each one's mean over the cohort."""
+        return Nothing()
+
     # How every local step ends.
     def rest(self, x: Tensor) -> Nothing | Momentum | Adam:
         """The base optimiser's state before the first step from x."""
@@ -165,7 +170,7 @@ class Worker(ABC):
             return Adam(torch.zeros_like(x), torch.zeros_like(x))
         return Nothing()
 
-    def move(self, work: Any, u: Tensor) -> Any:
+    def move(self, work: Any, u: Tensor, oracle: GradientOracle) -> Any:
         """One local step along the method's direction u: clip it, add weight decay, let the base optimiser step.
 
         `work` is `Work`, or a method's own NamedTuple that has x, k and opt among its fields.
@@ -173,7 +178,8 @@ class Worker(ABC):
         if self.clip:
             u = clip(u, self.clip)
         if self.weight_decay:
-            u = u + self.weight_decay * work.x
+            decayed = work.x if self.decay_biases else work.x * weights(oracle.layout, work.x.dtype, work.x.device)
+            u = u + self.weight_decay * decayed
         opt = work.opt
         if isinstance(opt, Momentum):  # b <- mu b + u
             opt = Momentum(self.momentum * opt.b + u)
@@ -237,7 +243,7 @@ class LocalSGD(Worker):
     """The clients do nothing new: x_i^{k+1} = x_i^k - eta_l g_i(x_i^k)."""
 
     def local_step(self, down: Any, client: Any, work: Work, oracle: GradientOracle) -> Any:
-        return self.move(work, oracle.grad(work.x))
+        return self.move(work, oracle.grad(work.x), oracle)
 
 
 @dataclass(frozen=True)

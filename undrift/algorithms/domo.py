@@ -96,7 +96,7 @@ class FusedStart(FusedMomentum):
         return self.start(down, down.x - self.lr * self.beta * down.K * down.M)
 
     def local_step(self, down: Any, client: Any, work: Any, oracle: GradientOracle) -> Any:
-        return self.move(work, oracle.grad(work.x))
+        return self.move(work, oracle.grad(work.x), oracle)
 
     def local_end(self, down: FusedMomentum.Down, client: Any, work: Any) -> tuple[Any, Any]:
         return self.end(down, work, down.K), client

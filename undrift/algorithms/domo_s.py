@@ -23,7 +23,7 @@ class FusedSteps(FusedMomentum):
         return self.start(down, down.x)
 
     def local_step(self, down: FusedMomentum.Down, client: Any, work: Any, oracle: GradientOracle) -> Any:
-        moved = self.move(work, oracle.grad(work.x))
+        moved = self.move(work, oracle.grad(work.x), oracle)
         return moved._replace(x=descend(moved.x, self.lr * self.beta, down.M))
 
     def local_end(self, down: FusedMomentum.Down, client: Any, work: Any) -> tuple[Any, Any]:

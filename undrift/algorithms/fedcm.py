@@ -54,7 +54,7 @@ class ClientMomentum(LastDirection):
     """x_i^{k+1} = x_i^k - eta_l ( alpha g_i(x_i^k) + (1 - alpha) Delta_t )."""
 
     def local_step(self, down: LastDirection.Down, client: Any, work: Work, oracle: GradientOracle) -> Any:
-        return self.move(work, self.alpha * oracle.grad(work.x) + (1 - self.alpha) * down.delta)
+        return self.move(work, self.alpha * oracle.grad(work.x) + (1 - self.alpha) * down.delta, oracle)
 
 
 @dataclass(frozen=True)

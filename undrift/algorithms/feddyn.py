@@ -42,8 +42,8 @@ class DynamicRegularizer(Worker):
     def local_step(self, down: Any, client: Client, work: Work, oracle: GradientOracle) -> Any:
         g = oracle.grad(work.x)
         if self.form == "scaled":
-            return self.move(work, g + self.alpha * (work.x - down.x + client.h))
-        return self.move(work, g - client.h + self.alpha * (work.x - down.x))
+            return self.move(work, g + self.alpha * (work.x - down.x + client.h), oracle)
+        return self.move(work, g - client.h + self.alpha * (work.x - down.x), oracle)
 
     def local_end(self, down: Any, client: Client, work: Work) -> tuple[Up, Client]:
         d = down.x - work.x

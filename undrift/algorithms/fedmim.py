@@ -48,7 +48,8 @@ class MultiStepInertia(Worker):
 
     def local_step(self, down: Down, client: Any, work: Work, oracle: GradientOracle) -> Any:
         g = oracle.grad(work.x - down.b)  # at y = x_i^k - b_t
-        return self.move(work, down.a / self.lr + (1 - sum(self.alpha)) * g)  # x_i^{k+1} = x_i^k - a_t - A eta_l g
+        u = down.a / self.lr + (1 - sum(self.alpha)) * g
+        return self.move(work, u, oracle)  # x_i^{k+1} = x_i^k - a_t - A eta_l g
 
     def companion_step(self, companion: Companion, up: Any, cohort: Cohort, x_old: Tensor, x_new: Tensor) -> Companion:
         delta = (x_old - x_new) / cohort.mean_steps  # delta_{t+1} = (x_t - x_{t+1}) / K

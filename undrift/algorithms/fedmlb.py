@@ -30,7 +30,7 @@ class Branched(Worker):
     temperature: float = 1.0
 
     def local_step(self, down: Any, client: Any, work: Work, oracle: GradientOracle) -> Any:
-        return self.move(work, oracle.grad(work.x, self.objective, down.x))
+        return self.move(work, oracle.grad(work.x, self.objective, down.x), oracle)
 
     def objective(self, model: View, x: Tensor, inputs: Tensor, targets: Tensor, x_t: Tensor) -> Tensor:
         *hidden, q = model.trace(x, inputs)

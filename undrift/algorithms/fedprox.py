@@ -20,7 +20,7 @@ class Proximal(Worker):
 
     def local_step(self, down: Any, client: Any, work: Work, oracle: GradientOracle) -> Any:
         # x_i^{k+1} = x_i^k - eta_l ( g_i(x_i^k) + mu (x_i^k - x_t) )
-        return self.move(work, oracle.grad(work.x) + self.mu * (work.x - down.x))
+        return self.move(work, oracle.grad(work.x) + self.mu * (work.x - down.x), oracle)
 
     def check(self, clients: int, cohort: int) -> None:
         super().check(clients, cohort)

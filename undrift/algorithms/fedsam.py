@@ -28,7 +28,7 @@ class SharpnessAware(Worker):
     radius: float = 0.1  # rho
 
     def local_step(self, down: Any, client: Any, work: Work, oracle: GradientOracle) -> Any:
-        return self.move(work, sharp_gradient(oracle, work.x, self.radius))
+        return self.move(work, sharp_gradient(oracle, work.x, self.radius), oracle)
 
     def check(self, clients: int, cohort: int) -> None:
         super().check(clients, cohort)

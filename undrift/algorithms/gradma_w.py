@@ -48,6 +48,10 @@ class ProjectedGradients(Worker):
         k: Tensor
         opt: Any
         prev: Tensor  # x_i^{k-1}
+        active: Tensor  # [..., 1] constraints that were active in the steps so far
+
+    class Facts(NamedTuple):
+        local_qp_active: Tensor  # constraints active in a step, on average
 
     def companion_init(self, x0: Tensor, clients: int) -> Companion:
         return self.Companion(x0 if self.prev_first == "x0" and self.prev == "last_local" else x0[..., :0])
@@ -61,17 +65,23 @@ class ProjectedGradients(Worker):
 
     def local_start(self, down: Down, client: Client) -> Work:
         prev = client.prev if self.prev == "last_local" else down.x
-        return self.Work(down.x, torch.zeros_like(down.x[..., :1]), self.rest(down.x), prev)
+        zero = torch.zeros_like(down.x[..., :1])
+        return self.Work(down.x, zero, self.rest(down.x), prev, zero)
 
     def local_step(self, down: Down, client: Client, work: Any, oracle: GradientOracle) -> Any:
         g, M1, M2 = oracle.grads(work.x, work.prev, down.x)
         M = torch.stack([M1, M2, (work.x - down.x).expand_as(g)], -2)
         parts = oracle.layout.segments if self.qp_scope == "tensor" else [slice(0, g.shape[-1])]
-        projected = torch.cat([project_three(g[..., part], M[..., part], self.rho)[0] for part in parts], -1)
-        return self.move(work, projected)._replace(prev=work.x)
+        solved = [project_three(g[..., part], M[..., part], self.rho) for part in parts]
+        projected = torch.cat([u for u, _ in solved], -1)
+        active = torch.cat([on for _, on in solved], -1).sum(-1, keepdim=True)
+        return self.move(work, projected, oracle)._replace(prev=work.x, active=work.active + active)
 
     def local_end(self, down: Down, client: Client, work: Any) -> tuple[Up, Client]:
         return Up(down.x - work.x), self.Client(work.x if self.prev == "last_local" else client.prev)
+
+    def local_facts(self, work: Any) -> Facts:
+        return self.Facts(work.active / work.k)
 
     def check(self, clients: int, cohort: int) -> None:
         super().check(clients, cohort)

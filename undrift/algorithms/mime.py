@@ -44,7 +44,7 @@ class CorrectedMomentum(FrozenMomentum):
 
     def local_step(self, down: Down, client: Any, work: Work, oracle: GradientOracle) -> Any:
         here, there = oracle.grads(work.x, down.x)  # on one mini-batch: g_i(x_i^k) - g_i(x_t) + c
-        return self.move(work, self.mixed(here - there + down.c, down.m))
+        return self.move(work, self.mixed(here - there + down.c, down.m), oracle)
 
     def gather(self, companion: Companion, up: Up, cohort: Cohort) -> tuple[Tensor, Companion]:
         m = self.mixed(companion.c, companion.m)  # m_{t+1} = (1 - beta) c + beta m_t

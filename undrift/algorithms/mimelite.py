@@ -73,7 +73,7 @@ class LiteMomentum(FrozenMomentum):
         return work._replace(full=local.full_grad(down.x))
 
     def local_step(self, down: Down, client: Any, work: Work, oracle: GradientOracle) -> Any:
-        return self.move(work, self.mixed(oracle.grad(work.x), down.m))
+        return self.move(work, self.mixed(oracle.grad(work.x), down.m), oracle)
 
     def local_end(self, down: Down, client: Any, work: Work) -> tuple[Up, Any]:
         return self.Up(down.x - work.x, work.full), client

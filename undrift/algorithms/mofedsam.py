@@ -22,7 +22,7 @@ class SharpnessAwareMomentum(LastDirection):
 
     def local_step(self, down: LastDirection.Down, client: Any, work: Work, oracle: GradientOracle) -> Any:
         g = sharp_gradient(oracle, work.x, self.radius)
-        return self.move(work, self.alpha * g + (1 - self.alpha) * down.delta)
+        return self.move(work, self.alpha * g + (1 - self.alpha) * down.delta, oracle)
 
     def check(self, clients: int, cohort: int) -> None:
         super().check(clients, cohort)

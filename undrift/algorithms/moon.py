@@ -50,7 +50,8 @@ class Contrastive(Worker):
         return work._replace(buffers=local.buffers, start=local.buffers)
 
     def local_step(self, down: Any, client: Client, work: Work, oracle: GradientOracle) -> Any:
-        return self.move(work, oracle.grad(work.x, self.objective, down.x, work.start, client.x, client.buffers))
+        g = oracle.grad(work.x, self.objective, down.x, work.start, client.x, client.buffers)
+        return self.move(work, g, oracle)
 
     def objective(
         self,

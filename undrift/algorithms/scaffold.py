@@ -64,7 +64,7 @@ class ControlVariates(Worker):
         return work._replace(full=local.full_grad(down.x)) if self.option == 1 else work
 
     def local_step(self, down: Down, client: Client, work: Work, oracle: GradientOracle) -> Any:
-        return self.move(work, oracle.grad(work.x) - client.c + down.c)
+        return self.move(work, oracle.grad(work.x) - client.c + down.c, oracle)
 
     def local_end(self, down: Down, client: Client, work: Work) -> tuple[Up, Client]:
         d = down.x - work.x

@@ -25,6 +25,12 @@ class Split:
     held: Tensor | None
     targets: Tensor
 
+    @property
+    def labelled(self) -> bool:
+        """Whether every sample has a class label, counted from 0."""
+        labels = self.targets
+        return labels.dim() == 1 and not labels.is_floating_point() and bool((labels >= 0).all())
+
     def take(self, index: Tensor) -> Tensor:
         """The raw samples at index [n], channels first."""
         if self.held is not None:

@@ -19,7 +19,7 @@ from undrift.errors import BadSetting
 from undrift.net import Net
 from undrift.round import RoundRecord, consistency, fill, finite, server_init, server_part
 from undrift.simulate.clients import ClientTable
-from undrift.simulate.evaluate import Metric, evaluate
+from undrift.simulate.evaluate import Metric, client_scores, forgetting, group_means, means, sample_scores
 from undrift.simulate.execute import Execution, RoundWork, check_labels, check_repeatable, choose, keep_freed_memory
 from undrift.streams import Purpose, fold, sample, stream, uniform
 from undrift.vec import map_leaves, nbytes
@@ -44,6 +44,7 @@ class Settings:
     slow: tuple[float, float] = (0.0, 1.0)  # how often a client makes only that share of its steps
     bandwidth: float = 0.0  # Mbit/s of each client's link, for simulated seconds; 0: infinite
     latency: float = 0.0  # seconds of each message
+    client_eval_every: int = 0  # rounds between scores on the clients' own samples; 0: only in the last round
 
     def schedule(self, t: int) -> float:
         """What the local rate of round t (counted from 0) is multiplied by."""
@@ -78,6 +79,7 @@ class Simulation:
         self.clients = ClientTable()
         self.position = np.zeros(data.clients, dtype=np.int64)  # batches each client has taken so far
         self.last_cohort = np.zeros(0, dtype=np.int64)  # who took part in the round before
+        self.class_best = torch.full((data.classes,), -1.0, dtype=torch.float64)  # accuracy so far; -1: none
         self.execution: Execution | None = None
         if device.type == "cpu":
             keep_freed_memory()
@@ -173,7 +175,7 @@ class Simulation:
         self.position[host_ids[good.cpu().numpy()]] += table.steps[good.cpu().numpy()]
 
         self.t += 1
-        scores = self.evaluate() if last or self.t % self.settings.eval_every == 0 else {}
+        scores = self.evaluate(ids, last)
         return RoundRecord(
             round=self.t,
             loss=scores.pop("loss", None),
@@ -186,7 +188,9 @@ class Simulation:
             train_loss=float(answers.loss.mean()) if kept else float("nan"),
             clients=len(invited_ids),
             dropped=len(invited_ids) - kept,
-            more=scores | self.facts(bytes_down / len(invited_ids) + bytes_up / len(ids), 2 if alg.measures else 1),
+            more=scores
+            | ({name: float(fact.mean()) for name, fact in answers.facts._asdict().items()} if kept else {})
+            | self.facts(bytes_down / len(invited_ids) + bytes_up / len(ids), 2 if alg.measures else 1),
         )
 
     def key(self, purpose: Purpose) -> int:
@@ -203,7 +207,7 @@ class Simulation:
     def nothing_happened(self, invited: int, began: float, last: bool) -> RoundRecord:
         """The record of a round in which nobody answered: all state stays as it is."""
         self.t += 1
-        scores = self.evaluate() if last or self.t % self.settings.eval_every == 0 else {}
+        scores = self.evaluate(torch.zeros(0, dtype=torch.int64, device=self.device), last)
         loss, accuracy = scores.pop("loss", None), scores.pop("accuracy", None)
         seconds = time.perf_counter() - began
         more = scores | self.facts(0.0, 1)
@@ -222,21 +226,33 @@ class Simulation:
             self.data.clients, self.t, self.net.layout,
         )  # fmt: skip
 
-    def evaluate(self) -> dict[str, float]:
-        """Scores of the server's model on the test samples, and on the validation samples as val_*."""
-        where = (self.net, self.state.x, self.state.buffers)
-        scores = evaluate(*where, self.data.test, self.data.transform, self.metrics)
-        if len(self.data.validation):
-            rows = torch.from_numpy(self.data.validation).to(self.device)
-            held_out = evaluate(*where, self.data.train, self.data.transform, self.metrics, rows)
+    def evaluate(self, cohort: Tensor, last: bool) -> dict[str, float]:
+        """What is due after this round of the server's model's scores: on the test samples, on the validation samples as
+        val_*, and on the clients' own samples.
+        """
+        where, data = (self.net, self.state.x, self.state.buffers), self.data
+        scores: dict[str, float] = {}
+        if last or self.t % self.settings.eval_every == 0:
+            rows = torch.arange(len(data.test), device=self.device)
+            tested = sample_scores(*where, data.test, data.transform, self.metrics, rows)
+            scores |= means(tested)
+            if "accuracy" in tested and data.test.labelled:
+                now = group_means(tested["accuracy"], data.test.targets, data.classes).cpu()
+                lost, self.class_best = forgetting(self.class_best, now)
+                scores |= {} if lost.isnan() else {"forgetting": float(lost)}
+            validation = torch.from_numpy(data.validation).to(self.device)
+            held_out = means(sample_scores(*where, data.train, data.transform, self.metrics, validation))
             scores |= {f"val_{name}": value for name, value in held_out.items()}
+        every = self.settings.client_eval_every
+        if last or (every and self.t % every == 0):
+            scores |= client_scores(*where, data, self.metrics, cohort)
         return scores
 
     # What a checkpoint holds: tensors only, under names that say where they belong.
     def tensors(self) -> dict[str, Tensor]:
         state = dict(named_leaves("state", self.state))
         own = {"position": torch.from_numpy(self.position), "last_cohort": torch.from_numpy(self.last_cohort)}
-        return state | self.clients.tensors() | own
+        return state | self.clients.tensors() | own | {"class_best": self.class_best}
 
     def restore(self, tensors: dict[str, Tensor], t: int) -> None:
         for name, leaf in named_leaves("state", self.state):
@@ -248,6 +264,7 @@ class Simulation:
         self.clients.restore(tensors, self.device)
         self.position = tensors["position"].cpu().numpy().copy()
         self.last_cohort = tensors["last_cohort"].cpu().numpy().copy()
+        self.class_best = tensors["class_best"].cpu().clone()
         self.t = t
 
     def model(self) -> dict[str, Tensor]:

@@ -1,4 +1,4 @@
-"""Scores of a model on held-out samples."""
+"""Scores of a model on held-out samples, and on the clients' own."""
 
 from __future__ import annotations
 
@@ -8,10 +8,11 @@ import torch
 from torch import Tensor
 
 from undrift.data.augment import Transform
-from undrift.data.federation import Split
+from undrift.data.federation import Federation, Split
 from undrift.net import Net
 
 Metric = Callable[[Tensor, Tensor], Tensor]
+QUANTILES = (0.1, 0.5, 0.9)
 
 
 def accuracy(outputs: Tensor, targets: Tensor) -> Tensor:
@@ -25,27 +26,74 @@ def accuracy(outputs: Tensor, targets: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def evaluate(
+def sample_scores(
     net: Net,
     x: Tensor,
     buffers: Tensor,
     split: Split,
     transform: Transform,
     metrics: Mapping[str, Metric],
-    rows: Tensor | None = None,
+    rows: Tensor,
+    owners: Tensor | None = None,
     batch: int = 1000,
-) -> dict[str, float]:
-    """The mean loss and metrics in evaluation mode. A metric returns one number a sample, or one for the whole batch."""
-    rows = torch.arange(len(split), device=x.device) if rows is None else rows
+) -> dict[str, Tensor]:
+    """The loss and metrics [n] of the samples `rows` [n] in evaluation mode; `owners` [n] are the clients who hold them.
+
+    A metric returns one number a sample, or one for the whole batch, which then stands for each of its samples.
+    """
     if not len(rows):
         return {}
-    sums: dict[str, Tensor] = {}
-    for part in rows.split(batch):
-        outputs, _ = net(x, buffers, transform(split.take(part), net.dtype), None)
+    found: dict[str, list[Tensor]] = {name: [] for name in ("loss", *metrics)}
+    for place in torch.arange(len(rows)).split(batch):
+        part, owner = rows[place], None if owners is None else owners[place]
+        outputs, _ = net(x, buffers, transform(split.take(part), net.dtype, clients=owner), None)
         targets = split.targets[part]
         targets = targets.to(net.dtype) if targets.is_floating_point() else targets
         for name, score in (("loss", net.sample_losses), *metrics.items()):
-            values = torch.as_tensor(score(outputs, targets)).double()
-            total = values.mean() * len(part)  # a batch's own mean counts once for each of its samples
-            sums[name] = sums[name] + total if name in sums else total
-    return {name: float(total) / len(rows) for name, total in sums.items()}
+            values = torch.as_tensor(score(outputs, targets), device=part.device).double()
+            found[name].append(values if values.shape == part.shape else values.mean().expand(len(part)))
+    return {name: torch.cat(values) for name, values in found.items()}
+
+
+def means(scores: Mapping[str, Tensor]) -> dict[str, float]:
+    """Each score's mean over the samples."""
+    return {name: float(values.mean()) for name, values in scores.items()}
+
+
+def group_means(values: Tensor, group: Tensor, groups: int) -> Tensor:
+    """[groups] the mean of the values [n] in each group; NaN for a group with none.
+
+    >>> group_means(torch.tensor([1.0, 0.0, 1.0]), torch.tensor([0, 0, 2]), 3)
+    tensor([0.5000,    nan, 1.0000])
+    """
+    zeros = values.new_zeros(groups)
+    return zeros.index_add(0, group, values) / zeros.index_add(0, group, torch.ones_like(values))
+
+
+def forgetting(best: Tensor, now: Tensor) -> tuple[Tensor, Tensor]:
+    """The mean over classes of the best earlier accuracy minus the accuracy now, and the best [C] including now.
+
+    Below zero where the classes have only become better. A best of -1 stands for nothing earlier; with no class left,
+    the answer is NaN.
+
+    >>> forgetting(torch.tensor([0.9, 0.5]), torch.tensor([0.6, 0.6]))
+    (tensor(0.1000), tensor([0.9000, 0.6000]))
+    """
+    return (best - now)[best >= 0].mean(), torch.fmax(best, now)
+
+
+def client_scores(
+    net: Net, x: Tensor, buffers: Tensor, data: Federation, metrics: Mapping[str, Metric], cohort: Tensor
+) -> dict[str, float]:
+    """How the model does on the clients' own training samples: quantiles of the accuracy over clients, and the mean
+    loss over the samples of those who were not in the cohort, which is what a drifting model forgets first.
+    """
+    owners = torch.arange(data.clients).repeat_interleave(torch.from_numpy(data.sizes)).to(x.device)
+    scores = sample_scores(net, x, buffers, data.train, data.transform, metrics, data.members, owners)
+    absent = ~torch.isin(owners, cohort)
+    found = {"absent_loss": float(scores["loss"][absent].mean())} if bool(absent.any()) else {}
+    if "accuracy" in scores:
+        each = group_means(scores["accuracy"], owners, data.clients)
+        levels = each.nanquantile(each.new_tensor(QUANTILES)).tolist()
+        found |= {f"client_accuracy_p{100 * q:.0f}": level for q, level in zip(QUANTILES, levels, strict=True)}
+    return found

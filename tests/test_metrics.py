@@ -1,0 +1,102 @@
+"""The metrics of the record against plain loops: forgetting, the clients' own scores, local facts, weight decay's reach."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+
+from tests import small
+from undrift.algorithms.fedavg import FedAvg
+from undrift.algorithms.gradma_w import GradMAW
+from undrift.registry import algorithm_class, names
+from undrift.simulate.engine import Simulation
+
+
+def outputs(run: Simulation, inputs: torch.Tensor) -> torch.Tensor:
+    """What the server's model says, by the module itself."""
+    module = small.tiny_mlp().double()
+    module.load_state_dict(run.model())
+    with torch.no_grad():
+        said: torch.Tensor = module.eval()(inputs.double())
+    return said
+
+
+def test_forgetting_is_the_best_earlier_minus_the_present_accuracy_of_each_class() -> None:
+    run = small.simulation(FedAvg(lr=1.0), steps=8)
+    labels, best, seen = run.data.test.targets, np.zeros(3), []
+    for t in range(8):
+        record = run.round()
+        right = (outputs(run, run.data.test.held).argmax(1) == labels).double()
+        now = np.array([right[labels == c].mean() for c in range(3)])
+        if t == 0:
+            assert "forgetting" not in record.more
+        else:
+            assert record.more["forgetting"] == pytest.approx(np.mean(best - now), abs=1e-12)
+            seen.append(record.more["forgetting"])
+        best = np.maximum(best, now) if t else now
+    assert max(seen) > 0.01, "the case is of no use unless something is forgotten"
+
+
+def test_forgetting_goes_on_after_a_restore() -> None:
+    whole, half, rest = (small.simulation(FedAvg(lr=1.0), steps=8) for _ in range(3))
+    expected = [whole.round().more.get("forgetting") for _ in range(6)]
+    for _ in range(3):
+        half.round()
+    rest.restore(half.tensors(), 3)
+    assert [rest.round().more["forgetting"] for _ in range(3)] == expected[3:]
+
+
+@pytest.mark.parametrize("every", [0, 2])
+def test_the_clients_own_scores(every: int) -> None:
+    run = small.simulation(FedAvg(lr=0.5), client_eval_every=every)
+    for t in range(1, 6):
+        ids, _ = run.draw()
+        more = run.round(last=t == 5).more
+        if t != 5 and not (every and t % every == 0):
+            assert "absent_loss" not in more and "client_accuracy_p50" not in more
+            continue
+        absent, each = [], []
+        for i, (start, size) in enumerate(zip(run.data.start, run.data.sizes, strict=True)):
+            rows = run.data.members[start : start + size]
+            said, labels = outputs(run, run.data.train.held[rows]), run.data.train.targets[rows]
+            each.append(float((said.argmax(1) == labels).double().mean()))
+            if i not in ids.tolist():
+                absent += F.cross_entropy(said, labels, reduction="none").tolist()
+        assert more["absent_loss"] == pytest.approx(np.mean(absent), abs=1e-12)
+        for q in (10, 50, 90):
+            assert more[f"client_accuracy_p{q}"] == pytest.approx(np.percentile(each, q), abs=1e-12)
+
+
+def test_with_everybody_present_nobody_is_absent() -> None:
+    record = small.simulation(FedAvg(), cohort=6).round(last=True)
+    assert "absent_loss" not in record.more and "client_accuracy_p10" in record.more
+
+
+@pytest.mark.parametrize("execution", ["stacked", "pool"])
+def test_active_constraints_of_the_workers_are_counted(execution: str) -> None:
+    """With a tiny rate the gradient stays the same: it breaks nothing in the first step, where x = x_t, and afterwards
+    only the third constraint, because x - x_t points against it.
+    """
+    for steps in (1, 5):
+        more = small.simulation(GradMAW(lr=1e-9), steps=steps, batch=40, execution=execution).round().more
+        assert more["local_qp_active"] == pytest.approx((steps - 1) / steps)
+
+
+@pytest.mark.parametrize("name", names("algorithms"))
+def test_weight_decay_can_spare_biases(name: str) -> None:
+    """With a huge decay and no gradient to speak of, weights shrink and biases do not; both shrink by default."""
+    lr, decay = 1e-3, 100.0
+    kind = algorithm_class(name)
+    fields = {"lr": lr, "weight_decay": decay}
+    x = {}
+    for spare in (True, False):
+        run = small.simulation(kind(**fields, decay_biases=not spare), small.tiny_mlp().requires_grad_(), steps=1, cohort=6)
+        before = run.state.x
+        run.round()
+        x[spare] = run.state.x
+    biases = torch.cat([torch.full((s.numel(),), len(s) == 1) for s in run.net.layout.shapes])
+    assert not torch.allclose(x[True][biases], x[False][biases], rtol=1e-3)
+    assert torch.allclose(x[True][~biases], x[False][~biases], rtol=1e-9)
+    assert not torch.allclose(before[~biases], x[True][~biases], rtol=1e-3)
