@@ -92,7 +92,9 @@ def test_weight_decay_can_spare_biases(name: str) -> None:
     fields = {"lr": lr, "weight_decay": decay}
     x = {}
     for spare in (True, False):
-        run = small.simulation(kind(**fields, decay_biases=not spare), small.tiny_mlp().requires_grad_(), steps=1, cohort=6)
+        run = small.simulation(
+            kind(**fields, decay_biases=not spare), small.tiny_mlp().requires_grad_(), steps=1, cohort=6
+        )
         before = run.state.x
         run.round()
         x[spare] = run.state.x

@@ -206,11 +206,11 @@ def print_summary(folders: list[Path], target: float | None) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    from undrift.report import runs, summary, text
+    from undrift.report import runs, scores, summary, text
 
     console = Console(width=None if sys.stdout.isatty() else 120)
     for groups in runs.by_task(runs.grouped(runs.load(folders))):
-        header, *rows = text.table(groups, target, brief=True)
+        header, *rows = text.table(scores.ranked(groups), target, brief=True)
         shown = Table(*header)
         for row in rows:
             shown.add_row(*row)

@@ -6,6 +6,7 @@ lr = 0.05                     # fields common to all algorithms
 [sweep]
 algorithms = ["fedavg", "fedprox"]
 seeds = [0, 1]
+else_dataset = "digits"       # instead of `dataset`, where that is not on this machine
 target = 0.9                  # for "rounds to a target" in the report
 [sweep.grid]                  # every combination, for every algorithm; settings or fields
 lr = [0.1, 0.05]
@@ -30,7 +31,8 @@ import torch
 from undrift.algorithms.base import check
 from undrift.config import FIELDS, RESUMABLE, RunConfig, from_mapping, make_algorithm, read_toml
 from undrift.data.partition import PARTITIONS
-from undrift.errors import BadRunFolder, BadSetting, UndriftError, UnknownName
+from undrift.datasets import load_dataset
+from undrift.errors import BadRunFolder, BadSetting, MissingData, UndriftError, UnknownName
 from undrift.folder import RunFolder
 from undrift.registry import algorithm_class, module_of
 from undrift.runs import run
@@ -43,6 +45,7 @@ class Job(NamedTuple):
     config: RunConfig
 
 
+KEYS = ("algorithms", "seeds", "target", "else_dataset", "grid", "only")
 Watch = Callable[[str, int, int], None]  # a job's name, rounds done, rounds asked for
 
 
@@ -51,8 +54,10 @@ def plan(path: Path) -> tuple[list[Job], dict[str, Any]]:
     settings = read_toml(path)
     sweep = settings.pop("sweep", {})
     for name in sweep:
-        if name not in ("algorithms", "seeds", "target", "grid", "only"):
-            raise UnknownName("key of [sweep]", name, ("algorithms", "seeds", "target", "grid", "only"))
+        if name not in KEYS:
+            raise UnknownName("key of [sweep]", name, KEYS)
+    if "else_dataset" in sweep and not there(settings.get("dataset", FIELDS["dataset"].default)):
+        settings["dataset"] = sweep["else_dataset"]
     algorithms = sweep.get("algorithms") or [settings.get("algorithm", FIELDS["algorithm"].default)]
     seeds = sweep.get("seeds") or [settings.get("seed", 0)]
     for name, values, kind in (("algorithms", algorithms, str), ("seeds", seeds, int)):
@@ -85,6 +90,15 @@ def plan(path: Path) -> tuple[list[Job], dict[str, Any]]:
                 varied = [f"{n}={v}" for n, v in values.items() if isinstance(grid[n], list)]
                 jobs.append(Job(_folder_name(algorithm, *varied, f"seed={seed}"), config))
     return jobs, sweep
+
+
+def there(dataset: str) -> bool:
+    """Whether the data set can be read on this machine."""
+    try:
+        load_dataset(dataset)
+    except MissingData:
+        return False
+    return True
 
 
 def check_names(config: RunConfig) -> None:

@@ -1,19 +1,22 @@
 """Projection on a cone of at most three constraints, for all clients at once and without a branch on data.
 
-The eight sets of active constraints are tried together, in the order of their size; the first that meets the
-Karush-Kuhn-Tucker conditions is the solution (spec II.2). Everything is worked out in float64 on the coordinates of the
-three rows and p in an orthonormal basis of their span, so that nothing is lost by squaring nearly antipodal rows.
-`undrift.cone.project`, one client at a time, is its plain form.
+The eight sets of active constraints are tried together; of those that meet the Karush-Kuhn-Tucker conditions the smallest
+is the solution (spec II.2). A set whose rows depend on one another is left out: where it solves the programme, so does a
+part of it. Everything is worked out in float64 on the coordinates of the three rows and p in an orthonormal basis of
+their span, so that nothing is lost by squaring nearly antipodal rows. `undrift.cone.project`, one client at a time, is
+its plain form.
 """
 
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
-SETS = [s for size in range(4) for s in itertools.combinations(range(3), size)]
+SETS = [[i in s for i in range(3)] for size in range(4) for s in itertools.combinations(range(3), size)]
+BLOCK = 1 << 14  # entries of a vector that a CPU turns into float64 at a time, so that they stay in its cache
 
 
 def project_three(p: Tensor, M: Tensor, rho: float = 0.0) -> tuple[Tensor, Tensor]:
@@ -21,40 +24,73 @@ def project_three(p: Tensor, M: Tensor, rho: float = 0.0) -> tuple[Tensor, Tenso
 
     Rows that are exactly zero do not count. Where nothing is active, or the input is not finite, u is p bit for bit.
     """
-    size, length = M.double().norm(dim=-1), p.double().norm(dim=-1, keepdim=True)
-    finite = (size.sum(-1, keepdim=True) + length).isfinite()
-    there = (size > 0) & (length > 0) & finite
-    inverse = torch.where(there, 1 / torch.where(there, size, 1.0), 0.0)
-    unit = torch.where(finite & (length > 0), p.double() / torch.where(length > 0, length, 1.0), 0.0)
-    rows = torch.where(finite.unsqueeze(-1), M.double(), 0.0) * inverse.unsqueeze(-1)
-    R = coordinates(torch.cat([rows, unit.unsqueeze(-2)], -2))  # [..., 4, 4], its columns are the rows and p
-    A, q = R[..., :3], R[..., 3]
-
-    tolerance = 1e-9 if p.dtype == torch.float64 else 1e-6
-    best, best_gap = torch.zeros_like(inverse), torch.full_like(length, torch.inf)
-    done = torch.zeros_like(finite)
-    for chosen in SETS:
-        on = torch.zeros(3, dtype=torch.bool, device=p.device)
-        on[list(chosen)] = True
-        inverted = torch.linalg.pinv(torch.where(on, A, 0.0), rtol=1e-13)  # [..., 3, 4]
-        right = rho * (inverted * on.unsqueeze(-1)).sum(-2) - q
-        z = torch.where(on, (inverted @ right.unsqueeze(-1)).squeeze(-1), 0.0)
-        moved = q + (A @ z.unsqueeze(-1)).squeeze(-1)
-        w = (A.mT @ moved.unsqueeze(-1)).squeeze(-1) - rho
-        broken = torch.where(there, torch.where(on, w.abs(), -w), 0.0)  # on: w = 0; off: w >= 0
-        gap = torch.maximum((-z).amax(-1, keepdim=True), broken.amax(-1, keepdim=True)).clamp(min=0)
-        gap = torch.where((there | ~on).all(-1, keepdim=True), gap, torch.inf)
-        take = ~done & ((gap <= tolerance) | (gap < best_gap))
-        best, best_gap = torch.where(take, z, best), torch.where(take, gap, best_gap)
-        done = done | (gap <= tolerance)
-    z = best.clamp(min=0)
+    vectors = torch.cat([M, p.unsqueeze(-2)], -2)
+    R, size, finite = coordinates(vectors)  # [..., 4, 4], its columns are the unit rows and p; [..., 4]; [..., 1]
+    there = size > 0
+    there = there[..., :3] & there[..., 3:]
+    z = multipliers(R[..., :3], R[..., 3], there, rho, 1e-9 if p.dtype == torch.float64 else 1e-6)
     active = (z > 0) & finite
-    moved = length * (z.unsqueeze(-2) @ rows).squeeze(-2)
-    return torch.where(active.any(-1, keepdim=True), (p.double() + moved).to(p.dtype), p), active
+    share = torch.where(active, z / torch.where(there, size[..., :3], 1.0), 0.0) * size[..., 3:]
+    moved = blockwise(lambda v: ((share.unsqueeze(-2) @ v[..., :3, :]).squeeze(-2) + v[..., 3, :]).to(p.dtype), vectors)
+    return torch.where(active.any(-1, keepdim=True), torch.cat(moved, -1), p), active
 
 
-def coordinates(vectors: Tensor) -> Tensor:
-    """R [..., k, k] with unit (or zero) vectors [..., k, P] = R' Q for orthonormal Q: Gram-Schmidt, each vector twice."""
+def multipliers(A: Tensor, q: Tensor, there: Tensor, rho: float, tolerance: float) -> Tensor:
+    """z [..., 3] >= 0 with w = A'(q + A z) - rho >= 0 and z w = 0, for columns A [..., 4, 3] of length one or zero."""
+    on = torch.tensor(SETS, device=A.device)  # [8, 3]
+    possible = (there.unsqueeze(-2) | ~on).all(-1)  # [..., 8]
+    # A_on = E T with orthonormal E and triangular T, for the eight sets at once; then T'T z = rho - A_on' q.
+    columns = torch.where(on.unsqueeze(-2), A.unsqueeze(-3), 0.0)  # [..., 8, 4, 3]
+    E: list[Tensor] = []
+    T: dict[tuple[int, int], Tensor] = {}
+    for j in range(3):
+        v = columns[..., j]
+        for i, e in enumerate(E):
+            T[i, j] = (v * e).sum(-1)
+            v = v - T[i, j].unsqueeze(-1) * e
+        left = v.norm(dim=-1)
+        independent = left > 1e-12
+        possible = possible & (independent | ~on[:, j])
+        T[j, j] = torch.where(independent, left, 1.0)
+        E.append(v / T[j, j].unsqueeze(-1))
+    right = torch.where(on, rho - (columns.mT @ q[..., None, :, None]).squeeze(-1), 0.0)  # [..., 8, 3]
+    y0 = right[..., 0] / T[0, 0]
+    y1 = (right[..., 1] - T[0, 1] * y0) / T[1, 1]
+    y2 = (right[..., 2] - T[0, 2] * y0 - T[1, 2] * y1) / T[2, 2]
+    z2 = y2 / T[2, 2]
+    z1 = (y1 - T[1, 2] * z2) / T[1, 1]
+    z0 = (y0 - T[0, 1] * z1 - T[0, 2] * z2) / T[0, 0]
+    z = torch.where(on & possible.unsqueeze(-1), torch.stack([z0, z1, z2], -1), 0.0)
+    moved = q.unsqueeze(-2) + (columns @ z.unsqueeze(-1)).squeeze(-1)
+    w = (A.mT.unsqueeze(-3) @ moved.unsqueeze(-1)).squeeze(-1) - rho
+    broken = torch.where(there.unsqueeze(-2), torch.where(on, w.abs(), -w), 0.0)  # on: w = 0; off: w >= 0
+    gap = torch.maximum((-z).amax(-1), broken.amax(-1)).clamp(min=0)
+    gap = torch.where(possible & gap.isfinite(), gap, torch.inf)
+    # The first set that is good enough, or else the best; good ones count as better than all others, in their order.
+    order = torch.arange(len(SETS), device=A.device, dtype=A.dtype) - len(SETS)
+    best = torch.where(gap <= tolerance, order, gap).argmin(-1, keepdim=True)
+    return z.gather(-2, best.unsqueeze(-1).expand(*best.shape, 3)).squeeze(-2).clamp(min=0)
+
+
+def coordinates(vectors: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """R [..., k, k] whose columns are unit (or zero) vectors in an orthonormal basis of their span, for vectors [..., k, P].
+
+    Also their lengths [..., k] and whether all is finite [..., 1]; what is not finite counts as zero.
+    """
+    products = torch.stack(blockwise(lambda v: v @ v.mT, vectors)).sum(0)  # [..., k, k]
+    finite = products.isfinite().all(-1).all(-1, keepdim=True)
+    size = torch.where(finite, products.diagonal(dim1=-2, dim2=-1), 0.0).sqrt()
+    inverse = torch.where(size > 0, 1 / torch.where(size > 0, size, 1.0), 0.0)
+    if vectors.dtype == torch.float64:
+        scaled = torch.where(finite.unsqueeze(-1), vectors, 0.0) * inverse.unsqueeze(-1)
+        return orthogonalised(scaled), size, finite
+    # Of float32 vectors, products in float64 tell all there is to know: R is their Cholesky factor.
+    G = torch.where(finite.unsqueeze(-1), products, 0.0) * inverse.unsqueeze(-1) * inverse.unsqueeze(-2)
+    return cholesky(G), size, finite
+
+
+def orthogonalised(vectors: Tensor) -> Tensor:
+    """R by Gram-Schmidt, each vector twice."""
     count = vectors.shape[-2]
     basis: list[Tensor] = []
     columns = []
@@ -71,3 +107,24 @@ def coordinates(vectors: Tensor) -> Tensor:
         basis.append(torch.where(left.unsqueeze(-1) > 0, v / torch.where(left > 0, left, 1.0).unsqueeze(-1), 0.0))
         columns.append(torch.stack(column, -1))
     return torch.stack(columns, -1)
+
+
+def cholesky(G: Tensor) -> Tensor:
+    """R [..., k, k], upper triangular, with R'R = G for unit vectors; a vector in the span of those before it adds nothing."""
+    count = G.shape[-1]
+    R: list[list[Tensor]] = []  # rows
+    for i in range(count):
+        row = [torch.zeros_like(G[..., 0, 0])] * i
+        left = G[..., i, i] - sum((R[h][i] ** 2 for h in range(i)), torch.zeros_like(G[..., 0, 0]))
+        pivot = torch.where(left > 1e-14, left, 0.0).sqrt()
+        for j in range(i, count):
+            rest = G[..., i, j] - sum((R[h][i] * R[h][j] for h in range(i)), torch.zeros_like(pivot))
+            row.append(torch.where(pivot > 0, rest / torch.where(pivot > 0, pivot, 1.0), 0.0))
+        R.append(row)
+    return torch.stack([torch.stack(row, -1) for row in R], -2)
+
+
+def blockwise(part: Callable[[Tensor], Tensor], vectors: Tensor) -> list[Tensor]:
+    """`part` of the vectors [..., P] in float64, block after block."""
+    blocks = vectors.split(BLOCK, -1) if vectors.device.type == "cpu" else [vectors]
+    return [part(block.double()) for block in blocks]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import re
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -54,7 +54,13 @@ def over_rounds(groups: list[Group], key: str) -> list[Curve]:
 
 
 def over_megabytes(groups: list[Group], key: str) -> list[Curve]:
-    return _curves(groups, key, _megabytes)
+    return _curves(groups, key, lambda run: _so_far(run, lambda record: traffic(record) / 1e6))
+
+
+def over_network_seconds(groups: list[Group], key: str) -> list[Curve]:
+    """For runs that simulate a network; none for the others."""
+    timed = _curves(groups, key, lambda run: _so_far(run, lambda record: number(record, "network_seconds") or 0.0))
+    return [curve for curve in timed if curve.x[-1] > 0]
 
 
 def chart(curves: list[Curve], name: str, x_label: str, y_label: str, log: bool = False) -> str:
@@ -99,12 +105,12 @@ def _for_a_page(svg: str, name: str, alt: str) -> str:
     return svg.replace("<svg ", f'<svg role="img" aria-label="{alt}" ', 1).strip()
 
 
-def _megabytes(run: Run) -> dict[int, float]:
-    """The traffic so far, at each round."""
+def _so_far(run: Run, cost: Callable[[dict[str, Any]], float]) -> dict[int, float]:
+    """What the rounds cost so far, at each round."""
     spent, total = {}, 0.0
     for record in run.records:
-        total += traffic(record)
-        spent[record["round"]] = total / 1e6
+        total += cost(record)
+        spent[record["round"]] = total
     return spent
 
 

@@ -10,11 +10,11 @@ from pathlib import Path
 from typing import Any
 
 from undrift.errors import UndriftError
-from undrift.report.charts import Curve, chart, colour, dash, over_megabytes, over_rounds
+from undrift.report.charts import Curve, chart, colour, dash, over_megabytes, over_network_seconds, over_rounds
 from undrift.report.runs import Group, Run, by_task, differing, grouped, load, number, shown, sweep_target
-from undrift.report.scores import metric_of
+from undrift.report.scores import metric_of, ranked
 from undrift.report.summary import picked, verdict
-from undrift.report.text import table
+from undrift.report.text import more_table, table
 
 MOST_CURVES = 10  # above this, the charts show only the setting picked for each method
 
@@ -121,17 +121,23 @@ def _unfinished(run: Run) -> bool:
 def _results(groups: list[Group], target: float | None, name: str, alone: bool) -> str:
     """Table, verdict and charts of the groups of one task."""
     title = "Results" if alone else f"Results: {groups[0].task}"
+    groups = ranked(groups)
     drawn, note = groups, ""
     if len(groups) > MOST_CURVES:
         drawn = [pick.group for pick in picked(groups)]
         note = f"<p>The charts show the setting picked for each method, not all {len(groups)} groups.</p>"
+    if len(drawn) > MOST_CURVES:
+        note = f"<p>The charts show the best {MOST_CURVES} of {len(drawn)} methods.</p>"
+        drawn = ranked(drawn)[:MOST_CURVES]
     return "\n".join(
         [
             f"<h2>{escape(title)}</h2>",
             f'<p class="verdict">{escape(verdict(groups))}</p>',
+            '<p class="faint">The best come first.</p>',
             _table(table(groups, target)),
             '<p class="faint">Mean ± standard deviation over seeds (n - 1); none for a single seed. '
             "Targets are reached on the test set. Bytes are down and up together.</p>",
+            _more(groups),
             note,
             f'<div class="charts">{_charts(drawn, name)}</div>',
             '<p class="faint">Lines are means over seeds, bands go from the lowest seed to the highest; '
@@ -140,12 +146,33 @@ def _results(groups: list[Group], target: float | None, name: str, alone: bool) 
     )
 
 
+def _more(groups: list[Group]) -> str:
+    """The further measures, where the records have any."""
+    rows = more_table(groups)
+    if len(rows[0]) == 1:
+        return ""
+    legend = (
+        "Forgetting: the mean over classes of the best earlier test accuracy minus the present one. The loss on absent "
+        "clients is over the training samples of those who were not in the last cohort; the clients' accuracy is on their "
+        "own training samples, at these quantiles of the clients. Constraints are those active in a quadratic programme, "
+        "mean over rounds (server) or local steps (clients)."
+    )
+    return f'<h3>More measures</h3>{_table(rows)}<p class="faint">{escape(legend)}</p>'
+
+
 def _charts(groups: list[Group], name: str) -> str:
     score = metric_of(groups).name
     by_rounds, by_traffic = over_rounds(groups, score), over_megabytes(groups, score)
     plans: list[tuple[str, list[Curve], str, str, bool]] = [
         (f"Test {score} over rounds", by_rounds, "round", f"test {score}", False),
         (f"Test {score} over traffic", by_traffic, "megabytes, down and up", f"test {score}", False),
+        (
+            f"Test {score} over simulated network time",
+            over_network_seconds(groups, score),
+            "seconds on the network",
+            f"test {score}",
+            False,
+        ),
         ("Test loss", over_rounds(groups, "loss") if score != "loss" else [], "round", "test loss", False),
         (
             "Consistency: how far apart the local models end",
@@ -154,6 +181,8 @@ def _charts(groups: list[Group], name: str) -> str:
             "mean squared distance",
             True,
         ),
+        ("Forgetting", over_rounds(groups, "forgetting"), "round", "mean over classes", False),
+        ("Loss on absent clients' data", _lines(over_rounds(groups, "absent_loss")), "round", "training loss", False),
         (f"Validation {score}", over_rounds(groups, f"val_{score}"), "round", f"validation {score}", False),
     ]
     figures = []
@@ -165,6 +194,11 @@ def _charts(groups: list[Group], name: str) -> str:
             legend = "".join(_legend(groups[curve.place], curve.place) for curve in curves)
             figures.append(f"<figure><h3>{title}</h3>{drawing}<figcaption>{legend}</figcaption></figure>")
     return "\n".join(figures)
+
+
+def _lines(curves: list[Curve]) -> list[Curve]:
+    """Only those with more than one point."""
+    return [curve for curve in curves if len(curve.x) > 1]
 
 
 def _legend(group: Group, place: int) -> str:

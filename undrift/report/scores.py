@@ -79,6 +79,13 @@ def scores(groups: list[Group]) -> list[Spread | None]:
     return [over_seeds(group, lambda run: score(run, metric, chosen_by)) for group in groups]
 
 
+def ranked(groups: list[Group]) -> list[Group]:
+    """The groups with the best score first, and those without one last."""
+    sign = -1.0 if metric_of(groups).higher else 1.0
+    rows = zip(groups, scores(groups), strict=True)
+    return [group for group, _ in sorted(rows, key=lambda row: sign * row[1].mean if row[1] else math.inf)]
+
+
 def default_target(groups: list[Group]) -> float | None:
     """The worst group's mean score, rounded to two decimals towards the easier side."""
     means = [spread.mean for spread in scores(groups) if spread]

@@ -26,6 +26,19 @@ from undrift.report.scores import (
 
 __all__ = ["Pick", "Spread", "Summary", "default_target", "picked", "summarise", "verdict"]
 
+# Further numbers of the records: key, heading, and what stands for all rounds of a run.
+MORE: tuple[tuple[str, str, Callable[[list[float]], float]], ...] = (
+    ("forgetting", "forgetting at the end", lambda values: values[-1]),
+    ("forgetting", "mean forgetting", statistics.fmean),
+    ("absent_loss", "loss on absent clients", lambda values: values[-1]),
+    ("client_accuracy_p10", "clients' accuracy, 10 %", lambda values: values[-1]),
+    ("client_accuracy_p50", "50 %", lambda values: values[-1]),
+    ("client_accuracy_p90", "90 %", lambda values: values[-1]),
+    ("qp_active", "server constraints active", statistics.fmean),
+    ("local_qp_active", "local constraints active", statistics.fmean),
+    ("qp_failed", "failed programmes", sum),
+    ("evictions", "evictions", lambda values: values[-1]),
+)
 FEW_SEEDS = 5  # below this, two standard errors are only an indication
 Rows = list[tuple[Group, Spread]]  # best first
 
@@ -43,6 +56,8 @@ class Summary(NamedTuple):
     gradients_per_round: Spread | None
     consistency: Spread | None  # in the last round
     seconds_per_round: Spread | None  # the median of a run's rounds
+    network_seconds_to_target: Spread | None  # simulated, with --bandwidth or --latency
+    more: dict[str, Spread | None]  # what MORE names
 
 
 class Pick(NamedTuple):
@@ -196,10 +211,15 @@ def _summary(group: Group, metric: Metric, target: float | None) -> Summary:
         last=spread(lambda run: next(reversed(values_of(run, metric.name)), None)),
         rounds_to_target=spread(lambda run: _cost_to_target(run, metric, target, lambda record: 1.0)),
         bytes_to_target=spread(lambda run: _cost_to_target(run, metric, target, traffic)),
-        bytes_per_round=spread(lambda run: _mean([traffic(record) for record in run.records])),
-        gradients_per_round=spread(lambda run: _mean(values_of(run, "gradients"))),
+        bytes_per_round=spread(lambda run: _over([traffic(record) for record in run.records], statistics.fmean)),
+        gradients_per_round=spread(lambda run: _over(values_of(run, "gradients"), statistics.fmean)),
         consistency=spread(lambda run: number(run.records[-1], "consistency") if run.records else None),
-        seconds_per_round=spread(lambda run: _median(values_of(run, "seconds"))),
+        seconds_per_round=spread(lambda run: _over(values_of(run, "seconds"), statistics.median)),
+        network_seconds_to_target=spread(lambda run: _network_seconds(run, metric, target)),
+        more={
+            heading: spread(lambda run: _over(values_of(run, key), stand))  # noqa: B023, used at once
+            for key, heading, stand in MORE
+        },
     )
 
 
@@ -216,9 +236,11 @@ def _cost_to_target(
     return None
 
 
-def _mean(values: list[float]) -> float | None:
-    return statistics.fmean(values) if values else None
+def _network_seconds(run: Run, metric: Metric, target: float | None) -> float | None:
+    if not values_of(run, "network_seconds"):
+        return None
+    return _cost_to_target(run, metric, target, lambda record: number(record, "network_seconds") or 0.0)
 
 
-def _median(values: list[float]) -> float | None:
-    return statistics.median(values) if values else None
+def _over(values: list[float], stand: Callable[[list[float]], float]) -> float | None:
+    return float(stand(values)) if values else None

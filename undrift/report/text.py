@@ -14,6 +14,7 @@ from undrift.report.scores import (
     on_validation,
 )
 from undrift.report.summary import (
+    MORE,
     Summary,
     picked,
     summarise,
@@ -48,6 +49,8 @@ def table(groups: list[Group], target: float | None, brief: bool = False) -> lis
         (f"bytes to {goal}", lambda row: show_bytes(row.bytes_to_target)),
         ("bytes per round", lambda row: show_bytes(row.bytes_per_round)),
     ]
+    if any(row.network_seconds_to_target for row in rows):
+        columns.append((f"network seconds to {goal}", lambda row: show(row.network_seconds_to_target, _short)))
     columns += (
         []
         if brief
@@ -59,6 +62,14 @@ def table(groups: list[Group], target: float | None, brief: bool = False) -> lis
         ]
     )
     return [[name for name, _ in columns], *([cell(row) for _, cell in columns] for row in rows)]
+
+
+def more_table(groups: list[Group]) -> list[list[str]]:
+    """What else the records tell: a header and a row for each group, with a column for all that any group has."""
+    rows = summarise(groups, None)
+    headings = [heading for _, heading, _ in MORE if any(row.more[heading] for row in rows)]
+    cells = ([show(row.more[heading], _short) for heading in headings] for row in rows)
+    return [["method", *headings], *([row.group.label, *line] for row, line in zip(rows, cells, strict=True))]
 
 
 def show(spread: Spread | None, form: Callable[[float], str], hide_zero: bool = False) -> str:
