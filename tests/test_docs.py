@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import re
 import shlex
 from pathlib import Path
@@ -12,6 +13,7 @@ import pytest
 from undrift.cli import parser
 from undrift.config import FIELDS, from_mapping, make_algorithm, parse_value
 from undrift.registry import algorithm_class, names
+from undrift.sweep import plan
 
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
@@ -23,6 +25,14 @@ ADRS = sorted(path for path in (DOCS / "adr").glob("*.md") if path.name != "READ
 
 def title(path: Path) -> str:
     return path.relative_to(ROOT).as_posix()
+
+
+@functools.cache
+def paper_suites() -> dict[str, set[str]]:
+    """The algorithms of each suite that holds a paper's settings; every suite must be accepted as it is."""
+    planned = {suite.name: plan(suite)[0] for suite in (ROOT / "suites").glob("*.toml")}
+    own = ("demo.toml", "quick.toml", "quick-grid.toml")
+    return {name: {job.config.algorithm for job in jobs} for name, jobs in planned.items() if name not in own}
 
 
 def page(name: str) -> str:
@@ -82,6 +92,12 @@ def test_a_page_has_its_parts(name: str) -> None:
     assert f"undrift run --algorithm {name} " in text
     assert f"undrift cite {name}\n" in text
     assert f"{name}.md" in (DOCS / "algorithms" / "README.md").read_text()
+
+
+@pytest.mark.parametrize("name", names("algorithms"))
+def test_a_page_links_the_suites_that_run_the_method(name: str) -> None:
+    running = {suite for suite, algorithms in paper_suites().items() if name in algorithms}
+    assert running and set(re.findall(r"\(\.\./\.\./suites/(\S+?)\)", page(name))) == running
 
 
 @pytest.mark.parametrize("name", names("algorithms"))

@@ -15,12 +15,12 @@ import pytest
 import tomli_w
 
 from undrift.errors import BadRunFolder, BadSetting
-from undrift.report.page import write
+from undrift.report.page import html, write
 from undrift.report.pictures import partition_picture, partition_text
 from undrift.report.runs import Group, grouped, load
-from undrift.report.scores import default_target
+from undrift.report.scores import default_target, ranked
 from undrift.report.summary import picked, summarise, verdict
-from undrift.report.text import table
+from undrift.report.text import more_table, table
 
 COMMON = {"dataset": "digits", "model": "mlp", "partition": "iid", "clients": 4, "cohort": 2, "rounds": 3}
 MADE = {"commit": "abc123", "device": "cpu", "versions": {"torch": "2.13"}}
@@ -120,6 +120,52 @@ def test_the_table_in_words(tmp_path: Path) -> None:
         ],
     ]
     assert table(grouped(load([tmp_path])), 0.99)[1][4:6] == ["-", "-"]
+
+
+def extended(folder: Path, *more: dict[str, float]) -> None:
+    """Put further numbers into the records of a run."""
+    lines = [
+        json.loads(line) | extra
+        for line, extra in zip((folder / "rounds.jsonl").read_text().splitlines(), more, strict=True)
+    ]
+    (folder / "rounds.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+
+def test_further_measures_have_a_table_of_their_own(tmp_path: Path) -> None:
+    assert more_table(constant(tmp_path / "none", {"fedavg": [0.5]})) == [["method"], ["fedavg"]]
+    first, second = (make_run(tmp_path / name, name, 0, [0.5, 0.8, 0.7]) for name in ("gradma", "fedavg"))
+    extended(
+        first,
+        {"qp_active": 2, "evictions": 1},
+        {"qp_active": 4, "evictions": 3, "forgetting": 0.5, "absent_loss": 9.0},
+        {"qp_active": 6, "evictions": 8, "forgetting": 0.25, "absent_loss": 1.5, "client_accuracy_p10": 0.125},
+    )
+    extended(second, {}, {}, {"forgetting": -0.125})
+    groups = {group.algorithm: group for group in grouped(load([first, second]))}
+    assert more_table([groups["gradma"], groups["fedavg"]]) == [
+        ["method", "forgetting at the end", "mean forgetting", "loss on absent clients", "clients' accuracy, 10 %",
+         "server constraints active", "evictions"],
+        ["gradma", "0.25", "0.375", "1.5", "0.125", "4", "8"],
+        ["fedavg", "-0.125", "-0.125", "-", "-", "-", "-"],
+    ]  # fmt: skip
+    page = html(load([first, second]), None)
+    assert "More measures" in page and "loss on absent clients" in page
+
+
+def test_time_on_the_network_to_a_target(tmp_path: Path) -> None:
+    folder = make_run(tmp_path / "a", "fedavg", 0, [0.5, 0.8, 0.7])
+    extended(folder, *({"network_seconds": seconds} for seconds in (1.5, 2.0, 4.0)))
+    (row,) = summarise(grouped(load([folder])), 0.75)
+    assert row.network_seconds_to_target == (3.5, None, 1, 1)
+    header, cells = table(grouped(load([folder])), 0.75)
+    assert dict(zip(header, cells, strict=True))["network seconds to accuracy 0.75"] == "3.5"
+    assert "over simulated network time" in html(load([folder]), 0.75)
+
+
+def test_the_best_come_first_and_those_without_a_score_last(tmp_path: Path) -> None:
+    make_run(tmp_path / "none", "mifa", 0, [None])
+    groups = constant(tmp_path, {"fedavg": [0.28, 0.30], "scaffold": [0.5], "gradma": [0.4]})
+    assert [group.algorithm for group in ranked(groups)] == ["scaffold", "gradma", "fedavg", "mifa"]
 
 
 def test_default_target_is_the_worst_mean_rounded_down(tmp_path: Path) -> None:

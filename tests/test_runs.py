@@ -27,6 +27,7 @@ from tests.small import data, tiny_mlp
 from undrift import cli
 from undrift.errors import BadData, BadRunFolder, BadSetting, MissingData, UndriftError, UnknownName
 from undrift.registry import names
+from undrift.sweep import plan
 
 QUICK = {"clients": 12, "cohort": 4, "steps": 2, "batch": 8, "model": "logreg", "eval_every": 3, "execution": "stacked"}
 FIELDS = {"round", "loss", "accuracy", "bytes_down", "bytes_up", "gradients", "consistency", "seconds"}
@@ -703,3 +704,12 @@ def test_token_ids_are_not_pictures() -> None:
         ).accuracy
         is not None
     )
+
+
+def test_a_sweep_falls_back_on_another_data_set(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("UNDRIFT_DATA", str(tmp_path))
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    (tmp_path / "s.toml").write_text('dataset = "svhn"\n[sweep]\nelse_dataset = "digits"')
+    assert plan(tmp_path / "s.toml")[0][0].config.dataset == "digits"
+    (tmp_path / "s.toml").write_text('dataset = "digits"\n[sweep]\nelse_dataset = "svhn"')
+    assert plan(tmp_path / "s.toml")[0][0].config.dataset == "digits"

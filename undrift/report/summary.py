@@ -36,7 +36,7 @@ MORE: tuple[tuple[str, str, Callable[[list[float]], float]], ...] = (
     ("client_accuracy_p90", "90 %", lambda values: values[-1]),
     ("qp_active", "server constraints active", statistics.fmean),
     ("local_qp_active", "local constraints active", statistics.fmean),
-    ("qp_failed", "failed programmes", sum),
+    ("qp_failed", "failed programmes", lambda values: values[-1]),
     ("evictions", "evictions", lambda values: values[-1]),
 )
 FEW_SEEDS = 5  # below this, two standard errors are only an indication
