@@ -146,7 +146,7 @@ class Problem:
 
     def cohort(self, weight: Tensor) -> Cohort:
         steps = self.live.sum(0).double().expand(*weight.shape[:-2], self.S, 1)
-        return Cohort(torch.arange(self.S), torch.arange(self.S), weight, steps, 0.1, 10, 0, self.layout)
+        return Cohort(torch.arange(self.S), torch.arange(self.S), weight, steps, 0.1, 10, self.layout)
 
 
 @pytest.mark.parametrize("name", ALGORITHMS)

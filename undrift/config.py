@@ -49,6 +49,10 @@ class RunConfig:
     dtype: str = field(default="float32", metadata={"help": "float32 or float64"})
     execution: str = field(default="auto", metadata={"help": "auto (timed), stacked or pool"})
     chunk: int = field(default=0, metadata={"help": "clients stacked at a time; 0: as many as fit in memory"})
+    compile: bool = field(
+        default=False, metadata={"help": "compile the local step, on a GPU: slower start, faster rounds"}
+    )
+    precision: str = field(default="fp32", metadata={"help": "of products on a GPU: fp32, or tf32 (10 bits, faster)"})
     deterministic: bool = field(default=False, metadata={"help": "make CUDA runs repeatable"})
     eval_every: int = field(default=5, metadata={"help": "rounds between evaluations"})
     client_eval_every: int = field(
@@ -110,9 +114,10 @@ CHOICES = {
     "device": ("auto", "cpu", "cuda"),
     "dtype": ("float32", "float64"),
     "execution": ("auto", "stacked", "pool"),
+    "precision": ("fp32", "tf32"),
 }
 # What may change when a run is resumed: how long and how it runs, not what it computes.
-RESUMABLE = ("rounds", "stop_at", "checkpoint_every", "device", "execution", "chunk", "deterministic")
+RESUMABLE = ("rounds", "stop_at", "checkpoint_every", "device", "execution", "chunk", "compile", "deterministic")
 FIELDS = {f.name: f for f in dataclasses.fields(RunConfig)}
 TYPES = get_type_hints(RunConfig)
 

@@ -61,7 +61,7 @@ class MaskedBatchNorm(_BatchNorm):
         across = [0, *range(2, x.dim())]
         wide = (1, -1) + (1,) * (x.dim() - 2)
         if context is None or context.real is None:
-            n = torch.tensor(float(x.numel() // x.shape[1]), dtype=x.dtype, device=x.device)
+            n = torch.full((), float(x.numel() // x.shape[1]), dtype=x.dtype, device=x.device)
             mean = x.mean(across)
             centred = x - mean.view(wide)
             var = centred.square().mean(across)

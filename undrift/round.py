@@ -58,25 +58,43 @@ def client_part(
     `steps` yields an oracle for each local step and `live` [..., 1], false for a client that has no batch left, or None
     where everybody has one.
     """
-    work, losses, lead = None, [], torch.Size()
+    work, losses = None, []
     for oracle, live in steps:
         if work is None:
-            lead = oracle.lead
-            client, buffers = fill(client, lead), fill(buffers, lead)
-            work = fill(alg.local_start(down, client), lead)
-            if local is not None:
-                work = fill(alg.prepare(down, client, work, local), lead)
-        oracle.buffers = buffers
-        new = fill(alg.local_step(down, client, work, oracle), lead)
-        work = new if live is None else where(live, new, work)
-        buffers = oracle.buffers if live is None else torch.where(live, oracle.buffers, buffers)
-        if "buffers" in work._fields:
-            work = work._replace(buffers=buffers)
-        losses.append(oracle.loss if live is None else torch.where(live, oracle.loss, torch.nan))
+            client, buffers, work = begin(alg, down, client, buffers, oracle.lead, local)
+        work, buffers, loss = step(alg, down, client, work, buffers, oracle, live)
+        losses.append(loss)
     assert work is not None, "a client of the cohort takes at least one step"
+    return end(alg, down, client, work, buffers, torch.stack(losses).nanmean(0))
+
+
+def begin(
+    alg: Algorithm, down: Any, client: Any, buffers: Tensor, lead: torch.Size, local: LocalData | None
+) -> tuple[Any, Tensor, Any]:
+    """The clients' states, buffers and work before the first step, for clients [*lead]."""
+    client, buffers = fill(client, lead), fill(buffers, lead)
+    work = fill(alg.local_start(down, client), lead)
+    return client, buffers, work if local is None else fill(alg.prepare(down, client, work, local), lead)
+
+
+def step(
+    alg: Algorithm, down: Any, client: Any, work: Any, buffers: Tensor, oracle: Oracle, live: Tensor | None
+) -> tuple[Any, Tensor, Tensor]:
+    """The work and the buffers after one step, and its loss [..., 1]: NaN for a client that has no batch left."""
+    oracle.buffers = buffers
+    new = fill(alg.local_step(down, client, work, oracle), oracle.lead)
+    work = new if live is None else where(live, new, work)
+    buffers = oracle.buffers if live is None else torch.where(live, oracle.buffers, buffers)
+    if "buffers" in work._fields:
+        work = work._replace(buffers=buffers)
+    return work, buffers, oracle.loss if live is None else torch.where(live, oracle.loss, torch.nan)
+
+
+def end(alg: Algorithm, down: Any, client: Any, work: Any, buffers: Tensor, loss: Tensor) -> Answers:
+    """What comes back from the clients."""
+    lead = loss.shape[:-1]
     up, client = alg.local_end(down, client, work)
-    loss, facts = torch.stack(losses).nanmean(0), fill(alg.local_facts(work), lead)
-    return Answers(fill(up, lead), fill(client, lead), buffers, work.x, loss, facts)
+    return Answers(fill(up, lead), fill(client, lead), buffers, work.x, loss, fill(alg.local_facts(work), lead))
 
 
 def server_part(alg: Algorithm, net: Net, state: State, answers: Answers, cohort: Cohort) -> State:
@@ -97,10 +115,10 @@ def finite(answers: Answers) -> Tensor:
     return torch.stack([t.isfinite().all(1) for t in sent]).all(0)
 
 
-def consistency(answers: Answers) -> Tensor:
-    """(1/S) sum |x_i^K - mean x^K|^2, how far apart the local models end."""
-    apart: Tensor = torch.linalg.vector_norm(answers.x - answers.x.mean(-2, keepdim=True), dim=-1)
-    return apart.square().mean(-1)
+def consistency(answers: Answers, share: Tensor) -> Tensor:
+    """(1/S) sum |x_i^K - mean x^K|^2, how far apart the local models end; `share` [..., S, 1] is 1/S for every client."""
+    apart = answers.x - mean(answers.x, share).unsqueeze(-2)
+    return mean(torch.linalg.vector_norm(apart, dim=-1, keepdim=True).square(), share).squeeze(-1)
 
 
 class RoundRecord(NamedTuple):

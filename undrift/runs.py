@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import platform
 import subprocess
 import time
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -156,21 +157,32 @@ def run(
     how = Settings(
         chosen.cohort, plan, chosen.seed, chosen.weights, chosen.eval_every, chosen.execution, chosen.chunk,
         chosen.lr_decay, parse_drops(chosen.lr_drops), chosen.lr_drop, chosen.sampling, chosen.dropout_rate,
-        parse_slow(chosen.slow), chosen.bandwidth, chosen.latency, chosen.client_eval_every,
+        parse_slow(chosen.slow), chosen.bandwidth, chosen.latency, chosen.compile, chosen.client_eval_every,
     )  # fmt: skip
     simulation = Simulation(alg, net, clients, how, metrics, device)
-    before = torch.are_deterministic_algorithms_enabled()
-    if chosen.deterministic:
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-        torch.use_deterministic_algorithms(True)
-    try:
+    with arithmetic(chosen):
         if folder is not None:
             folder.make(resume)
             with folder.locked():
                 return drive(simulation, chosen, folder, resume, progress)
         return drive(simulation, chosen, folder, resume, progress)
+
+
+@contextlib.contextmanager
+def arithmetic(config: RunConfig) -> Iterator[None]:
+    """PyTorch's switches for how a GPU computes, as the settings want them; afterwards as they were."""
+    cuda, cudnn = torch.backends.cuda.matmul, torch.backends.cudnn
+    before = torch.are_deterministic_algorithms_enabled(), cuda.allow_tf32, cudnn.allow_tf32, cudnn.benchmark
+    if config.deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        torch.use_deterministic_algorithms(True)
+    cuda.allow_tf32 = cudnn.allow_tf32 = config.precision == "tf32"
+    cudnn.benchmark = not config.deterministic  # time the convolutions and take the fastest
+    try:
+        yield
     finally:
-        torch.use_deterministic_algorithms(before)
+        torch.use_deterministic_algorithms(before[0])
+        cuda.allow_tf32, cudnn.allow_tf32, cudnn.benchmark = before[1:]
 
 
 def drive(
@@ -195,19 +207,22 @@ def drive(
     saved = simulation.t
     reached = _reached(stop, records[-1] if records else {}, elapsed)
     while simulation.t < config.rounds and not reached:
-        record = simulation.round(last=simulation.t + 1 == config.rounds).as_dict()
-        records.append(record)
-        elapsed = time.perf_counter() - began
-        reached = _reached(stop, record, elapsed)
-        if folder is not None:
-            if simulation.t == 1:
-                folder.write_settings(written(config, simulation))  # now the execution is chosen
-            folder.append(record)
-            if simulation.t % config.checkpoint_every == 0 and simulation.t < config.rounds and not reached:
-                folder.save(simulation.tensors(), {"round": simulation.t, "seconds": elapsed, "finished": False})
-                saved = simulation.t
-        if progress is not None:
-            progress(record, config.rounds)
+        left, every = config.rounds - simulation.t, config.checkpoint_every
+        ahead = min(left, every - simulation.t % every)
+        for made in simulation.rounds(ahead, last=ahead == left):
+            record = made.as_dict()
+            records.append(record)
+            elapsed = time.perf_counter() - began
+            reached = _reached(stop, record, elapsed)
+            if folder is not None:
+                if record["round"] == 1:
+                    folder.write_settings(written(config, simulation))  # now the execution is chosen
+                folder.append(record)
+            if progress is not None:
+                progress(record, config.rounds)
+        if folder is not None and simulation.t % every == 0 and simulation.t < config.rounds and not reached:
+            folder.save(simulation.tensors(), {"round": simulation.t, "seconds": elapsed, "finished": False})
+            saved = simulation.t
     stopped = reached or stopped
     if folder is not None and (saved < simulation.t or not folder.finished()):
         folder.write_model(simulation.model())

@@ -71,22 +71,23 @@ class Cohort(NamedTuple):
     steps: Tensor  # [..., S, 1] local steps made, K_i
     lr: float  # the local rate of this round, eta_l
     total: int  # N, all clients
-    round: int
     layout: Layout
+    there: Tensor | None = None  # [..., S, 1] 1 for a client, 0 for a place that is empty; None: all are taken
 
     @property
-    def size(self) -> int:
-        return len(self.ids)
+    def size(self) -> int | Tensor:
+        """S, without empty places."""
+        return len(self.ids) if self.there is None else self.there.sum()
 
     @property
     def uniform(self) -> Tensor:
         """Equal weights, for what must not be weighted by size (control variates, duals, memories)."""
-        return torch.full_like(self.weight, 1.0 / self.size)
+        return torch.full_like(self.weight, 1.0 / len(self.ids)) if self.there is None else self.there / self.size
 
     @property
     def mean_steps(self) -> Tensor:
         """[..., 1] the cohort's mean number of local steps."""
-        return self.steps.mean(-2)
+        return self.steps.mean(-2) if self.there is None else mean(self.steps, self.uniform)
 
 
 OPTIMIZERS = ("sgd", "momentum", "adam")
@@ -207,6 +208,9 @@ class Server(ABC):
     server_lr: float = 1.0  # eta_g
 
     needs_single_updates: ClassVar[bool] = False  # True: the sum of the updates is not enough
+    needs_host: ClassVar[bool] = (
+        False  # True: the step decides by values (a quadratic programme), so no graph can hold it
+    )
 
     def server_init(self, x0: Tensor, clients: int, layout: Layout) -> Any:
         return Nothing()

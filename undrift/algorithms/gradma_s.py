@@ -36,6 +36,7 @@ class ServerMemory(Server):
     order: str = "id"
 
     needs_single_updates: ClassVar[bool] = True
+    needs_host: ClassVar[bool] = True
 
     class State(NamedTuple):
         m: Tensor  # m~, the projected momentum
@@ -53,7 +54,7 @@ class ServerMemory(Server):
         if not len(server.memory.ids):
             return x - self.server_lr * m, server._replace(m=m)
         segments = cohort.layout.segments if self.qp_scope == "tensor" else [slice(0, len(x))]
-        turn = cohort.drawn.argsort() if self.order == "sampling" else torch.arange(cohort.size, device=x.device)
+        turn = cohort.drawn.argsort() if self.order == "sampling" else torch.arange(len(cohort.ids), device=x.device)
         memory, place = server.memory.mem_red(cohort.ids[turn].tolist())
         memory = memory.remember(place, up.d[turn], self.beta2, segments)
         D = memory.constrains(self.beta2)

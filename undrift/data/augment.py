@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 
 import torch
@@ -9,6 +10,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from undrift.streams import Purpose, below, fold, stream, uniform, words
+
+
+@functools.cache
+def channels(values: tuple[float, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """One number a channel, for images [n, C, H, W]: made once, because a CUDA graph cannot hold a copy from the host."""
+    return torch.tensor(values, dtype=dtype, device=device).view(1, -1, 1, 1)
 
 
 @dataclass(frozen=True)
@@ -39,8 +46,7 @@ class Transform:
         if clients is not None and self.colour:
             x = self.coloured(x, clients)
         if self.mean:
-            shape = (1, -1, 1, 1)
-            x = (x - x.new_tensor(self.mean).view(shape)) / x.new_tensor(self.std).view(shape)
+            x = (x - channels(self.mean, dtype, x.device)) / channels(self.std, dtype, x.device)
         return x
 
     def crop_and_flip(self, raw: Tensor, keys: Tensor) -> Tensor:
@@ -63,6 +69,6 @@ class Transform:
         factor = (1 + self.colour * (2 * draws - 1)).to(x.dtype).view(-1, 2, 1, 1, 1)
         x = (x * factor[:, 0]).clamp(0, 1)
         if x.shape[1] == 3:
-            grey = (x * x.new_tensor([0.299, 0.587, 0.114]).view(1, 3, 1, 1)).sum(1, keepdim=True)
+            grey = (x * channels((0.299, 0.587, 0.114), x.dtype, x.device)).sum(1, keepdim=True)
             x = torch.lerp(grey.expand_as(x), x, factor[:, 1].expand_as(x)).clamp(0, 1)
         return x

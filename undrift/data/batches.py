@@ -13,7 +13,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from undrift.streams import Purpose, fold, stream
+from undrift.streams import Purpose, fold, signed, stream
 
 Counts = NDArray[np.int64]
 
@@ -25,6 +25,11 @@ class Table:
     index: Tensor  # [S, K, B] rows of the training set; 0 in places that are padding
     count: Counts  # [S, K] real samples of each batch, 0 where the client takes no such step
     steps: Counts  # [S] local steps K_i
+
+    def shortened(self, steps: Counts) -> Table:
+        """With only the first `steps` [S] batches of each client."""
+        live = np.arange(self.count.shape[1]) < steps[:, None]
+        return Table(self.index, np.where(live, self.count, 0)[:, : steps.max()], steps)
 
 
 @dataclass(frozen=True)
@@ -58,10 +63,10 @@ class Plan:
 
 
 def table(
-    plan: Plan, seed: int, round: int, ids: Counts, members: Tensor, start: Counts, sizes: Counts, position: Counts
+    plan: Plan, seed: int, rounds: Counts, ids: Counts, members: Tensor, start: Counts, sizes: Counts, position: Counts
 ) -> Table:
-    """The batches of clients `ids` [S]: client i owns members[start[i] : start[i] + sizes[i]]; `position` [S] counts the
-    batches each has taken in earlier rounds."""
+    """The batches of clients `ids` [S] in `rounds` [S]: client i owns members[start[i] : start[i] + sizes[i]]; `position`
+    [S] counts the batches each has taken in earlier rounds."""
     start, sizes = start[ids], sizes[ids]
     steps, per_pass = plan.steps_of(sizes), plan.per_pass(sizes)
     first = position if plan.continues else np.zeros_like(position)
@@ -80,8 +85,10 @@ def table(
     device = members.device
     who = torch.from_numpy(np.repeat(np.arange(len(owner)), sizes[owner])).to(device)
     place = torch.arange(int(begin[-1]), device=device) - torch.from_numpy(begin).to(device)[who]
-    name = stream(seed, Purpose.BATCHES, 0 if plan.continues else round + 1)
-    keys = fold(fold(name, torch.from_numpy(ids[owner]).to(device)), torch.from_numpy(passes).to(device))
+    drawn_in = np.zeros_like(rounds) if plan.continues else rounds + 1
+    named, which = np.unique(drawn_in, return_inverse=True)
+    names = torch.tensor([signed(stream(seed, Purpose.BATCHES, int(name))) for name in named])[which[owner]].to(device)
+    keys = fold(fold(names, torch.from_numpy(ids[owner]).to(device)), torch.from_numpy(passes).to(device))
     word = (fold(keys[who], place) >> 24) & ((1 << 40) - 1)
     shuffled = place[torch.sort((who << 40) | word, stable=True).indices]
 

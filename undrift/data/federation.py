@@ -65,8 +65,17 @@ class Federation:
     def clients(self) -> int:
         return len(self.sizes)
 
-    def table(self, plan: Plan, seed: int, round: int, ids: NDArray[np.int64], position: NDArray[np.int64]) -> Table:
-        return table(plan, seed, round, ids, self.members, self.start, self.sizes, position)
+    def table(
+        self,
+        plan: Plan,
+        seed: int,
+        rounds: NDArray[np.int64] | int,
+        ids: NDArray[np.int64],
+        position: NDArray[np.int64],
+    ) -> Table:
+        """The batches of clients ids [S] in one round, or each in a round of its own."""
+        rounds = np.broadcast_to(np.asarray(rounds, dtype=np.int64), ids.shape)
+        return table(plan, seed, rounds, ids, self.members, self.start, self.sizes, position)
 
 
 def federate(

@@ -9,6 +9,7 @@ its plain form.
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Callable
 
@@ -35,9 +36,15 @@ def project_three(p: Tensor, M: Tensor, rho: float = 0.0) -> tuple[Tensor, Tenso
     return torch.where(active.any(-1, keepdim=True), torch.cat(moved, -1), p), active
 
 
+@functools.cache
+def sets(device: torch.device) -> Tensor:
+    """SETS on the device: made once, because a CUDA graph cannot hold a copy from the host."""
+    return torch.tensor(SETS, device=device)
+
+
 def multipliers(A: Tensor, q: Tensor, there: Tensor, rho: float, tolerance: float) -> Tensor:
     """z [..., 3] >= 0 with w = A'(q + A z) - rho >= 0 and z w = 0, for columns A [..., 4, 3] of length one or zero."""
-    on = torch.tensor(SETS, device=A.device)  # [8, 3]
+    on = sets(A.device)  # [8, 3]
     possible = (there.unsqueeze(-2) | ~on).all(-1)  # [..., 8]
     # A_on = E T with orthonormal E and triangular T, for the eight sets at once; then T'T z = rho - A_on' q.
     columns = torch.where(on.unsqueeze(-2), A.unsqueeze(-3), 0.0)  # [..., 8, 4, 3]

@@ -33,22 +33,40 @@ class ClientTable:
 
         return map_leaves(stored, fresh)
 
+    def begin(self, state: object) -> None:
+        """Columns for states like this one [S, ...], where there are none yet."""
+        if not self.columns:
+            self.columns = [t.new_zeros((0, *t.shape[1:])) for t in leaves(state)]
+
     def write(self, ids: Tensor, state: object) -> None:
         new = leaves(state)
         if not new:
             return
         rows = torch.tensor([self.row.setdefault(i, len(self.row)) for i in ids.tolist()], device=ids.device)
-        if not self.columns:
-            self.columns = [t.new_zeros((0, *t.shape[1:])) for t in new]
+        self.begin(state)
         if len(self.row) > len(self.columns[0]):
-            capacity = max(len(self.row), 2 * len(self.columns[0]))
-            self.columns = [torch.cat([c, c.new_zeros((capacity - len(c), *c.shape[1:]))]) for c in self.columns]
+            self.reserve(max(len(self.row), 2 * len(self.columns[0])))
         for column, values in zip(self.columns, new, strict=True):
             column[rows] = values
 
+    def assign(self, ids: list[int]) -> tuple[list[int], list[bool]]:
+        """The rows of clients, new ones for those who have none, and who had one. There is room for them, see `reserve`."""
+        known = [i in self.row for i in ids]
+        return [self.row.setdefault(i, len(self.row)) for i in ids], known
+
+    def forget(self, ids: list[int]) -> None:
+        """Take back the rows that were assigned last."""
+        for i in ids:
+            del self.row[i]
+
+    def reserve(self, rows: int) -> None:
+        """Room for so many rows."""
+        if self.columns and rows > len(self.columns[0]):
+            self.columns = [torch.cat([c, c.new_zeros((rows - len(c), *c.shape[1:]))]) for c in self.columns]
+
     def tensors(self) -> dict[str, Tensor]:
         """What a checkpoint holds: the ids in row order, and the rows in use."""
-        if not self.columns:
+        if not self.row:
             return {}
         used = {f"clients.{n}": column[: len(self.row)] for n, column in enumerate(self.columns)}
         return {"clients.ids": torch.tensor(list(self.row)), **used}

@@ -5,15 +5,14 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from undrift.algorithms.base import Algorithm, Cohort, check
-from undrift.data.batches import Plan, Table
+from undrift.data.batches import Plan
 from undrift.data.federation import Federation
 from undrift.errors import BadSetting
 from undrift.net import Net
@@ -21,6 +20,7 @@ from undrift.round import RoundRecord, consistency, fill, finite, server_init, s
 from undrift.simulate.clients import ClientTable
 from undrift.simulate.evaluate import Metric, client_scores, forgetting, group_means, means, sample_scores
 from undrift.simulate.execute import Execution, RoundWork, check_labels, check_repeatable, choose, keep_freed_memory
+from undrift.simulate.replay import Part, Replay
 from undrift.streams import Purpose, fold, sample, stream, uniform
 from undrift.vec import map_leaves, nbytes
 
@@ -44,11 +44,22 @@ class Settings:
     slow: tuple[float, float] = (0.0, 1.0)  # how often a client makes only that share of its steps
     bandwidth: float = 0.0  # Mbit/s of each client's link, for simulated seconds; 0: infinite
     latency: float = 0.0  # seconds of each message
+    compile: bool = False  # fuse the local step's kernels with torch.compile, where rounds are replayed
     client_eval_every: int = 0  # rounds between scores on the clients' own samples; 0: only in the last round
 
     def schedule(self, t: int) -> float:
         """What the local rate of round t (counted from 0) is multiplied by."""
         return float(self.lr_decay**t * self.lr_drop ** sum(t >= drop for drop in self.lr_drops))
+
+
+class Opening(NamedTuple):
+    """What a round begins with."""
+
+    alg: Algorithm  # with this round's rate
+    work: RoundWork
+    invited: Cohort
+    down: Any
+    client: Any
 
 
 class Simulation:
@@ -81,71 +92,79 @@ class Simulation:
         self.last_cohort = np.zeros(0, dtype=np.int64)  # who took part in the round before
         self.class_best = torch.full((data.classes,), -1.0, dtype=torch.float64)  # accuracy so far; -1: none
         self.execution: Execution | None = None
+        self.replays = device.type == "cuda"
+        self.replay: Replay | None = None
         if device.type == "cpu":
             keep_freed_memory()
 
-    def draw(self) -> tuple[Tensor, Tensor]:
-        """The cohort of this round: its ids in rising order, and each one's place in the order of sampling."""
+    def draw(self, t: int | None = None) -> tuple[Tensor, Tensor]:
+        """Who is invited to a round, by default the next: ids in rising order, and each one's place in the order drawn."""
         settings, clients = self.settings, self.data.clients
-        key = stream(settings.seed, Purpose.COHORT, self.t)
+        key = stream(settings.seed, Purpose.COHORT, self.t if t is None else t)
         if settings.sampling == "fixed":
             ids = torch.tensor(sample(key, clients, settings.cohort))
             order = ids.argsort()
-            return ids[order].to(self.device), order.to(self.device)
+            return ids[order], order
         ids = torch.zeros(0, dtype=torch.int64)
         while not len(ids):  # an empty cohort is drawn again
             ids = (self.chances(key, torch.arange(clients)) < settings.cohort / clients).nonzero().squeeze(-1)
             key += 1
-        return ids.to(self.device), torch.arange(len(ids), device=self.device)
+        return ids, torch.arange(len(ids))
 
     @staticmethod
     def chances(key: int, ids: Tensor) -> Tensor:
         """A number in [0, 1) for each client."""
         return uniform(fold(key, ids))
 
+    def takes_part(self, t: int) -> Part:
+        """Who takes part in round t, and how much each one does."""
+        settings = self.settings
+        invited, drawn = self.draw(t)
+        ids = invited
+        if settings.dropout_rate:
+            answering = self.chances(self.key(Purpose.FAILURE, t), ids) >= settings.dropout_rate
+            ids, drawn = ids[answering], drawn[answering]
+        steps = settings.plan.steps_of(self.data.sizes[ids.numpy()])
+        chance, share = settings.slow
+        if chance:
+            slow = self.chances(self.key(Purpose.SLOWNESS, t), ids).numpy() < chance
+            steps = np.where(slow, np.maximum(1, np.rint(share * steps)), steps).astype(np.int64)
+        return Part(invited.numpy(), ids.numpy(), drawn.numpy(), steps)
+
+    def opening(self, part: Part) -> Opening:
+        """What the next round begins with; the first one also checks everything and chooses how clients are run."""
+        ids, drawn = (torch.from_numpy(v).to(self.device) for v in (part.ids, part.drawn))
+        table = self.data.table(self.settings.plan, self.settings.seed, self.t, part.ids, self.position[part.ids])
+        if (part.steps < table.steps).any():
+            table = table.shortened(part.steps)
+        work = RoundWork(self.net, self.data, self.settings.seed, self.t, ids, table, self.settings.plan.batch)
+        alg = self.algorithm()
+        invited = self.cohort(alg, ids, drawn, torch.from_numpy(table.steps).to(self.device))
+        down = alg.broadcast(self.state.x, self.state.companion, invited)
+        client = self.clients.read(ids, self.fresh(alg, down, ids))
+        if self.execution is None:
+            where = (self.net, self.state.x, self.state.buffers, work)
+            check_labels(*where)
+            check_repeatable(*where)
+            self.execution = choose(self.settings.execution, self.settings.chunk, alg, down, client, *where)
+            work.gradients = 0  # only the round itself counts
+        return Opening(alg, work, invited, down, client)
+
+    def fresh(self, alg: Algorithm, down: Any, ids: Tensor) -> Any:
+        """The states of clients that take part for the first time."""
+        shared = map_leaves(lambda v: v.unsqueeze(-2), down)
+        return fill(alg.client_init(shared, ids, self.state.buffers.unsqueeze(-2)), ids.shape)
+
     def round(self, last: bool = False) -> RoundRecord:
         """One round; `last` asks for an evaluation whatever the interval is."""
         began = time.perf_counter()
-        ids, drawn = self.draw()
-        invited_ids = ids
-        if self.settings.dropout_rate:
-            answering = self.chances(self.key(Purpose.FAILURE), ids) >= self.settings.dropout_rate
-            ids, drawn = ids[answering], drawn[answering]
-        if not len(ids):
+        part = self.takes_part(self.t)
+        invited_ids, host_ids = part.invited, part.ids
+        if not len(host_ids):
             return self.nothing_happened(len(invited_ids), began, last)
-        host_ids = ids.cpu().numpy()
-        table = self.data.table(self.settings.plan, self.settings.seed, self.t, host_ids, self.position[host_ids])
-        chance, share = self.settings.slow
-        if chance:
-            slow = self.chances(self.key(Purpose.SLOWNESS), ids).cpu().numpy() < chance
-            fewer = np.maximum(1, np.rint(share * table.steps)).astype(np.int64)
-            table = shortened(table, np.where(slow, fewer, table.steps))
-        work = RoundWork(self.net, self.data, self.settings.seed, self.t, ids, table, self.settings.plan.batch)
-
-        alg = self.algorithm()
-        steps = torch.from_numpy(table.steps).to(self.device)
-        invited = self.cohort(alg, ids, drawn, steps)
-        down = alg.broadcast(self.state.x, self.state.companion, invited)
-        fresh = fill(
-            alg.client_init(map_leaves(lambda v: v.unsqueeze(-2), down), ids, self.state.buffers.unsqueeze(-2)),
-            ids.shape,
-        )
-        client = self.clients.read(ids, fresh)
-        if self.execution is None:
-            check_labels(self.net, self.state.x, self.state.buffers, work)
-            check_repeatable(self.net, self.state.x, self.state.buffers, work)
-            self.execution = choose(
-                self.settings.execution,
-                self.settings.chunk,
-                alg,
-                down,
-                client,
-                self.net,
-                self.state.x,
-                self.state.buffers,
-                work,
-            )
-            work.gradients = 0  # only the round itself counts
+        alg, work, invited, down, client = self.opening(part)
+        assert self.execution is not None
+        ids, drawn, steps, table = invited.ids, invited.drawn, invited.steps.squeeze(-1), work.table
         state, sent, fine = self.state, None, torch.ones_like(ids, dtype=torch.bool)
         if alg.measures:  # two exchanges: measure at x_t, then train with what the server made of it
             sent = self.execution.measure(alg, down, self.state.buffers, work)
@@ -158,7 +177,7 @@ class Simulation:
 
         bytes_up = nbytes(answers.up) + nbytes(answers.buffers) + (0 if sent is None else nbytes(sent))
         # In the first round nobody lacks anything of a round before.
-        returning = len(set(invited_ids.tolist()) & set(self.last_cohort.tolist())) if self.t else len(invited_ids)
+        returning = len(np.intersect1d(invited_ids, self.last_cohort)) if self.t else len(invited_ids)
         asked = len(invited_ids)
         bytes_down = alg.bytes_down(down, asked, returning, self.data.clients) + asked * nbytes(self.state.buffers)
 
@@ -183,7 +202,7 @@ class Simulation:
             bytes_down=bytes_down,
             bytes_up=bytes_up,
             gradients=work.gradients,
-            consistency=float(consistency(answers)) if kept else 0.0,
+            consistency=float(consistency(answers, cohort.uniform)) if kept else 0.0,
             seconds=time.perf_counter() - began,
             train_loss=float(answers.loss.mean()) if kept else float("nan"),
             clients=len(invited_ids),
@@ -193,16 +212,49 @@ class Simulation:
             | self.facts(bytes_down / len(invited_ids) + bytes_up / len(ids), 2 if alg.measures else 1),
         )
 
-    def key(self, purpose: Purpose) -> int:
-        return stream(self.settings.seed, purpose, self.t)
+    def rounds(self, most: int, last: bool = False) -> list[RoundRecord]:
+        """The next rounds, at most so many, and no further than the next evaluation; `last`: the run ends after `most`.
+
+        On a GPU they are replayed, see `replay`.
+        """
+        if not self.replays:
+            return [self.round(last and most == 1)]
+        if self.replay is None:
+            part = self.takes_part(self.t)
+            if not len(part.ids):
+                return [self.round(last and most == 1)]
+            opening = self.opening(part)
+            self.clients.begin(opening.client)
+            self.replay = Replay(self)
+        count = min(most, self.replay.longest, *(every - self.t % every for every in self.intervals()))
+        began, parts = time.perf_counter(), [self.takes_part(t) for t in range(self.t, self.t + count)]
+        records = self.replay.stretch(parts)
+        if not records:
+            return [self.round(last and n + 1 == most) for n in range(count)]
+        scores = self.evaluate(torch.from_numpy(parts[-1].ids).to(self.device), last and count == most)
+        loss, accuracy = scores.pop("loss", None), scores.pop("accuracy", None)
+        records[-1] = records[-1]._replace(loss=loss, accuracy=accuracy, more=scores | records[-1].more)
+        seconds = (time.perf_counter() - began) / count
+        return [record._replace(seconds=seconds) for record in records]
+
+    def intervals(self) -> list[int]:
+        """After how many rounds something is evaluated."""
+        return [every for every in (self.settings.eval_every, self.settings.client_eval_every) if every]
+
+    def key(self, purpose: Purpose, t: int) -> int:
+        return stream(self.settings.seed, purpose, t)
 
     def facts(self, bytes_per_client: float, exchanges: int) -> dict[str, float]:
         """The algorithm's own numbers, and how long the messages of a round would take."""
         facts = {name: float(value) for name, value in self.alg.facts(self.state.server).items()}
-        if self.settings.bandwidth or self.settings.latency:
-            sending = bytes_per_client * 8 / (self.settings.bandwidth * 1e6) if self.settings.bandwidth else 0.0
-            facts["network_seconds"] = 2 * exchanges * self.settings.latency + sending
-        return facts
+        return facts | self.network_seconds(bytes_per_client, exchanges)
+
+    def network_seconds(self, bytes_per_client: float, exchanges: int) -> dict[str, float]:
+        """How long the messages of a round would take, where a network is simulated."""
+        if not (self.settings.bandwidth or self.settings.latency):
+            return {}
+        sending = bytes_per_client * 8 / (self.settings.bandwidth * 1e6) if self.settings.bandwidth else 0.0
+        return {"network_seconds": 2 * exchanges * self.settings.latency + sending}
 
     def nothing_happened(self, invited: int, began: float, last: bool) -> RoundRecord:
         """The record of a round in which nobody answered: all state stays as it is."""
@@ -223,7 +275,7 @@ class Simulation:
         weight = size if self.settings.weights == "size" else torch.ones_like(size)
         return Cohort(
             ids, drawn, weight / weight.sum(-2, keepdim=True), steps.to(self.state.x).unsqueeze(-1), alg.lr,
-            self.data.clients, self.t, self.net.layout,
+            self.data.clients, self.net.layout,
         )  # fmt: skip
 
     def evaluate(self, cohort: Tensor, last: bool) -> dict[str, float]:
@@ -270,12 +322,6 @@ class Simulation:
     def model(self) -> dict[str, Tensor]:
         """The server's model as a plain state dict on the CPU."""
         return {name: tensor.cpu() for name, tensor in self.net.state_dict(self.state.x, self.state.buffers).items()}
-
-
-def shortened(table: Table, steps: NDArray[np.int64]) -> Table:
-    """The table with only the first `steps` [S] batches of each client."""
-    live = np.arange(table.count.shape[1]) < steps[:, None]
-    return replace(table, count=np.where(live, table.count, 0)[:, : steps.max()], steps=steps)
 
 
 def named_leaves(name: str, state: Any) -> list[tuple[str, Tensor]]:

@@ -48,7 +48,7 @@ class RoundWork:
     def steps(self, clients: slice | int, limit: int | None = None) -> Iterator[tuple[Oracle, Tensor | None]]:
         """An oracle for each local step of some clients of the cohort: a slice is stacked, a number is a client alone."""
         counts, ids, index = self.table.count[clients], self.ids[clients], self.table.index[clients]
-        device, transform, train = ids.device, self.data.transform, self.data.train
+        device, train = ids.device, self.data.train
         total = int(self.table.steps[clients].max()) if limit is None else limit
         every = torch.arange(total, device=device)
         dropout = fold(fold(stream(self.seed, Purpose.DROPOUT, self.round), ids).unsqueeze(-1), every)  # [..., K]
@@ -59,61 +59,90 @@ class RoundWork:
             rows = index[..., k, :width]
             if k + 1 < total:
                 train.prefetch(index[..., k + 1, : int(np.max(counts[..., k + 1]))].flatten())
-            draw = owner = None
-            if transform.draws:
-                draw = fold(augment[..., k].unsqueeze(-1), torch.arange(width, device=device)).flatten()
-            if transform.colour:
-                owner = ids.unsqueeze(-1).expand(rows.shape).flatten()
-            inputs = transform(train.take(rows.flatten()), self.net.dtype, draw, owner)
-            inputs = inputs.view(*rows.shape, *inputs.shape[1:])
-            targets = train.targets[rows]
-            if targets.is_floating_point():
-                targets = targets.to(self.net.dtype)
             live = None if (count > 0).all() else torch.from_numpy(count > 0).to(device).unsqueeze(-1)
-            real = None
-            if (count < width).any():
-                real = torch.arange(width, device=device) < torch.from_numpy(count).to(device).unsqueeze(-1)
-                # Whatever stands in row 0 must not reach a client that has no sample in that place.
-                inputs = inputs.masked_fill(~real.view(*rows.shape, *(1,) * (inputs.dim() - rows.dim())), 0)
-                real = real.to(self.net.dtype)
-            batch = Batch(inputs, targets, real, dropout[..., k])
+            real = None if (count == width).all() else torch.from_numpy(count).to(device).view(ids.shape)
+            batch = mini_batch(self.net, self.data, ids, rows, real, dropout[..., k], augment[..., k])
             oracle = Oracle(self.net, batch, torch.zeros((), dtype=self.net.dtype, device=device))
             yield oracle, live
             self.gradients += oracle.calls * int((count > 0).sum())
 
 
+def mini_batch(
+    net: Net, data: Federation, ids: Tensor, rows: Tensor, count: Tensor | None, dropout: Tensor, augment: Tensor
+) -> Batch:
+    """The samples `rows` [..., B] of clients ids [...], of which the first `count` [...] are real; None: all are.
+
+    `dropout` [...] and `augment` [...] are the keys of the step's streams.
+    """
+    transform, train = data.transform, data.train
+    place = torch.arange(rows.shape[-1], device=rows.device)
+    draw = owner = None
+    if transform.draws:
+        draw = fold(augment.unsqueeze(-1), place).flatten()
+    if transform.colour:
+        owner = ids.unsqueeze(-1).expand(rows.shape).flatten()
+    inputs = transform(train.take(rows.flatten()), net.dtype, draw, owner)
+    inputs = inputs.view(*rows.shape, *inputs.shape[1:])
+    targets = train.targets[rows]
+    if targets.is_floating_point():
+        targets = targets.to(net.dtype)
+    if count is None:
+        return Batch(inputs, targets, None, dropout)
+    real = place < count.unsqueeze(-1)
+    # Whatever stands in row 0 must not reach a client that has no sample in that place.
+    inputs = inputs.masked_fill(~real.view(*rows.shape, *(1,) * (inputs.dim() - rows.dim())), 0)
+    return Batch(inputs, targets, real.to(net.dtype), dropout)
+
+
 @dataclass
 class LocalWhole:
-    """The whole data of some clients of the cohort, without augmentation and dropout."""
+    """The whole data of clients [...], without augmentation and dropout, in `batches` batches."""
 
-    work: RoundWork
-    clients: slice | int
+    net: Net
+    data: Federation
+    ids: Tensor  # [...]
+    start: Tensor  # [...] where each client's rows begin in data.members
+    sizes: Tensor  # [...] n_i
+    batch: int
+    batches: int  # enough for the largest of them
     buffers: Tensor
+    calls: int = 0
+
+    @classmethod
+    def of(cls, work: RoundWork, clients: slice | int, buffers: Tensor) -> LocalWhole:
+        """The data of some clients of the cohort."""
+        ids, data = work.ids[clients], work.data
+        host = ids.cpu().numpy()
+        start, sizes = (torch.from_numpy(np.asarray(v[host])).to(ids.device) for v in (data.start, data.sizes))
+        largest = int(np.max(data.sizes[host]))
+        width = min(work.batch, largest)
+        return cls(work.net, data, ids, start, sizes, width, -(-largest // width), buffers)
+
+    @property
+    def gradients(self) -> int:
+        """Mini-batch gradients computed so far, by all of them together."""
+        return self.calls * int((-(-self.sizes // self.batch)).sum()) if self.calls else 0
 
     def full_grad(self, x: Tensor) -> Tensor:
         """The gradient [..., P] of the mean loss over all local samples, batch by batch in training mode."""
-        work, data, ids = self.work, self.work.data, self.work.ids[self.clients]
-        sizes: NDArray[np.int64] = np.atleast_1d(data.sizes[ids.cpu().numpy()])
-        start = torch.from_numpy(np.atleast_1d(data.start[ids.cpu().numpy()])).to(ids.device)
-        total, width = torch.zeros((), dtype=x.dtype, device=x.device), work.batch
-        for first in range(0, int(sizes.max()), width):
-            count = np.clip(sizes - first, 0, width)
-            place = torch.arange(int(count.max()), device=ids.device)
-            real = place < torch.from_numpy(count).to(ids.device).unsqueeze(-1)
-            rows = data.members[(start.unsqueeze(-1) + first + place).clamp(max=len(data.members) - 1)]
-            rows = torch.where(real, rows, rows[..., :1]).view(*ids.shape, -1)
-            owner = (
-                ids.unsqueeze(-1).expand(rows.shape).flatten()
-            )  # the client's colour is its own, not an augmentation
-            inputs = data.transform(data.train.take(rows.flatten()), work.net.dtype, None, owner)
+        self.calls += 1
+        data, ids, dtype = self.data, self.ids, self.net.dtype
+        place = torch.arange(self.batch, device=ids.device)
+        total = torch.zeros((), dtype=x.dtype, device=x.device)
+        for first in range(0, self.batches * self.batch, self.batch):
+            count = (self.sizes - first).clamp(0, self.batch)
+            real = place < count.unsqueeze(-1)
+            rows = data.members[(self.start.unsqueeze(-1) + first + place).clamp(max=len(data.members) - 1)]
+            rows = torch.where(real, rows, rows[..., :1])
+            owner = ids.unsqueeze(-1).expand(rows.shape).flatten()  # a client's colour is its own, no augmentation
+            inputs = data.transform(data.train.take(rows.flatten()), dtype, None, owner)
             targets = data.train.targets[rows]
-            targets = targets.to(work.net.dtype) if targets.is_floating_point() else targets
-            mask = real.to(work.net.dtype).view(rows.shape)
-            batch = Batch(inputs.view(*rows.shape, *inputs.shape[1:]), targets, mask, torch.zeros_like(ids), False)
-            oracle = Oracle(work.net, batch, self.buffers.expand(*ids.shape, self.buffers.shape[-1]))
-            share = torch.from_numpy(count / sizes).to(x).view(*ids.shape, 1)
+            targets = targets.to(dtype) if targets.is_floating_point() else targets
+            inputs = inputs.view(*rows.shape, *inputs.shape[1:])
+            batch = Batch(inputs, targets, real.to(dtype), torch.zeros_like(ids), False)
+            oracle = Oracle(self.net, batch, self.buffers.expand(*ids.shape, self.buffers.shape[-1]))
+            share = (count.to(x.dtype) / self.sizes).unsqueeze(-1)
             total = total + share * torch.where(share > 0, oracle.grad(x, track=False), 0.0)
-            work.gradients += int((count > 0).sum())
         return total
 
 
@@ -135,8 +164,9 @@ class Stacked:
             part = slice(at, min(at + self.chunk, size))
             try:
                 mine = map_leaves(lambda t, part=part: t[part], client)
-                whole = LocalWhole(work, part, buffers)
+                whole = LocalWhole.of(work, part, buffers)
                 done.append(client_part(alg, shared, mine, buffers, work.steps(part, limit), whole))
+                work.gradients += whole.gradients
                 gradients = work.gradients
             except torch.cuda.OutOfMemoryError:
                 if self.chunk == 1:
@@ -149,7 +179,10 @@ class Stacked:
         """The first exchange: what every client measures [S, P]."""
         shared = map_leaves(lambda t: t.unsqueeze(-2), down)
         parts = [slice(at, at + self.chunk) for at in range(0, len(work.ids), self.chunk)]
-        return torch.cat([alg.measure(shared, LocalWhole(work, part, buffers)) for part in parts])
+        wholes = [LocalWhole.of(work, part, buffers) for part in parts]
+        sent = torch.cat([alg.measure(shared, whole) for whole in wholes])
+        work.gradients += sum(whole.gradients for whole in wholes)
+        return sent
 
 
 class Pool:
@@ -166,9 +199,9 @@ class Pool:
     ) -> Answers:
         def one(s: int) -> tuple[Answers, int]:
             mine = replace(work, gradients=0)
-            whole = LocalWhole(mine, s, buffers)
+            whole = LocalWhole.of(mine, s, buffers)
             answers = client_part(alg, down, map_leaves(lambda t: t[s], client), buffers, mine.steps(s, limit), whole)
-            return answers, mine.gradients
+            return answers, mine.gradients + whole.gradients
 
         # Clients with the most samples first, so that no long one is left for the end.
         longest = np.argsort(-work.table.count.sum(1), kind="stable").tolist()
@@ -183,8 +216,8 @@ class Pool:
         """The first exchange: what every client measures [S, P]."""
 
         def one(s: int) -> tuple[Tensor, int]:
-            mine = replace(work, gradients=0)
-            return alg.measure(down, LocalWhole(mine, s, buffers)), mine.gradients
+            whole = LocalWhole.of(work, s, buffers)
+            return alg.measure(down, whole), whole.gradients
 
         sent = list((self.executor.map if self.executor else map)(one, range(len(work.ids))))
         work.gradients += sum(gradients for _, gradients in sent)

@@ -1,0 +1,329 @@
+"""Rounds as a program for the GPU: all that a round does, on tensors that stay where they are, replayed as CUDA graphs.
+
+The inputs of the next rounds (who takes part, on which samples, at which rate) are laid out on the device beforehand, and
+a counter on the device says which round it is. A replay needs nothing from the host, which looks at the results only when
+a stretch of rounds is over. The functions captured are ordinary ones: without a GPU they run as they stand, which is how
+the tests compare them with the engine's own rounds.
+
+What a stretch takes for granted is checked afterwards: where a client's answer was not finite, the stretch is taken back
+and the engine runs it round by round.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any, NamedTuple, cast
+
+import torch
+from torch import Tensor
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from undrift.algorithms.base import Algorithm, Cohort, Worker
+from undrift.data.federation import Federation
+from undrift.net import Net
+from undrift.oracle import Batch, Oracle
+from undrift.round import Answers, State, begin, consistency, end, fill, server_part, step
+from undrift.simulate.execute import LocalWhole, mini_batch
+from undrift.streams import fold
+from undrift.vec import leaves, map_leaves, nbytes
+
+LONGEST_UNROLLED = 16  # local steps of one graph; with more, a step is a graph of its own
+WARM_UPS = 2
+
+
+def uses_whole(alg: Algorithm) -> bool:
+    """Whether the method makes passes over a client's whole data."""
+    return alg.measures or type(alg).prepare is not Worker.prepare
+
+
+class Ahead(NamedTuple):
+    """The inputs of R rounds. Where a round has fewer than S clients, the places behind them are empty."""
+
+    ids: Tensor  # [R, S]
+    drawn: Tensor  # [R, S] places in the order of sampling
+    steps: Tensor  # [R, S] K_i
+    row: Tensor  # [R, S] of the clients' table
+    known: Tensor  # [R, S] whether that row holds a state already
+    samples: Tensor  # [R, S, K, B] rows of the training set
+    real: Tensor  # [R, S, K] how many samples of each batch are real
+    rate: Tensor  # [R] eta_l; [0] where it is always the same
+    clients: Tensor  # [R, 1] how many of the S places are taken
+    dropout: Tensor  # [R] key
+    augment: Tensor  # [R] key
+
+
+class Shape(NamedTuple):
+    """What a graph is captured for."""
+
+    clients: int  # S
+    steps: int  # K, or 0 for any number
+    empty: bool  # there may be empty places
+    ragged: bool  # not all batches are full
+    batches: int  # of a pass over a client's whole data
+
+
+class Here(NamedTuple):
+    """Where the clients stand in a round."""
+
+    companion: Any  # of the server, after a first exchange
+    down: Any
+    client: Any
+    work: Any
+    buffers: Tensor
+    loss: Tensor  # [S, 1] summed over the steps made
+    made: Tensor  # [S, 1] steps made
+    fine: Tensor  # [1] whether the first exchange was finite
+
+
+class Program:
+    """The rounds of one algorithm on one federation. `state` and the clients' table are changed in place."""
+
+    def __init__(
+        self, alg: Algorithm, net: Net, data: Federation, state: State, width: int, by_size: bool, compile: bool
+    ) -> None:
+        self.alg, self.net, self.data, self.width, self.by_size = alg, net, data, width, by_size
+        self.compile = compile
+        self.compiled: dict[tuple[bool, ...], Callable[..., list[Tensor]]] = {}  # local steps
+        self.state = map_leaves(lambda t: t.clone(), state)
+        device = state.x.device
+        self.sizes, self.start = (torch.from_numpy(v).to(device) for v in (data.sizes, data.start))
+        self.ahead: Ahead
+        self.columns: list[Tensor] = []  # the clients' table
+        self.turn, self.at = (torch.zeros(1, dtype=torch.int64, device=device) for _ in range(2))  # round, local step
+        self.left: dict[str, Tensor] = {}  # what each round leaves for its record, [R] each
+        self.graphs: dict[Shape, list[Callable[[], Any]]] = {}
+        # What every round has alike, found out by playing one.
+        self.down: Any = None
+        self.bytes_measured = self.bytes_answered = 0  # what one client sends up in the two exchanges
+        self.calls = 0  # gradients of a step
+        self.passes = 0  # over a client's whole data
+
+    def load(self, state: State, ahead: Ahead, columns: list[Tensor]) -> None:
+        """Take the server's state and the inputs of up to R rounds; graphs captured for other tensors are forgotten."""
+        if [id(c) for c in columns] != [id(c) for c in self.columns] or not self.graphs:
+            self.graphs.clear()
+            self.ahead, self.columns = ahead, columns
+            self.left.clear()
+        for old, new in zip(leaves((self.state, self.ahead)), leaves((state, ahead)), strict=True):
+            old.copy_(new)
+        self.turn.zero_()
+
+    def run(self, shape: Shape, clients: int, steps: int) -> None:
+        """The next round, of so many clients; none takes more steps."""
+        if shape not in self.graphs:
+            self.graphs[shape] = self.captured(shape)
+        first, *rest = self.graphs[shape]
+        here = first()
+        if rest:
+            one_step, last = rest
+            for _ in range(steps):
+                one_step()
+            here = last()
+        if self.alg.needs_host:
+            companion, answers, fine = here
+            self.finish((companion, map_leaves(lambda t: t[:clients], answers), fine), self.cohort(clients))
+
+    def captured(self, shape: Shape) -> list[Callable[[], Any]]:
+        """The round as one graph, or as three: its beginning, one step, its end."""
+
+        def close(here: Here) -> Any:
+            closed = self.close(here)
+            if not self.alg.needs_host:
+                self.finish(closed, self.cohort(shape.clients, shape.empty))
+            return closed
+
+        if shape.steps:
+
+            def whole() -> Any:
+                here, batches = self.open(shape), self.batches(shape)
+                for k in range(shape.steps):
+                    here = self.advance(here, batches[k], shape)
+                return close(here)
+
+            return [self.recorded(whole)]
+
+        here = map_leaves(lambda t: t.clone(), self.open(shape))
+        self.at.zero_()
+
+        def keep(now: Here) -> None:
+            for old, new in zip(leaves(here), leaves(now), strict=True):
+                old.copy_(new)
+
+        def opening() -> None:
+            keep(self.open(shape))
+            self.at.zero_()
+
+        def one_step() -> None:
+            keep(self.advance(here, self.batch(shape), shape))
+            self.at.add_(1)
+
+        return [self.recorded(opening), self.recorded(one_step), self.recorded(lambda: close(here))]
+
+    def recorded(self, play: Callable[[], Any]) -> Callable[[], Any]:
+        """`play` as a CUDA graph; without a GPU, itself. What it changes is put back."""
+        kept = [self.turn, self.at, *leaves(self.state), *self.columns]
+        before = [t.clone() for t in kept]
+
+        def restore() -> None:
+            for tensor, old in zip(kept, before, strict=True):
+                tensor.copy_(old)
+
+        play()  # finds out what a round leaves, too
+        restore()
+        if self.turn.device.type != "cuda":
+            return play
+        aside = torch.cuda.Stream()
+        aside.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(aside):
+            for _ in range(WARM_UPS):
+                play()
+                restore()
+        torch.cuda.current_stream().wait_stream(aside)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            outputs = play()
+        restore()
+
+        def replay() -> Any:
+            graph.replay()
+            return outputs
+
+        return replay
+
+    # The parts of a round. None of them asks the host for anything, but for a server step that says so.
+    def now(self, of_all: Tensor) -> Tensor:
+        """The present round's part of what is laid out for the rounds ahead."""
+        return of_all.index_select(0, self.turn).squeeze(0)
+
+    def algorithm(self) -> Algorithm:
+        return replace(self.alg, lr=cast(float, self.now(self.ahead.rate))) if len(self.ahead.rate) else self.alg
+
+    def cohort(self, clients: int, empty: bool = False) -> Cohort:
+        """The round's first clients, among them perhaps empty places."""
+        ids, drawn, steps = (self.now(t)[:clients] for t in self.ahead[:3])
+        x, there = self.state.x, None
+        weight = (self.sizes[ids] if self.by_size else torch.ones_like(ids)).to(x.dtype).unsqueeze(-1)
+        if empty:
+            place = torch.arange(len(ids), device=x.device)
+            there = (place < self.now(self.ahead.clients)).to(x.dtype).unsqueeze(-1)
+            weight = weight * there
+        weight = weight / weight.sum(-2, keepdim=True)
+        steps = steps.to(x.dtype).unsqueeze(-1)
+        return Cohort(ids, drawn, weight, steps, self.algorithm().lr, self.data.clients, self.net.layout, there)
+
+    def open(self, shape: Shape) -> Here:
+        """Up to the first local step."""
+        alg, state, cohort, fine = self.algorithm(), self.state, self.cohort(shape.clients, shape.empty), self.turn >= 0
+        start, sizes = self.start[cohort.ids], self.sizes[cohort.ids]
+        whole = LocalWhole(self.net, self.data, cohort.ids, start, sizes, self.width, shape.batches, state.buffers)
+        companion, down = state.companion, alg.broadcast(state.x, state.companion, cohort)
+        shared = map_leaves(lambda t: t.unsqueeze(-2), down)
+        fresh = fill(alg.client_init(shared, cohort.ids, state.buffers.unsqueeze(-2)), cohort.ids.shape)
+        row, known = (self.now(t)[: shape.clients] for t in (self.ahead.row, self.ahead.known))
+        columns = iter(self.columns)
+        client = map_leaves(
+            lambda new: torch.where(known.view(-1, *(1,) * (new.dim() - 1)), next(columns)[row], new), fresh
+        )
+        if alg.measures:  # two exchanges
+            sent = alg.measure(shared, whole)
+            self.bytes_measured = nbytes(sent[0])
+            fine = sent.isfinite().all().view(1)
+            companion = alg.measured(companion, sent, cohort)
+            down = alg.broadcast(state.x, companion, cohort)
+            shared = map_leaves(lambda t: t.unsqueeze(-2), down)
+        self.down = down
+        client, buffers, work = begin(alg, shared, client, state.buffers, cohort.ids.shape, whole)
+        self.passes = whole.calls
+        nothing = torch.zeros_like(work.x[..., :1])
+        return Here(companion, shared, client, work, buffers, nothing, nothing, fine)
+
+    def batches(self, shape: Shape) -> list[Batch]:
+        """The mini-batches of all local steps, prepared together."""
+        ids, samples, real = (
+            self.now(t)[: shape.clients] for t in (self.ahead.ids, self.ahead.samples, self.ahead.real)
+        )
+        samples, real = (t[:, : shape.steps].transpose(0, 1).contiguous() for t in (samples, real))  # [K, S, ...]
+        steps = torch.arange(shape.steps, device=ids.device).unsqueeze(-1)
+        dropout, augment = (fold(fold(self.now(key), ids), steps) for key in (self.ahead.dropout, self.ahead.augment))
+        everybody = mini_batch(
+            self.net, self.data, ids.expand(real.shape), samples, real if shape.ragged else None, dropout, augment
+        )
+        return [
+            Batch(
+                everybody.inputs[k], everybody.targets[k], None if everybody.real is None else everybody.real[k],
+                everybody.key[k],
+            )
+            for k in range(shape.steps)
+        ]  # fmt: skip
+
+    def batch(self, shape: Shape) -> Batch:
+        """The mini-batch of the local step that is next."""
+        ids, samples, real = (
+            self.now(t)[: shape.clients] for t in (self.ahead.ids, self.ahead.samples, self.ahead.real)
+        )
+        samples, real = (t.index_select(1, self.at).squeeze(1) for t in (samples, real))
+        dropout, augment = (fold(fold(self.now(key), ids), self.at) for key in (self.ahead.dropout, self.ahead.augment))
+        return mini_batch(self.net, self.data, ids, samples, real if shape.ragged else None, dropout, augment)
+
+    def advance(self, here: Here, batch: Batch, shape: Shape) -> Here:
+        """One local step, compiled where that was asked for."""
+        if not self.compile:
+            return self.one_step(here, batch, shape)
+        rate = self.algorithm().lr
+        tensors = (
+            *leaves(here),
+            *(t for t in batch[:4] if t is not None),
+            *([rate] if isinstance(rate, Tensor) else []),
+        )
+        key = (shape.ragged, shape.steps > 0)
+        if key not in self.compiled:
+
+            def flat(*tensors: Tensor) -> list[Tensor]:
+                given = iter(tensors)
+                inside = map_leaves(lambda _: next(given), here)
+                inputs, targets = next(given), next(given)
+                real = None if batch.real is None else next(given)
+                return leaves(self.one_step(inside, Batch(inputs, targets, real, next(given)), shape, *given))
+
+            self.compiled[key] = torch.compile(make_fx(flat)(*tensors), dynamic=False)
+        made = iter(self.compiled[key](*tensors))
+        return map_leaves(lambda _: next(made), here)
+
+    def one_step(self, here: Here, batch: Batch, shape: Shape, rate: Tensor | None = None) -> Here:
+        """One local step as it is written."""
+        alg = self.algorithm() if rate is None else replace(self.alg, lr=cast(float, rate))
+        live = (batch.real > 0).any(-1, keepdim=True) if shape.ragged and batch.real is not None else None
+        oracle = Oracle(self.net, batch, here.buffers)
+        work, buffers, loss = step(alg, here.down, here.client, here.work, here.buffers, oracle, live)
+        self.calls = oracle.calls
+        made = torch.ones_like(loss) if live is None else live.to(loss.dtype)
+        loss = loss if live is None else torch.where(live, loss, 0.0)
+        return here._replace(work=work, buffers=buffers, loss=here.loss + loss, made=here.made + made)
+
+    def close(self, here: Here) -> tuple[Any, Answers, Tensor]:
+        """The server's companion, what comes back from the clients, and whether it is all finite."""
+        loss = here.loss / here.made.clamp(min=1)
+        answers = end(self.algorithm(), here.down, here.client, here.work, here.buffers, loss)
+        sums = torch.stack([t.sum(dtype=torch.float64) for t in (*leaves(answers.up), answers.buffers)])
+        self.bytes_answered = (nbytes(answers.up) + nbytes(answers.buffers)) // len(loss)
+        return here.companion, answers, here.fine & sums.isfinite().all()
+
+    def finish(self, closed: tuple[Any, Answers, Tensor], cohort: Cohort) -> None:
+        """The server's step, the clients' states and the numbers for the record."""
+        companion, answers, fine = closed
+        alg = self.algorithm()
+        state = server_part(alg, self.net, self.state._replace(companion=companion), answers, cohort)
+        for old, new in zip(leaves(self.state), leaves(state), strict=True):
+            old.copy_(new)
+        row = self.now(self.ahead.row)[: len(cohort.ids)]
+        for column, new in zip(self.columns, leaves(answers.client), strict=True):
+            column.index_copy_(0, row, new)
+        share = cohort.uniform
+        tells = {"train_loss": (answers.loss * share).sum(), "fine": fine, "consistency": consistency(answers, share)}
+        tells |= {name: (fact * share).sum() for name, fact in answers.facts._asdict().items()}
+        for name, value in (tells | alg.facts(state.server)).items():
+            if name not in self.left:
+                self.left[name] = torch.zeros(len(self.ahead.ids), dtype=torch.float64, device=row.device)
+            self.left[name].index_copy_(0, self.turn, value.reshape(1).double())
+        self.turn.add_(1)
