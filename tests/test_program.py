@@ -63,3 +63,32 @@ def test_replayed_rounds_equal_the_engines_own(name: str) -> None:
 def test_ragged_rounds(name: str, settings: dict[str, Any]) -> None:
     alg = algorithm_class(name)(lr=0.2, **({"slots": 6} if name in FIELDS else {}))
     agree(*together(alg, 6, eval_every=5, **settings))
+
+
+def test_a_stretch_with_an_answer_that_is_not_finite_is_taken_back() -> None:
+    """One client's samples are spoiled after some rounds: the engine drops it, and so does a replayed run."""
+    runs = [small.simulation(algorithm_class("scaffold")(lr=0.2), eval_every=4, steps=2) for _ in range(2)]
+    records: list[list[RoundRecord]] = [[], []]
+    for run, made in zip(runs, records, strict=True):
+        run.replays = run is runs[1]
+        for until in (4, 12):
+            while run.t < until:
+                made += run.rounds(until - run.t)
+            spoilt = run.data.members[run.data.start[1] : run.data.start[1] + run.data.sizes[1]]
+            assert run.data.train.held is not None
+            run.data.train.held[spoilt] = torch.nan
+    assert sum(record.dropped for record in records[0]) > 0, "the case is of no use unless somebody is dropped"
+    agree(runs[0], records[0], runs[1], records[1])
+
+
+def test_a_restored_run_goes_on_with_the_same_numbers() -> None:
+    whole, first, second = (small.simulation(algorithm_class("feddyn")(), eval_every=3) for _ in range(3))
+    for run, until in ((whole, 9), (first, 5)):
+        run.replays = True
+        while run.t < until:
+            run.rounds(until - run.t)
+    second.replays = True
+    second.restore(first.tensors(), 5)
+    while second.t < 9:
+        second.rounds(9 - second.t)
+    assert all(torch.equal(a, second.tensors()[name]) for name, a in whole.tensors().items())

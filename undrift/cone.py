@@ -36,56 +36,95 @@ def gram(rows: Tensor, others: Tensor) -> Tensor:
     return rows @ others.T
 
 
-def project(p: Tensor, rows: Tensor, products: Tensor | None = None, rho: float = 0.0) -> Projection:
+def project(
+    p: Tensor,
+    rows: Tensor,
+    products: Tensor | None = None,
+    rho: float = 0.0,
+    along: Tensor | None = None,
+    counts: Tensor | None = None,
+    start: Tensor | None = None,
+) -> Projection:
     """The nearest u to p [P] with <u, row> >= rho |p| |row| for every row of [m, P].
 
-    `products` [m, m] is the rows' Gram matrix where the caller already has it. Rows that are exactly zero do not count.
+    `products` [m, m] is the rows' Gram matrix and `along` [m] their products with p, where the caller already has them. Of
+    the rows only those that `counts` [m] names are constraints, and none that is exactly zero. `start` [m] names those
+    that may be active, such as those that were so in a programme much like this one.
 
     >>> project(torch.tensor([1.0, -1.0]), torch.tensor([[0.0, 1.0]])).u
     tensor([1., 0.])
     """
-    still = torch.zeros(len(rows), dtype=torch.float64, device=p.device)
-    G, b, size = normalised(p, rows, gram(rows, rows) if products is None else products, rho)
+    products = gram(rows, rows) if products is None else products
+    along = rows @ p if along is None else along
+    length = torch.linalg.vector_norm(p, dtype=torch.float64)
+    on_host = torch.cat([products.double().flatten(), along.double(), length.view(1)]).cpu().numpy()  # one trip
+    m = len(rows)
+    named = np.ones(m, dtype=bool) if counts is None else counts.cpu().numpy()
+    guess = np.zeros(m, dtype=bool) if start is None else start.cpu().numpy() & named
+    G, b, size, even = normalised(rows, on_host[: m * m].reshape(m, m), on_host[m * m : -1], on_host[-1], rho, named)
+    if even is not None:  # rows so short that their squares are zero: their length counts for nothing
+        stretched = project(p.double(), even, None, rho, None, torch.from_numpy(named), torch.from_numpy(guess))
+        return Projection(stretched.u.to(p.dtype), stretched.z / even_scale(rows), stretched.solved)
+    still = torch.zeros(m, dtype=torch.float64, device=p.device)
     if not (np.isfinite(G).all() and np.isfinite(b).all()):
         return Projection(p, still, False)
     if (b >= 0).all():  # feasible already: p itself, bit for bit
         return Projection(p, still, True)
     single = p.dtype != torch.float64
-    z, solved = solve(G, b, tolerance=1e-6 if single else 1e-12)
+    z, solved = solve(G, b, 1e-6 if single else 1e-12, guess)
     if single and (not solved or digits_lost(G, z > 0) > 4):
-        G, b, size = normalised(p.double(), rows.double(), gram(rows.double(), rows.double()), rho)
-        z, solved = solve(G, b, tolerance=1e-12)
+        wide = rows.double()
+        exact = gram(wide, wide).cpu().numpy(), (wide @ p.double()).cpu().numpy()
+        G, b, size, _ = normalised(wide, *exact, on_host[-1], rho, named)
+        z, solved = solve(G, b, 1e-12, guess)
     straight = None
     if not solved or digits_lost(G, z > 0) > 8:
-        z, straight, solved = by_columns(p, rows, size, rho)
+        z, straight, solved = by_columns(p, rows, np.where(named, size, 0.0), rho)
     active = z > 0
     index = torch.from_numpy(np.flatnonzero(active)).to(p.device)
-    multiplier = still.index_copy(
-        0, index, torch.from_numpy(z[active] * float(p.double().norm()) / size[active]).to(p.device)
-    )
-    u = p + (multiplier[index] @ rows[index].double()).to(p.dtype) if straight is None else straight
-    return Projection(u, multiplier, solved)
+    share = torch.from_numpy(z[active] * on_host[-1] / size[active]).to(p.device)
+    u = combined(p, rows, index, share) if straight is None else straight
+    return Projection(u, still.index_copy(0, index, share), solved)
 
 
-def normalised(p: Tensor, rows: Tensor, products: Tensor, rho: float) -> tuple[Array, Array, Array]:
-    """G and b for unit columns and unit p, and the columns' lengths. A zero column (or p = 0) constrains nothing."""
-    size = products.diagonal().double().clamp(min=0).sqrt()
-    if bool(
-        (rows[size == 0] != 0).any()
-    ):  # so short that its square is zero: its length counts for nothing, so stretch it
-        scale = rows.abs().amax(1, keepdim=True).clamp(min=torch.finfo(rows.dtype).tiny).double()
-        even = rows.double() / scale
-        stretched = normalised(p.double(), even, gram(even, even), rho)
-        return stretched[0], stretched[1], stretched[2] * scale.squeeze(1).cpu().numpy()
-    length = p.double().norm()
-    inverse = torch.where(size > 0, 1 / size, 0.0)
-    G = (products.double() * inverse * inverse[:, None]).cpu().numpy()
-    b = (rows @ p).double() * inverse * torch.where(length > 0, 1 / length, 0.0) - rho * (size > 0).double()
-    return G, torch.where((size > 0) & (length > 0), b, b.clamp(min=0)).cpu().numpy(), size.cpu().numpy()
+def combined(p: Tensor, rows: Tensor, index: Tensor, share: Tensor) -> Tensor:
+    """p + share rows[index] in float64, block by block, so that a CPU's cache holds what is widened."""
+    blocks = zip(p.split(BLOCK), rows.split(BLOCK, 1), strict=True) if p.device.type == "cpu" else [(p, rows)]
+    return torch.cat([(block.double() + share @ part[index].double()).to(p.dtype) for block, part in blocks])
 
 
-def solve(G: Array, b: Array, tolerance: float) -> tuple[Array, bool]:
+BLOCK = 1 << 14
+
+
+def even_scale(rows: Tensor) -> Tensor:
+    """[m] the largest entry of each row, by which rows may be divided."""
+    return rows.abs().amax(1).clamp(min=torch.finfo(rows.dtype).tiny).double()
+
+
+def normalised(
+    rows: Tensor, products: Array, along: Array, length: float, rho: float, named: NDArray[np.bool_]
+) -> tuple[Array, Array, Array, Tensor | None]:
+    """G and b for unit columns and unit p, and the columns' lengths. A zero column (or p = 0) constrains nothing.
+
+    Where a column is too short to be squared, the last is all columns stretched.
+    """
+    size = np.sqrt(np.clip(products.diagonal(), 0.0, None))
+    zero = np.flatnonzero(named & (size == 0))
+    even = None
+    if len(zero) and bool((rows[torch.from_numpy(zero).to(rows.device)] != 0).any()):
+        even = rows.double() / even_scale(rows).unsqueeze(1)
+    counted = named & (size > 0)
+    inverse = np.divide(1.0, size, out=np.zeros_like(size), where=counted)
+    with np.errstate(invalid="ignore"):  # an infinite column times its inverse: the caller looks at what is not finite
+        G: Array = products * inverse * inverse[:, None]
+        b: Array = along * inverse * (1 / length if length > 0 else 0.0) - rho * counted
+    return G, np.where(counted & (length > 0), b, np.maximum(np.where(named, b, 0.0), 0)), size, even
+
+
+def solve(G: Array, b: Array, tolerance: float, guess: NDArray[np.bool_] | None = None) -> tuple[Array, bool]:
     """z >= 0 with w = Gz + b >= -tolerance and zw = 0, from the Gram matrix; and whether it was found.
+
+    The search begins with the columns of `guess`, as far as their multipliers are positive.
 
     >>> solve(np.eye(2), np.array([-1.0, 2.0]), 1e-12)[0]
     array([1., 0.])
@@ -97,7 +136,7 @@ def solve(G: Array, b: Array, tolerance: float) -> tuple[Array, bool]:
         except np.linalg.LinAlgError:
             return None
 
-    return lawson_hanson(len(b), lambda z: G @ z + b, multipliers, tolerance)
+    return lawson_hanson(len(b), lambda z: G @ z + b, multipliers, tolerance, guess)
 
 
 def lawson_hanson(
@@ -105,13 +144,13 @@ def lawson_hanson(
     slack: Callable[[Array], Array],
     multipliers: Callable[[NDArray[np.bool_]], Array | None],
     tolerance: float,
+    guess: NDArray[np.bool_] | None = None,
 ) -> tuple[Array, bool]:
     """The active-set method (Lawson & Hanson 1974, ch. 23): z >= 0, slack(z) >= -tolerance, z slack(z) = 0.
 
     `multipliers` gives the z of the passive columns for which their slack is zero, None where they are dependent.
     """
-    z = np.zeros(count)
-    passive = np.zeros(count, dtype=bool)  # the columns whose multiplier may be positive
+    z, passive = started(count, multipliers, guess)  # passive: the columns whose multiplier may be positive
     refused = np.zeros(count, dtype=bool)  # columns that round-off would let in and out for ever
     for _ in range(10 * count + 10):
         w = slack(z)
@@ -143,6 +182,23 @@ def lawson_hanson(
             passive &= ~out
             z[~passive] = 0.0
     return z, False
+
+
+def started(
+    count: int, multipliers: Callable[[NDArray[np.bool_]], Array | None], guess: NDArray[np.bool_] | None
+) -> tuple[Array, NDArray[np.bool_]]:
+    """A start for the active-set method: the guessed columns, less those whose multipliers are not positive."""
+    passive = np.zeros(count, dtype=bool) if guess is None else guess.copy()
+    while passive.any():
+        found = multipliers(passive)
+        if found is None:
+            break
+        if (found > 0).all():
+            z = np.zeros(count)
+            z[passive] = found
+            return z, passive
+        passive[np.flatnonzero(passive)[found <= 0]] = False
+    return np.zeros(count), np.zeros(count, dtype=bool)
 
 
 def by_columns(p: Tensor, rows: Tensor, size: Array, rho: float) -> tuple[Array, Tensor, bool]:

@@ -14,7 +14,11 @@ from undrift.cone import gram
 
 
 class Memory(NamedTuple):
-    """D[i] for up to m clients, as D[i] = beta_2^age rows[i]: the scale apart, so that an old direction never underflows."""
+    """D[i] for up to m clients, as D[i] = beta_2^age rows[i]: the scale apart, so that an old direction never underflows.
+
+    The rows may be hundreds of megabytes, so `remember` writes into them: a memory is of no use after its successor is made.
+    What decides who is remembered stays on the host.
+    """
 
     rows: Tensor  # [m, P]
     ids: Tensor  # [m] whose row it is, -1: free
@@ -27,7 +31,7 @@ class Memory(NamedTuple):
     @classmethod
     def empty(cls, slots: int, x0: Tensor, parts: int) -> Memory:
         """Room for `slots` updates like x0 [P], compared in `parts` parts."""
-        none = torch.zeros(slots, dtype=torch.int64, device=x0.device)
+        none = torch.zeros(slots, dtype=torch.int64)
         products = x0.new_zeros(parts, slots, slots)
         return cls(x0.new_zeros(slots, len(x0)), none - 1, none, none, none, products, none.sum())
 
@@ -48,15 +52,23 @@ class Memory(NamedTuple):
         kept = self._replace(ids=as_tensor(ids), age=as_tensor(age), uses=as_tensor(uses), since=as_tensor(since))
         return kept._replace(evictions=self.evictions + evictions), as_tensor([ids.index(i) for i in clients])
 
-    def remember(self, place: Tensor, updates: Tensor, beta2: float, segments: list[slice]) -> Memory:
-        """D[i] <- d_i for a new client, beta_2 D[i] + d_i for a known one, beta_2 D[i] for an absent one."""
-        age = self.age[place].unsqueeze(-1)
-        scale = torch.where(age < 0, 0.0, beta2 ** (age + 1).to(updates.dtype)).to(updates.dtype)
-        rows = self.rows.index_copy(0, place, scale * self.rows[place] + updates)
-        # Only the cohort's rows and columns of the Gram matrix change: S m d operations, not m m d.
-        new = torch.stack([gram(rows[place][:, part], rows[:, part]) for part in segments])
-        products = self.products.index_copy(1, place, new).index_copy(2, place, new.transpose(1, 2))
-        return self._replace(rows=rows, age=(self.age + 1).index_fill(0, place, 0), products=products)
+    def remember(
+        self, place: Tensor, updates: Tensor, beta2: float, segments: list[slice], m: Tensor
+    ) -> tuple[Memory, Tensor]:
+        """D[i] <- d_i for a new client, beta_2 D[i] + d_i for a known one, beta_2 D[i] for an absent one.
+
+        Also the products [T, m] of the vector m with the rows.
+        """
+        age, at = self.age[place].unsqueeze(-1), place.to(updates.device)
+        scale = torch.where(age < 0, 0.0, beta2 ** (age + 1).to(updates.dtype)).to(updates)
+        written = scale * self.rows[at] + updates
+        rows = self.rows.index_copy_(0, at, written)
+        # Only the cohort's rows and columns of the Gram matrix change: S m d operations, not m m d, in one reading.
+        new = torch.stack([gram(torch.cat([written[:, part], m[None, part]]), rows[:, part]) for part in segments])
+        new, along = new[:, :-1], new[:, -1]
+        products = self.products.index_copy(1, at, new).index_copy(2, at, new.transpose(1, 2))
+        age = (self.age + 1).index_fill(0, place, 0)
+        return self._replace(rows=rows, age=age, products=products), along
 
     def constrains(self, beta2: float) -> Tensor:
         """[m] which rows are directions not to hurt: a column's length does not matter, but beta_2 = 0 wipes the absent."""

@@ -41,13 +41,14 @@ class ServerMemory(Server):
     class State(NamedTuple):
         m: Tensor  # m~, the projected momentum
         memory: Memory
-        active: Tensor  # constraints active in the last programme
+        active: Tensor  # [T, m] whose constraint was active in the last programme: there the next one begins
         failed: Tensor  # programmes so far that had no solution (non-finite input, no convergence)
 
     def server_init(self, x0: Tensor, clients: int, layout: Layout) -> State:
         parts = len(layout.names) if self.qp_scope == "tensor" else 1
         memory = Memory.empty(min(self.slots, clients), x0, parts)
-        return self.State(torch.zeros_like(x0), memory, memory.evictions, memory.evictions)
+        active = torch.zeros(parts, len(memory.ids), dtype=torch.bool)
+        return self.State(torch.zeros_like(x0), memory, active, memory.evictions)
 
     def server_step(self, server: State, x: Tensor, d: Tensor, up: Any, cohort: Cohort) -> tuple[Tensor, State]:
         m = self.beta1 * server.m + d
@@ -56,18 +57,19 @@ class ServerMemory(Server):
         segments = cohort.layout.segments if self.qp_scope == "tensor" else [slice(0, len(x))]
         turn = cohort.drawn.argsort() if self.order == "sampling" else torch.arange(len(cohort.ids), device=x.device)
         memory, place = server.memory.mem_red(cohort.ids[turn].tolist())
-        memory = memory.remember(place, up.d[turn], self.beta2, segments)
+        memory, along = memory.remember(place, up.d[turn], self.beta2, segments, m)
         D = memory.constrains(self.beta2)
-        projected, active, failed = [], server.active * 0, server.failed
-        for segment, products in zip(segments, memory.products, strict=True):  # m~ = QP(m, D)
-            qp = project(m[segment], memory.rows[D][:, segment], products[D][:, D], self.rho)
+        projected, active, failed = [], [], server.failed
+        for part, products, a, start in zip(segments, memory.products, along, server.active, strict=True):
+            qp = project(m[part], memory.rows[:, part], products, self.rho, a, D, start)  # m~ = QP(m, D)
             projected.append(qp.u)
-            active, failed = active + (qp.z > 0).sum(), failed + (not qp.solved)
+            active.append((qp.z > 0).cpu())
+            failed = failed + (not qp.solved)
         m = torch.cat(projected)
-        return x - self.server_lr * m, self.State(m, memory, active, failed)
+        return x - self.server_lr * m, self.State(m, memory, torch.stack(active), failed)
 
     def facts(self, server: State) -> dict[str, Tensor]:
-        return {"qp_active": server.active, "qp_failed": server.failed, "evictions": server.memory.evictions}
+        return {"qp_active": server.active.sum(), "qp_failed": server.failed, "evictions": server.memory.evictions}
 
     def check_server(self, clients: int, cohort: int) -> None:
         super().check_server(clients, cohort)

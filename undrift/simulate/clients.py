@@ -18,6 +18,7 @@ class ClientTable:
     def __init__(self) -> None:
         self.row: dict[int, int] = {}
         self.columns: list[Tensor] = []  # one [capacity, ...] tensor for each leaf of the state
+        self.everybody = False  # there is a row for everybody, see `spread`
 
     def read(self, ids: Tensor, fresh: T) -> T:
         """The states [S, ...] of clients ids [S]; `fresh` [S, ...] for those seen for the first time."""
@@ -42,37 +43,35 @@ class ClientTable:
         new = leaves(state)
         if not new:
             return
-        rows = torch.tensor([self.row.setdefault(i, len(self.row)) for i in ids.tolist()], device=ids.device)
+        known = [self.row.setdefault(i, i if self.everybody else len(self.row)) for i in ids.tolist()]
+        rows = torch.tensor(known, device=ids.device)
         self.begin(state)
         if len(self.row) > len(self.columns[0]):
-            self.reserve(max(len(self.row), 2 * len(self.columns[0])))
+            capacity = max(len(self.row), 2 * len(self.columns[0]))
+            self.columns = [torch.cat([c, c.new_zeros((capacity - len(c), *c.shape[1:]))]) for c in self.columns]
         for column, values in zip(self.columns, new, strict=True):
             column[rows] = values
 
-    def assign(self, ids: list[int]) -> tuple[list[int], list[bool]]:
-        """The rows of clients, new ones for those who have none, and who had one. There is room for them, see `reserve`."""
-        known = [i in self.row for i in ids]
-        return [self.row.setdefault(i, len(self.row)) for i in ids], known
-
-    def forget(self, ids: list[int]) -> None:
-        """Take back the rows that were assigned last."""
-        for i in ids:
-            del self.row[i]
-
-    def reserve(self, rows: int) -> None:
-        """Room for so many rows."""
-        if self.columns and rows > len(self.columns[0]):
-            self.columns = [torch.cat([c, c.new_zeros((rows - len(c), *c.shape[1:]))]) for c in self.columns]
+    def spread(self, clients: int) -> None:
+        """A row for everybody, at its id, and one more that is nobody's."""
+        rows, ids = torch.tensor(list(self.row.values())), torch.tensor(list(self.row))
+        for n, column in enumerate(self.columns):
+            wide = column.new_zeros((clients + 1, *column.shape[1:]))
+            if len(ids):
+                wide[ids.to(column.device)] = column[rows.to(column.device)]
+            self.columns[n] = wide
+        self.row, self.everybody = {i: i for i in self.row}, True
 
     def tensors(self) -> dict[str, Tensor]:
-        """What a checkpoint holds: the ids in row order, and the rows in use."""
+        """What a checkpoint holds: the ids of those who have a state, in rising order, and their rows."""
         if not self.row:
             return {}
-        used = {f"clients.{n}": column[: len(self.row)] for n, column in enumerate(self.columns)}
-        return {"clients.ids": torch.tensor(list(self.row)), **used}
+        ids = sorted(self.row)
+        rows = torch.tensor([self.row[i] for i in ids], device=self.columns[0].device)
+        return {"clients.ids": torch.tensor(ids)} | {f"clients.{n}": c[rows] for n, c in enumerate(self.columns)}
 
     def restore(self, tensors: dict[str, Tensor], device: torch.device) -> None:
         self.row = {i: row for row, i in enumerate(tensors["clients.ids"].tolist())} if "clients.ids" in tensors else {}
-        self.columns = []
+        self.columns, self.everybody = [], False
         while f"clients.{len(self.columns)}" in tensors:
             self.columns.append(tensors[f"clients.{len(self.columns)}"].to(device).clone())

@@ -217,24 +217,27 @@ class Simulation:
 
         On a GPU they are replayed, see `replay`.
         """
-        if not self.replays:
-            return [self.round(last and most == 1)]
-        if self.replay is None:
+        if self.replays and self.replay is None:
             part = self.takes_part(self.t)
             if not len(part.ids):
                 return [self.round(last and most == 1)]
-            opening = self.opening(part)
-            self.clients.begin(opening.client)
-            self.replay = Replay(self)
-        count = min(most, self.replay.longest, *(every - self.t % every for every in self.intervals()))
-        began, parts = time.perf_counter(), [self.takes_part(t) for t in range(self.t, self.t + count)]
-        records = self.replay.stretch(parts)
+            client = self.opening(part).client
+            self.replays = Replay.possible(self, client)
+            if self.replays:
+                self.clients.begin(client)
+                self.clients.spread(self.data.clients)
+                self.replay = Replay(self)
+        if self.replay is None:
+            return [self.round(last and most == 1)]
+        began = time.perf_counter()
+        count = min(most, *(every - self.t % every for every in self.intervals()))
+        records, cohort = self.replay.rounds(count)
         if not records:
-            return [self.round(last and n + 1 == most) for n in range(count)]
-        scores = self.evaluate(torch.from_numpy(parts[-1].ids).to(self.device), last and count == most)
+            return [self.round(last and most == 1)]
+        scores = self.evaluate(torch.from_numpy(cohort).to(self.device), last and len(records) == most)
         loss, accuracy = scores.pop("loss", None), scores.pop("accuracy", None)
         records[-1] = records[-1]._replace(loss=loss, accuracy=accuracy, more=scores | records[-1].more)
-        seconds = (time.perf_counter() - began) / count
+        seconds = (time.perf_counter() - began) / len(records)
         return [record._replace(seconds=seconds) for record in records]
 
     def intervals(self) -> list[int]:
@@ -311,9 +314,10 @@ class Simulation:
             if tensors[name].shape != leaf.shape:
                 raise ValueError(f"{name} is {list(tensors[name].shape)}, not {list(leaf.shape)}")
         # Cloned, because a tensor read from a file lies where it lay there, and sums round by how memory is aligned.
-        stored = iter([tensors[name].to(self.device).clone() for name, _ in named_leaves("state", self.state)])
+        stored = iter([tensors[name].to(leaf.device).clone() for name, leaf in named_leaves("state", self.state)])
         self.state = map_leaves(lambda _: next(stored), self.state)
         self.clients.restore(tensors, self.device)
+        self.replay = None
         self.position = tensors["position"].cpu().numpy().copy()
         self.last_cohort = tensors["last_cohort"].cpu().numpy().copy()
         self.class_best = tensors["class_best"].cpu().clone()

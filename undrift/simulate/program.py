@@ -11,7 +11,8 @@ and the engine runs it round by round.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import gc
+from collections.abc import Callable, Collection
 from dataclasses import replace
 from typing import Any, NamedTuple, cast
 
@@ -22,7 +23,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from undrift.algorithms.base import Algorithm, Cohort, Worker
 from undrift.data.federation import Federation
 from undrift.net import Net
-from undrift.oracle import Batch, Oracle
+from undrift.oracle import Oracle
 from undrift.round import Answers, State, begin, consistency, end, fill, server_part, step
 from undrift.simulate.execute import LocalWhole, mini_batch
 from undrift.streams import fold
@@ -43,8 +44,6 @@ class Ahead(NamedTuple):
     ids: Tensor  # [R, S]
     drawn: Tensor  # [R, S] places in the order of sampling
     steps: Tensor  # [R, S] K_i
-    row: Tensor  # [R, S] of the clients' table
-    known: Tensor  # [R, S] whether that row holds a state already
     samples: Tensor  # [R, S, K, B] rows of the training set
     real: Tensor  # [R, S, K] how many samples of each batch are real
     rate: Tensor  # [R] eta_l; [0] where it is always the same
@@ -61,6 +60,16 @@ class Shape(NamedTuple):
     empty: bool  # there may be empty places
     ragged: bool  # not all batches are full
     batches: int  # of a pass over a client's whole data
+
+
+class Inputs(NamedTuple):
+    """What a local step is made on."""
+
+    ids: Tensor  # [S]
+    samples: Tensor  # [S, B]
+    real: Tensor  # [S]
+    dropout: Tensor  # [S] keys
+    augment: Tensor  # [S] keys
 
 
 class Here(NamedTuple):
@@ -84,12 +93,13 @@ class Program:
     ) -> None:
         self.alg, self.net, self.data, self.width, self.by_size = alg, net, data, width, by_size
         self.compile = compile
-        self.compiled: dict[tuple[bool, ...], Callable[..., list[Tensor]]] = {}  # local steps
+        self.compiled: dict[tuple[int, bool], Callable[..., list[Tensor]]] = {}  # local steps
         self.state = map_leaves(lambda t: t.clone(), state)
         device = state.x.device
         self.sizes, self.start = (torch.from_numpy(v).to(device) for v in (data.sizes, data.start))
         self.ahead: Ahead
-        self.columns: list[Tensor] = []  # the clients' table
+        self.columns: list[Tensor] = []  # the clients' table, [N + 1, ...] each; the last row is that of empty places
+        self.known = torch.zeros(data.clients + 1, dtype=torch.bool, device=device)  # whose row holds a state
         self.turn, self.at = (torch.zeros(1, dtype=torch.int64, device=device) for _ in range(2))  # round, local step
         self.left: dict[str, Tensor] = {}  # what each round leaves for its record, [R] each
         self.graphs: dict[Shape, list[Callable[[], Any]]] = {}
@@ -99,15 +109,25 @@ class Program:
         self.calls = 0  # gradients of a step
         self.passes = 0  # over a client's whole data
 
-    def load(self, state: State, ahead: Ahead, columns: list[Tensor]) -> None:
-        """Take the server's state and the inputs of up to R rounds; graphs captured for other tensors are forgotten."""
-        if [id(c) for c in columns] != [id(c) for c in self.columns] or not self.graphs:
-            self.graphs.clear()
-            self.ahead, self.columns = ahead, columns
-            self.left.clear()
-        for old, new in zip(leaves((self.state, self.ahead)), leaves((state, ahead)), strict=True):
+    def take(self, ahead: Ahead) -> None:
+        """The inputs of the next R rounds."""
+        if hasattr(self, "ahead"):
+            for old, new in zip(leaves(self.ahead), leaves(ahead), strict=True):
+                old.copy_(new)
+        else:
+            self.ahead = ahead
+
+    def load(self, state: State, columns: list[Tensor], known: Collection[int], turn: int) -> None:
+        """Begin with this state of server and clients at one of the rounds ahead."""
+        if [id(c) for c in columns] != [id(c) for c in self.columns]:
+            self.graphs.clear()  # they were captured for other tensors
+            self.columns = columns
+        for old, new in zip(leaves(self.state), leaves(state), strict=True):
             old.copy_(new)
-        self.turn.zero_()
+        self.known.zero_()
+        if columns and known:
+            self.known[torch.tensor(list(known), device=self.known.device)] = True
+        self.turn.fill_(turn)
 
     def run(self, shape: Shape, clients: int, steps: int) -> None:
         """The next round, of so many clients; none takes more steps."""
@@ -162,7 +182,7 @@ class Program:
 
     def recorded(self, play: Callable[[], Any]) -> Callable[[], Any]:
         """`play` as a CUDA graph; without a GPU, itself. What it changes is put back."""
-        kept = [self.turn, self.at, *leaves(self.state), *self.columns]
+        kept = [self.turn, self.at, self.known, *leaves(self.state), *self.columns]
         before = [t.clone() for t in kept]
 
         def restore() -> None:
@@ -180,9 +200,14 @@ class Program:
                 play()
                 restore()
         torch.cuda.current_stream().wait_stream(aside)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            outputs = play()
+        gc.collect()  # a graph that is thrown away during a capture spoils it
+        gc.disable()
+        try:
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                outputs = play()
+        finally:
+            gc.enable()
         restore()
 
         def replay() -> Any:
@@ -220,10 +245,9 @@ class Program:
         companion, down = state.companion, alg.broadcast(state.x, state.companion, cohort)
         shared = map_leaves(lambda t: t.unsqueeze(-2), down)
         fresh = fill(alg.client_init(shared, cohort.ids, state.buffers.unsqueeze(-2)), cohort.ids.shape)
-        row, known = (self.now(t)[: shape.clients] for t in (self.ahead.row, self.ahead.known))
-        columns = iter(self.columns)
+        known, columns = self.known[cohort.ids], iter(self.columns)
         client = map_leaves(
-            lambda new: torch.where(known.view(-1, *(1,) * (new.dim() - 1)), next(columns)[row], new), fresh
+            lambda new: torch.where(known.view(-1, *(1,) * (new.dim() - 1)), next(columns)[cohort.ids], new), fresh
         )
         if alg.measures:  # two exchanges
             sent = alg.measure(shared, whole)
@@ -238,62 +262,49 @@ class Program:
         nothing = torch.zeros_like(work.x[..., :1])
         return Here(companion, shared, client, work, buffers, nothing, nothing, fine)
 
-    def batches(self, shape: Shape) -> list[Batch]:
-        """The mini-batches of all local steps, prepared together."""
+    def batches(self, shape: Shape) -> list[Inputs]:
+        """What the local steps are made on: their clients, samples and keys."""
         ids, samples, real = (
             self.now(t)[: shape.clients] for t in (self.ahead.ids, self.ahead.samples, self.ahead.real)
         )
-        samples, real = (t[:, : shape.steps].transpose(0, 1).contiguous() for t in (samples, real))  # [K, S, ...]
         steps = torch.arange(shape.steps, device=ids.device).unsqueeze(-1)
         dropout, augment = (fold(fold(self.now(key), ids), steps) for key in (self.ahead.dropout, self.ahead.augment))
-        everybody = mini_batch(
-            self.net, self.data, ids.expand(real.shape), samples, real if shape.ragged else None, dropout, augment
-        )
-        return [
-            Batch(
-                everybody.inputs[k], everybody.targets[k], None if everybody.real is None else everybody.real[k],
-                everybody.key[k],
-            )
-            for k in range(shape.steps)
-        ]  # fmt: skip
+        samples, real = (t.transpose(0, 1).contiguous() for t in (samples, real))  # [K, S, ...]
+        return [Inputs(ids, samples[k], real[k], dropout[k], augment[k]) for k in range(shape.steps)]
 
-    def batch(self, shape: Shape) -> Batch:
-        """The mini-batch of the local step that is next."""
+    def batch(self, shape: Shape) -> Inputs:
+        """The same of the local step that is next."""
         ids, samples, real = (
             self.now(t)[: shape.clients] for t in (self.ahead.ids, self.ahead.samples, self.ahead.real)
         )
         samples, real = (t.index_select(1, self.at).squeeze(1) for t in (samples, real))
         dropout, augment = (fold(fold(self.now(key), ids), self.at) for key in (self.ahead.dropout, self.ahead.augment))
-        return mini_batch(self.net, self.data, ids, samples, real if shape.ragged else None, dropout, augment)
+        return Inputs(ids, samples, real, dropout, augment)
 
-    def advance(self, here: Here, batch: Batch, shape: Shape) -> Here:
+    def advance(self, here: Here, inputs: Inputs, shape: Shape) -> Here:
         """One local step, compiled where that was asked for."""
         if not self.compile:
-            return self.one_step(here, batch, shape)
+            return self.one_step(here, inputs, shape)
         rate = self.algorithm().lr
-        tensors = (
-            *leaves(here),
-            *(t for t in batch[:4] if t is not None),
-            *([rate] if isinstance(rate, Tensor) else []),
-        )
-        key = (shape.ragged, shape.steps > 0)
+        tensors = [*leaves((here, inputs)), *([rate] if isinstance(rate, Tensor) else [])]
+        key = (shape.clients, shape.ragged)
         if key not in self.compiled:
 
             def flat(*tensors: Tensor) -> list[Tensor]:
                 given = iter(tensors)
-                inside = map_leaves(lambda _: next(given), here)
-                inputs, targets = next(given), next(given)
-                real = None if batch.real is None else next(given)
-                return leaves(self.one_step(inside, Batch(inputs, targets, real, next(given)), shape, *given))
+                inside = map_leaves(lambda _: next(given), here), map_leaves(lambda _: next(given), inputs)
+                return leaves(self.one_step(*inside, shape, *given))
 
             self.compiled[key] = torch.compile(make_fx(flat)(*tensors), dynamic=False)
         made = iter(self.compiled[key](*tensors))
         return map_leaves(lambda _: next(made), here)
 
-    def one_step(self, here: Here, batch: Batch, shape: Shape, rate: Tensor | None = None) -> Here:
+    def one_step(self, here: Here, inputs: Inputs, shape: Shape, rate: Tensor | None = None) -> Here:
         """One local step as it is written."""
         alg = self.algorithm() if rate is None else replace(self.alg, lr=cast(float, rate))
-        live = (batch.real > 0).any(-1, keepdim=True) if shape.ragged and batch.real is not None else None
+        ids, samples, real, dropout, augment = inputs
+        batch = mini_batch(self.net, self.data, ids, samples, real if shape.ragged else None, dropout, augment)
+        live = (real > 0).unsqueeze(-1) if shape.ragged else None
         oracle = Oracle(self.net, batch, here.buffers)
         work, buffers, loss = step(alg, here.down, here.client, here.work, here.buffers, oracle, live)
         self.calls = oracle.calls
@@ -305,7 +316,7 @@ class Program:
         """The server's companion, what comes back from the clients, and whether it is all finite."""
         loss = here.loss / here.made.clamp(min=1)
         answers = end(self.algorithm(), here.down, here.client, here.work, here.buffers, loss)
-        sums = torch.stack([t.sum(dtype=torch.float64) for t in (*leaves(answers.up), answers.buffers)])
+        sums = torch.stack([t.sum() for t in (*leaves(answers.up), answers.buffers)])
         self.bytes_answered = (nbytes(answers.up) + nbytes(answers.buffers)) // len(loss)
         return here.companion, answers, here.fine & sums.isfinite().all()
 
@@ -316,7 +327,12 @@ class Program:
         state = server_part(alg, self.net, self.state._replace(companion=companion), answers, cohort)
         for old, new in zip(leaves(self.state), leaves(state), strict=True):
             old.copy_(new)
-        row = self.now(self.ahead.row)[: len(cohort.ids)]
+        row = (
+            cohort.ids
+            if cohort.there is None
+            else torch.where(cohort.there.squeeze(-1) > 0, cohort.ids, len(self.sizes))
+        )
+        self.known.index_fill_(0, row, True)
         for column, new in zip(self.columns, leaves(answers.client), strict=True):
             column.index_copy_(0, row, new)
         share = cohort.uniform
@@ -325,5 +341,5 @@ class Program:
         for name, value in (tells | alg.facts(state.server)).items():
             if name not in self.left:
                 self.left[name] = torch.zeros(len(self.ahead.ids), dtype=torch.float64, device=row.device)
-            self.left[name].index_copy_(0, self.turn, value.reshape(1).double())
+            self.left[name].index_copy_(0, self.turn, value.reshape(1).to(self.left[name]))
         self.turn.add_(1)

@@ -33,6 +33,14 @@ class Part(NamedTuple):
     steps: Ids  # K_i
 
 
+class Block(NamedTuple):
+    """Rounds that are laid out together."""
+
+    first: int  # round
+    parts: list[Part]
+    ahead: Ahead
+
+
 class Replay:
     """Runs a simulation's rounds as a `Program`."""
 
@@ -49,104 +57,127 @@ class Replay:
             self.clients = min(data.clients, math.ceil(settings.cohort + 4 * deviation))
         self.longest = max(1, min(LONGEST, ROOM // (8 * self.clients * self.steps * self.width)))
         self.scheduled = settings.lr_decay != 1.0 or bool(settings.lr_drops)
-        self.program = Program(
-            alg, simulation.net, data, simulation.state, self.width, settings.weights == "size", settings.compile
-        )
+        full = self.plan.steps and not settings.slow[0] and self.plan.batch == self.width
+        self.ragged = not (full and self.always_whole and not (data.sizes % self.width).any())
+        self.largest = int(-(-data.sizes.max() // self.width))  # batches of the largest client
+        weighted = settings.weights == "size"
+        self.program = Program(alg, simulation.net, data, simulation.state, self.width, weighted, settings.compile)
+        self.block: Block | None = None
+        self.following: Block | None = None  # laid out while the device was busy
 
-    def possible(self, parts: list[Part]) -> bool:
-        """Whether the cohorts are stacked whole, with their samples on the device, and none is empty or unusually large."""
-        execution = self.simulation.execution
-        sizes = [len(part.ids) for part in parts]
+    @staticmethod
+    def possible(simulation: Simulation, client: Any) -> bool:
+        """Whether cohorts are stacked whole, samples lie on the device, and everybody's state has room there.
+
+        `client` [S, ...] is the state of some clients.
+        """
+        execution, data = simulation.execution, simulation.data
+        everybody = nbytes(client) // max(1, simulation.settings.cohort) * data.clients
         return (
             isinstance(execution, Stacked)
-            and execution.chunk >= self.clients
-            and self.data.train.held is not None
-            and 0 < min(sizes) <= max(sizes) <= self.clients
+            and execution.chunk >= simulation.settings.cohort
+            and data.train.held is not None
+            and everybody < available_memory(simulation.device) // 3
         )
 
-    def stretch(self, parts: list[Part]) -> list[RoundRecord]:
-        """The records of the rounds, without scores and times; none, and nothing changed, where it did not work out."""
-        if not self.possible(parts):
-            return []
-        simulation, program = self.simulation, self.program
-        position, new = simulation.position.copy(), self.make_room(parts)
-        ahead = self.lay_out(parts, position)
-        touched = ahead.row.unique()
-        before = [column[touched].clone() for column in simulation.clients.columns]
-        program.load(simulation.state, ahead, simulation.clients.columns)
+    def rounds(self, most: int) -> tuple[list[RoundRecord], Ids]:
+        """The records of the next rounds, without scores and times, and who took part in the last one.
+
+        None, and nothing changed, where it did not work out: nobody came, or somebody's answer was not finite.
+        """
+        simulation, program, nobody = self.simulation, self.program, np.zeros(0, dtype=np.int64)
+        block = self.due()
+        at = simulation.t - block.first
+        parts = block.parts[at : at + most]
+        sizes = [len(part.ids) for part in parts]
+        if not 0 < min(sizes) <= max(sizes) <= self.clients:
+            self.block = None
+            return [], nobody
+        table = simulation.clients
+        touched = np.unique(np.concatenate([part.ids for part in parts]))
+        rows = torch.from_numpy(touched).to(simulation.device)
+        before = [column[rows] for column in table.columns]
+        program.load(simulation.state, table.columns, table.row.keys(), at)
         for part in parts:
             program.run(self.shape(part), len(part.ids), int(part.steps.max()))
-        left = {name: values[: len(parts)].tolist() for name, values in program.left.items()}
+        position = simulation.position.copy()
+        for part in parts:
+            position[part.ids] += part.steps
+        if at + len(parts) == len(block.parts):  # lay out what follows while the device is busy
+            self.following = self.laid_out(block.first + len(block.parts), position)
+        left = {name: values[at : at + len(parts)].tolist() for name, values in program.left.items()}
         if not all(left.pop("fine")):
-            for column, old in zip(simulation.clients.columns, before, strict=True):
-                column[touched] = old
-            simulation.clients.forget(new)
-            return []
+            for column, old in zip(table.columns, before, strict=True):
+                column[rows] = old
+            self.block = self.following = None
+            return [], nobody
         simulation.state = map_leaves(lambda t: t.clone(), program.state)
         simulation.position = position
-        return [self.record(part, {name: values[n] for name, values in left.items()}) for n, part in enumerate(parts)]
+        if table.columns:
+            table.row |= {i: i for i in touched.tolist()}
+        told = [{name: values[n] for name, values in left.items()} for n in range(len(parts))]
+        return [self.record(part, numbers) for part, numbers in zip(parts, told, strict=True)], parts[-1].ids
 
-    def make_room(self, parts: list[Part]) -> list[int]:
-        """Rows of the clients' table for all who take part, if possible for everybody at once; also who is new in it."""
-        table, clients = self.simulation.clients, self.data.clients
-        if not table.columns:
-            return []
-        everybody = sum(column.shape[1:].numel() * column.element_size() for column in table.columns) * clients
-        new = [i for i in dict.fromkeys(np.concatenate([p.ids for p in parts]).tolist()) if i not in table.row]
-        roomy = everybody < available_memory(self.simulation.device) // 4
-        table.reserve((clients if roomy else len(table.row) + len(new)) + 1)  # one for empty places
-        return new
+    def due(self) -> Block:
+        """The block that holds the next round."""
+        t, block = self.simulation.t, self.block
+        if block is None or not block.first <= t < block.first + len(block.parts):
+            block = self.following if self.following is not None and self.following.first == t else None
+            block = self.laid_out(t, self.simulation.position) if block is None else block
+            self.block, self.following = block, None
+            self.program.take(block.ahead)
+        return block
 
-    def lay_out(self, parts: list[Part], position: Ids) -> Ahead:
-        """The inputs of the rounds; `position` counts on."""
-        simulation, seed, table = self.simulation, self.simulation.settings.seed, self.simulation.clients
-        R, S, K, device = self.longest, self.clients, self.steps, self.simulation.device
-        ids, drawn, steps, row = (np.zeros((R, S), dtype=np.int64) for _ in range(4))
-        known, clients, taken = np.zeros((R, S), dtype=bool), np.zeros((R, 1), dtype=np.int64), []
-        spare = len(table.columns[0]) - 1 if table.columns else 0  # the row of empty places
+    def laid_out(self, first: int, position: Ids) -> Block:
+        """The rounds from `first` on, where the clients have taken `position` batches before."""
+        simulation, seed, R, S = self.simulation, self.simulation.settings.seed, self.longest, self.clients
+        device, position = simulation.device, position.copy()
+        parts = [simulation.takes_part(t) for t in range(first, first + R)]
+        ids, drawn, steps, clients = (np.zeros(shape, dtype=np.int64) for shape in ((R, S), (R, S), (R, S), (R, 1)))
+        taken = []
         for n, part in enumerate(parts):
-            size = len(part.ids)
-            taken.append(position[part.ids])
+            some = slice(0, min(S, len(part.ids)))  # with more than S clients, the round is not replayed
+            taken.append(position[part.ids[some]])
             position[part.ids] += part.steps
-            ids[n], steps[n], row[n], clients[n] = part.ids[0], 1, spare, size
-            ids[n, :size], drawn[n, :size], steps[n, :size] = part.ids, part.drawn, part.steps
-            if table.columns:
-                row[n, :size], known[n, :size] = table.assign(part.ids.tolist())
-        rounds = np.repeat(np.arange(len(parts)), [len(part.ids) for part in parts])
-        everybody = np.concatenate([part.ids for part in parts])
-        batches = self.data.table(self.plan, seed, simulation.t + rounds, everybody, np.concatenate(taken))
-        batches = batches.shortened(np.concatenate([part.steps for part in parts]))
-        place, most = np.arange(S) < clients, batches.count.shape[1]
-        real = np.zeros((R, S, K), dtype=np.int64)
-        real[:, :, :most][place] = batches.count
-        samples = torch.zeros((R, S, K, self.width), dtype=torch.int64, device=device)
-        samples[:, :, :most, : batches.index.shape[2]][torch.from_numpy(place).to(device)] = batches.index[:, :most]
-        ahead = range(simulation.t, simulation.t + R)
+            ids[n], steps[n], clients[n] = part.ids[0] if len(part.ids) else 0, 1, some.stop
+            ids[n, some], drawn[n, some], steps[n, some] = part.ids[some], part.drawn[some], part.steps[some]
+        there, place = np.nonzero(np.arange(S) < clients)
+        batches = self.data.table(self.plan, seed, first + there, ids[there, place], np.concatenate(taken))
+        batches = batches.shortened(steps[there, place])
+        most, width = batches.count.shape[1], batches.index.shape[2]
+        real = np.zeros((R, S, self.steps), dtype=np.int64)
+        real[there, place, :most] = batches.count
+        samples = torch.zeros((R * S, self.steps, self.width), dtype=torch.int64, device=device)
+        samples[self.put(there * S + place), :most, :width] = batches.index[:, :most]
+        ahead = range(first, first + R)
         rates = [self.alg.lr * simulation.settings.schedule(t) for t in ahead] if self.scheduled else []
-        dropout, augment = (
-            torch.tensor([signed(stream(seed, purpose, t)) for t in ahead], device=device)
-            for purpose in (Purpose.DROPOUT, Purpose.AUGMENT)
-        )
-
-        def put(array: NDArray[Any]) -> Tensor:
-            return torch.from_numpy(array).to(device)
-
-        return Ahead(
-            ids=put(ids), drawn=put(drawn), steps=put(steps), row=put(row), known=put(known), samples=samples,
-            real=put(real), rate=torch.tensor(rates, dtype=simulation.state.x.dtype, device=device),
-            clients=put(clients), dropout=dropout, augment=augment,
+        keys = [[signed(stream(seed, use, t)) for t in ahead] for use in (Purpose.DROPOUT, Purpose.AUGMENT)]
+        return Block(
+            first,
+            parts,
+            Ahead(
+                ids=self.put(ids), drawn=self.put(drawn), steps=self.put(steps),
+                samples=samples.view(R, S, self.steps, self.width), real=self.put(real),
+                rate=self.put(np.array(rates)).to(simulation.state.x.dtype), clients=self.put(clients),
+                dropout=self.put(np.array(keys[0])), augment=self.put(np.array(keys[1])),
+            ),
         )  # fmt: skip
+
+    def put(self, array: NDArray[Any]) -> Tensor:
+        """The array on the device, without waiting for what the device is doing."""
+        tensor = torch.from_numpy(array)
+        if self.simulation.device.type == "cuda":
+            tensor = tensor.pin_memory()
+        return tensor.to(self.simulation.device, non_blocking=True)
 
     def shape(self, part: Part) -> Shape:
         """The graph for a round. Sizes are rounded up to a few, so that few are captured."""
-        sizes, slow = self.data.sizes, self.simulation.settings.slow[0]
         steps = self.plan.steps if self.plan.steps <= LONGEST_UNROLLED else 0
-        full = self.plan.steps and not slow and self.plan.batch == self.width and not (sizes % self.width).any()
         clients = self.clients if self.always_whole else rounded_up(len(part.ids), self.clients)
-        batches = -(-sizes[part.ids].max() // self.width) if uses_whole(self.alg) else 0
-        largest = -(-sizes.max() // self.width)
-        ragged = not (full and self.always_whole)
-        return Shape(clients, steps, not self.always_whole, ragged, rounded_up(int(batches), int(largest)))
+        batches = 0
+        if uses_whole(self.alg):
+            batches = rounded_up(int(-(-self.data.sizes[part.ids].max() // self.width)), self.largest)
+        return Shape(clients, steps, not self.always_whole, self.ragged, batches)
 
     def record(self, part: Part, told: dict[str, float]) -> RoundRecord:
         """The record of the next round."""
