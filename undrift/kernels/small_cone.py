@@ -11,13 +11,13 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
+from undrift.kernels.products import combination, inner_products
+
 SETS = [[i in s for i in range(3)] for size in range(4) for s in itertools.combinations(range(3), size)]
-BLOCK = 1 << 14  # entries of a vector that a CPU turns into float64 at a time, so that they stay in its cache
 
 
 def project_three(p: Tensor, M: Tensor, rho: float = 0.0) -> tuple[Tensor, Tensor]:
@@ -32,8 +32,8 @@ def project_three(p: Tensor, M: Tensor, rho: float = 0.0) -> tuple[Tensor, Tenso
     z = multipliers(R[..., :3], R[..., 3], there, rho, 1e-9 if p.dtype == torch.float64 else 1e-6)
     active = (z > 0) & finite
     share = torch.where(active, z / torch.where(there, size[..., :3], 1.0), 0.0) * size[..., 3:]
-    moved = blockwise(lambda v: ((share.unsqueeze(-2) @ v[..., :3, :]).squeeze(-2) + v[..., 3, :]).to(p.dtype), vectors)
-    return torch.where(active.any(-1, keepdim=True), torch.cat(moved, -1), p), active
+    moved = combination(share, vectors)
+    return torch.where(active.any(-1, keepdim=True), moved, p), active
 
 
 @functools.cache
@@ -84,7 +84,7 @@ def coordinates(vectors: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
     Also their lengths [..., k] and whether all is finite [..., 1]; what is not finite counts as zero.
     """
-    products = torch.stack(blockwise(lambda v: v @ v.mT, vectors)).sum(0)  # [..., k, k]
+    products = inner_products(vectors)  # [..., k, k]
     finite = products.isfinite().all(-1).all(-1, keepdim=True)
     size = torch.where(finite, products.diagonal(dim1=-2, dim2=-1), 0.0).sqrt()
     inverse = torch.where(size > 0, 1 / torch.where(size > 0, size, 1.0), 0.0)
@@ -129,9 +129,3 @@ def cholesky(G: Tensor) -> Tensor:
             row.append(torch.where(pivot > 0, rest / torch.where(pivot > 0, pivot, 1.0), 0.0))
         R.append(row)
     return torch.stack([torch.stack(row, -1) for row in R], -2)
-
-
-def blockwise(part: Callable[[Tensor], Tensor], vectors: Tensor) -> list[Tensor]:
-    """`part` of the vectors [..., P] in float64, block after block."""
-    blocks = vectors.split(BLOCK, -1) if vectors.device.type == "cpu" else [vectors]
-    return [part(block.double()) for block in blocks]

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from undrift.algorithms.base import Algorithm, Cohort, check
@@ -18,8 +19,9 @@ from undrift.errors import BadSetting
 from undrift.net import Net
 from undrift.round import RoundRecord, consistency, fill, finite, server_init, server_part
 from undrift.simulate.clients import ClientTable
-from undrift.simulate.evaluate import Metric, client_scores, forgetting, group_means, means, sample_scores
+from undrift.simulate.evaluate import Metric, accuracy, client_scores, forgetting, group_means, means, sample_scores
 from undrift.simulate.execute import Execution, RoundWork, check_labels, check_repeatable, choose, keep_freed_memory
+from undrift.simulate.graphs import recorded
 from undrift.simulate.replay import Part, Replay
 from undrift.streams import Purpose, fold, sample, stream, uniform
 from undrift.vec import map_leaves, nbytes
@@ -94,6 +96,7 @@ class Simulation:
         self.execution: Execution | None = None
         self.replays = device.type == "cuda"
         self.replay: Replay | None = None
+        self.evaluation: tuple[Tensor, Tensor, Callable[[], dict[str, Tensor]]] | None = None
         if device.type == "cpu":
             keep_freed_memory()
 
@@ -288,8 +291,7 @@ class Simulation:
         where, data = (self.net, self.state.x, self.state.buffers), self.data
         scores: dict[str, float] = {}
         if last or self.t % self.settings.eval_every == 0:
-            rows = torch.arange(len(data.test), device=self.device)
-            tested = sample_scores(*where, data.test, data.transform, self.metrics, rows)
+            tested = self.tested()
             scores |= means(tested)
             if "accuracy" in tested and data.test.labelled:
                 now = group_means(tested["accuracy"], data.test.targets, data.classes).cpu()
@@ -302,6 +304,24 @@ class Simulation:
         if last or (every and self.t % every == 0):
             scores |= client_scores(*where, data, self.metrics, cohort)
         return scores
+
+    def tested(self) -> dict[str, Tensor]:
+        """The scores of every test sample; a CUDA graph where rounds are replayed and nothing of the user's is called."""
+        rows = torch.arange(len(self.data.test), device=self.device)
+
+        def play(x: Tensor, buffers: Tensor) -> dict[str, Tensor]:
+            return sample_scores(self.net, x, buffers, self.data.test, self.data.transform, self.metrics, rows)
+
+        ours = self.net.loss is F.cross_entropy and all(metric is accuracy for metric in self.metrics.values())
+        if self.replay is None or not ours or self.data.test.held is None or self.device.type != "cuda":
+            return play(self.state.x, self.state.buffers)
+        if self.evaluation is None:
+            at = self.state.x.clone(), self.state.buffers.clone()
+            self.evaluation = *at, recorded(lambda: play(*at), [], self.device)
+        x, buffers, replay = self.evaluation
+        x.copy_(self.state.x)
+        buffers.copy_(self.state.buffers)
+        return replay()
 
     # What a checkpoint holds: tensors only, under names that say where they belong.
     def tensors(self) -> dict[str, Tensor]:

@@ -11,7 +11,6 @@ and the engine runs it round by round.
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Callable, Collection
 from dataclasses import replace
 from typing import Any, NamedTuple, cast
@@ -26,11 +25,11 @@ from undrift.net import Net
 from undrift.oracle import Oracle
 from undrift.round import Answers, State, begin, consistency, end, fill, server_part, step
 from undrift.simulate.execute import LocalWhole, mini_batch
+from undrift.simulate.graphs import recorded
 from undrift.streams import fold
 from undrift.vec import leaves, map_leaves, nbytes
 
 LONGEST_UNROLLED = 16  # local steps of one graph; with more, a step is a graph of its own
-WARM_UPS = 2
 
 
 def uses_whole(alg: Algorithm) -> bool:
@@ -181,40 +180,8 @@ class Program:
         return [self.recorded(opening), self.recorded(one_step), self.recorded(lambda: close(here))]
 
     def recorded(self, play: Callable[[], Any]) -> Callable[[], Any]:
-        """`play` as a CUDA graph; without a GPU, itself. What it changes is put back."""
-        kept = [self.turn, self.at, self.known, *leaves(self.state), *self.columns]
-        before = [t.clone() for t in kept]
-
-        def restore() -> None:
-            for tensor, old in zip(kept, before, strict=True):
-                tensor.copy_(old)
-
-        play()  # finds out what a round leaves, too
-        restore()
-        if self.turn.device.type != "cuda":
-            return play
-        aside = torch.cuda.Stream()
-        aside.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(aside):
-            for _ in range(WARM_UPS):
-                play()
-                restore()
-        torch.cuda.current_stream().wait_stream(aside)
-        gc.collect()  # a graph that is thrown away during a capture spoils it
-        gc.disable()
-        try:
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph):
-                outputs = play()
-        finally:
-            gc.enable()
-        restore()
-
-        def replay() -> Any:
-            graph.replay()
-            return outputs
-
-        return replay
+        changed = [self.turn, self.at, self.known, *leaves(self.state), *self.columns]
+        return recorded(play, changed, self.turn.device)
 
     # The parts of a round. None of them asks the host for anything, but for a server step that says so.
     def now(self, of_all: Tensor) -> Tensor:
