@@ -245,13 +245,15 @@ class Simulation:
             scores |= {f"val_{name}": value for name, value in held_out.items()}
         every = self.settings.client_eval_every
         if last or (every and self.t % every == 0):
-            scores |= client_scores(*where, data, self.metrics, cohort)
+            scores |= client_scores(*where, data, self.metrics, cohort, self.settings.seed)
         return scores
 
     # What a checkpoint holds: tensors only, under names that say where they belong.
     def tensors(self) -> dict[str, Tensor]:
         state = dict(named_leaves("state", self.state))
-        own = {"position": torch.from_numpy(self.position), "last_cohort": torch.from_numpy(self.last_cohort)}
+        moved = np.flatnonzero(self.position)  # few of a million clients
+        positions = {"position.ids": torch.from_numpy(moved), "position": torch.from_numpy(self.position[moved])}
+        own = positions | {"last_cohort": torch.from_numpy(self.last_cohort)}
         return state | self.clients.tensors() | own | {"class_best": self.class_best}
 
     def restore(self, tensors: dict[str, Tensor], t: int) -> None:
@@ -262,7 +264,8 @@ class Simulation:
         stored = iter([tensors[name].to(self.device).clone() for name, _ in named_leaves("state", self.state)])
         self.state = map_leaves(lambda _: next(stored), self.state)
         self.clients.restore(tensors, self.device)
-        self.position = tensors["position"].cpu().numpy().copy()
+        self.position = np.zeros(self.data.clients, dtype=np.int64)
+        self.position[tensors["position.ids"].cpu().numpy()] = tensors["position"].cpu().numpy()
         self.last_cohort = tensors["last_cohort"].cpu().numpy().copy()
         self.class_best = tensors["class_best"].cpu().clone()
         self.t = t
