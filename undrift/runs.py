@@ -37,10 +37,13 @@ from undrift.errors import BadRunFolder, BadSetting, UndriftError
 from undrift.folder import RunFolder
 from undrift.net import Loss, Net
 from undrift.registry import algorithm_class, attribute, module_of
+from undrift.simulate.client_store import DiskTable
+from undrift.simulate.clients import ClientTable
 from undrift.simulate.engine import Settings, Simulation
 from undrift.simulate.evaluate import Metric, accuracy
-from undrift.simulate.execute import Stacked
+from undrift.simulate.execute import Stacked, available_memory
 from undrift.streams import Purpose, stream
+from undrift.vec import nbytes
 
 Progress = Callable[[dict[str, Any], int], None]  # called with each record and the number of rounds asked for
 
@@ -171,6 +174,7 @@ def run(
         return drive(simulation, chosen, folder, resume, progress)
     finally:
         torch.use_deterministic_algorithms(before)
+        simulation.clients.close()
 
 
 def drive(
@@ -178,12 +182,14 @@ def drive(
 ) -> Result:
     """Rounds, records and checkpoints, from where the run stands to its end."""
     stop, records, elapsed, stopped = parse_stop(config.stop_at), [], 0.0, "rounds"
+    simulation.clients = client_table(config, simulation, folder)
     if folder is not None and not resume:
         folder.create(written(config, simulation))
     if folder is not None and resume:
         checkpoint = folder.load()
         if checkpoint is not None:
             tensors, facts = checkpoint
+            simulation.clients = client_table(config, simulation, folder, tensors, facts["round"])
             try:
                 simulation.restore(tensors, facts["round"])
             except (KeyError, ValueError) as error:
@@ -204,17 +210,43 @@ def drive(
                 folder.write_settings(written(config, simulation))  # now the execution is chosen
             folder.append(record)
             if simulation.t % config.checkpoint_every == 0 and simulation.t < config.rounds and not reached:
-                folder.save(simulation.tensors(), {"round": simulation.t, "seconds": elapsed, "finished": False})
+                save(simulation, folder, {"seconds": elapsed, "finished": False})
                 saved = simulation.t
         if progress is not None:
             progress(record, config.rounds)
     stopped = reached or stopped
     if folder is not None and (saved < simulation.t or not folder.finished()):
         folder.write_model(simulation.model())
-        folder.save(
-            simulation.tensors(), {"round": simulation.t, "seconds": elapsed, "finished": True, "stopped": stopped}
-        )
+        save(simulation, folder, {"seconds": elapsed, "finished": True, "stopped": stopped})
     return Result(records, simulation.model(), config, folder.path if folder else None, stopped)
+
+
+def save(simulation: Simulation, folder: RunFolder, facts: dict[str, Any]) -> None:
+    """A checkpoint, and then word of it to the clients' table, which may forget how to go back to the one before."""
+    folder.save(simulation.tensors(), {"round": simulation.t} | facts)
+    simulation.clients.saved(simulation.t)
+
+
+def client_table(
+    config: RunConfig,
+    simulation: Simulation,
+    folder: RunFolder | None,
+    tensors: Mapping[str, Tensor] = {},
+    round: int = 0,
+) -> ClientTable | DiskTable:
+    """Where the clients' state is kept: where the checkpoint has it, or as the settings say.
+
+    `auto` takes the disk in a run on the CPU where a vector for every client would fill half of the free memory.
+    """
+    if folder is None and config.client_state == "disk":
+        raise BadSetting("client_state disk needs the run's folder; give out, or use memory")
+    if folder is None or config.client_state == "memory" or "clients.ids" in tensors:
+        return ClientTable()
+    everybody = simulation.data.clients * nbytes(simulation.state.x)
+    crowded = simulation.device.type == "cpu" and everybody > 0.5 * available_memory(simulation.device)
+    if crowded or config.client_state == "disk" or "clients.table" in tensors:
+        return DiskTable(folder.client_table, folder.client_undo, simulation.data.clients, round)
+    return ClientTable()
 
 
 def _reached(stop: Mapping[str, float], record: Mapping[str, Any], elapsed: float) -> str:

@@ -18,6 +18,7 @@ from undrift.data.federation import Federation
 from undrift.errors import BadSetting
 from undrift.net import Net
 from undrift.round import RoundRecord, consistency, fill, finite, server_init, server_part
+from undrift.simulate.client_store import DiskTable
 from undrift.simulate.clients import ClientTable
 from undrift.simulate.evaluate import Metric, client_scores, forgetting, group_means, means, sample_scores
 from undrift.simulate.execute import Execution, RoundWork, check_labels, check_repeatable, choose, keep_freed_memory
@@ -76,7 +77,7 @@ class Simulation:
         self.t = 0
         x0, buffers = (v.to(device) for v in net.start())
         self.state = server_init(alg, net, x0, buffers, data.clients)
-        self.clients = ClientTable()
+        self.clients: ClientTable | DiskTable = ClientTable()
         self.position = np.zeros(data.clients, dtype=np.int64)  # batches each client has taken so far
         self.last_cohort = np.zeros(0, dtype=np.int64)  # who took part in the round before
         self.class_best = torch.full((data.classes,), -1.0, dtype=torch.float64)  # accuracy so far; -1: none
