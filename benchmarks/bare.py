@@ -92,7 +92,8 @@ def milliseconds(play: Callable[[], None], least: float = 0.4) -> float:
 
 def tensor_cores() -> None:
     """As the comparison wants it: TF32 on, convolutions timed."""
-    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = torch.backends.cudnn.benchmark = True
+    torch.backends.cuda.matmul.fp32_precision = torch.backends.cudnn.conv.fp32_precision = "tf32"
+    torch.backends.cudnn.benchmark = True
 
 
 if __name__ == "__main__":

@@ -11,7 +11,9 @@ from tests import small
 from undrift.algorithms.fedavg import FedAvg
 from undrift.algorithms.gradma_w import GradMAW
 from undrift.registry import algorithm_class, names
+from undrift.simulate import evaluate
 from undrift.simulate.engine import Simulation
+from undrift.streams import Purpose, sample, stream
 
 
 def outputs(run: Simulation, inputs: torch.Tensor) -> torch.Tensor:
@@ -65,6 +67,24 @@ def test_the_clients_own_scores(every: int) -> None:
             if i not in ids.tolist():
                 absent += F.cross_entropy(said, labels, reduction="none").tolist()
         assert more["absent_loss"] == pytest.approx(np.mean(absent), abs=1e-12)
+        for q in (10, 50, 90):
+            assert more[f"client_accuracy_p{q}"] == pytest.approx(np.percentile(each, q), abs=1e-12)
+
+
+def test_of_very_many_clients_a_sample_is_scored(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(evaluate, "MOST_SCORED", 4)
+    run = small.simulation(FedAvg(lr=0.5), client_eval_every=1, cohort=2, seed=3)
+    chosen = sorted(sample(stream(3, Purpose.SCORED), 6, 4))
+    assert chosen != [0, 1, 2, 3]
+    for _ in range(3):
+        ids, _ = run.draw()
+        more = run.round().more
+        own = {i: run.data.held_by(np.array([i]))[0] for i in chosen}
+        said = {i: outputs(run, run.data.train.held[rows]) for i, rows in own.items()}
+        labels = {i: run.data.train.targets[rows] for i, rows in own.items()}
+        each = [float((said[i].argmax(1) == labels[i]).double().mean()) for i in chosen]
+        absent = [F.cross_entropy(said[i], labels[i], reduction="none") for i in chosen if i not in ids.tolist()]
+        assert more["absent_loss"] == pytest.approx(float(torch.cat(absent).mean()), abs=1e-12)
         for q in (10, 50, 90):
             assert more[f"client_accuracy_p{q}"] == pytest.approx(np.percentile(each, q), abs=1e-12)
 

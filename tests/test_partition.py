@@ -1,9 +1,10 @@
-"""Partitions: nothing lost or repeated, nobody left empty, sizes and label mixtures as described."""
+"""Partitions: nothing lost or repeated but by `resample`, nobody left empty, sizes and label mixtures as described."""
 
 from __future__ import annotations
 
 import itertools
 import time
+import tracemalloc
 
 import numpy as np
 import pytest
@@ -11,7 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from undrift.data.partition import PARTITIONS, STREAM, partition
+from tests.small import CPU
+from undrift.data.federation import federate
+from undrift.data.partition import OWNER_RULES, PARTITIONS, STREAM, partition
+from undrift.datasets import class_counts, load_dataset
 from undrift.errors import BadSetting, UnknownName
 
 Labels = NDArray[np.int64]
@@ -79,7 +83,15 @@ def test_every_sample_goes_to_exactly_one_client_and_nobody_is_empty(
     assert all(np.array_equal(one, other) for one, other in zip(parts, again, strict=True))
 
 
-@pytest.mark.parametrize("spec", SPECS)
+def test_the_property_above_is_asked_of_every_partition_but_two() -> None:
+    assert (
+        {spec.partition(":")[0] for spec in SPECS}
+        == set(OWNER_RULES) - {"sites"}
+        == set(PARTITIONS) - {"sites", "resample"}
+    )
+
+
+@pytest.mark.parametrize("spec", [*SPECS, "resample:40"])
 def test_another_seed_gives_another_partition_and_lists_are_shuffled(spec: str) -> None:
     labels = np.arange(2000) % 10
     parts = partition(spec, labels, 10, seed=1)
@@ -147,6 +159,58 @@ def test_sites_are_the_clients() -> None:
     assert [sorted(part.tolist()) for part in parts] == [[1, 4], [0, 2, 5], [3]]
     masks = np.zeros((6, 4, 4), dtype=np.int64)
     assert [len(part) for part in partition("sites", masks, 3, seed=0, sites=sites)] == [2, 3, 1]
+
+
+@settings(deadline=2000, max_examples=100)
+@given(st.integers(1, 50), st.integers(1, 300), st.integers(1, 30), st.integers(0, 2**32 - 1))
+def test_resample_gives_everybody_as_many_samples_that_depend_on_seed_and_client_alone(
+    samples: int, clients: int, each: int, seed: int
+) -> None:
+    parts = partition(f"resample:{each}", np.zeros(samples, dtype=np.int64), clients, seed)
+    assert len(parts) == clients and all(len(part) == each and part.dtype == np.int64 for part in parts)
+    assert min(part.min() for part in parts) >= 0 and max(part.max() for part in parts) < samples
+    fewer = partition(f"resample:{each}", np.arange(samples), max(1, clients // 3), seed)
+    assert all(np.array_equal(one, other) for one, other in zip(fewer, parts, strict=False))
+    longer = partition(f"resample:{each + 1}", np.arange(samples), clients, seed)
+    assert all(np.array_equal(one[:each], other) for one, other in zip(longer, parts, strict=True))
+
+
+def test_resample_draws_every_sample_alike_with_replacement_and_for_each_client_anew() -> None:
+    parts = partition("resample:20", np.zeros(100, dtype=np.int64), 150_000, seed=0)  # more than are drawn at once
+    drawn = np.stack(parts)
+    counts = np.bincount(drawn.ravel(), minlength=100)
+    assert abs(counts - 30_000).max() < 5 * np.sqrt(30_000)
+    repeats = np.mean([len(set(part.tolist())) < 20 for part in parts[:2000]])
+    assert 0.82 < repeats < 0.92  # 1 - 100! / (80! 100^20) = 0.87
+    assert len(np.unique(drawn, axis=0)) == 150_000
+    in_common = (drawn[:-1, :, None] == drawn[1:, None, :])[:2000].mean()
+    assert 0.009 < in_common < 0.011
+
+
+def test_resample_leaves_the_validation_samples_alone_and_needs_no_labels() -> None:
+    federation = federate(load_dataset("digits"), "resample:20", 3000, 0, CPU, val_fraction=0.5)
+    held = set(federation.members.tolist())
+    assert len(federation.validation) == len(held) == 719 and not held & set(federation.validation.tolist())
+
+
+@pytest.mark.parametrize("spec", ["iid", "resample:7"])
+def test_class_counts_are_those_of_each_clients_samples(spec: str) -> None:
+    data = load_dataset("digits")
+    parts = partition(spec, data.y_train.astype(np.int64), 30, seed=1)
+    expected = [np.bincount(data.y_train[part], minlength=10) for part in parts]
+    np.testing.assert_array_equal(class_counts(data, spec, 30, 1), expected)
+
+
+def test_memory_per_client_of_a_federation() -> None:
+    """8 bytes for each sample of a client and 16 for the client; lists or dicts of clients would take hundreds."""
+    data, clients, each = load_dataset("digits"), 200_000, 5
+    tracemalloc.start()
+    federation = federate(data, f"resample:{each}", clients, 0, CPU)
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    kept = federation.members.nbytes + federation.start.nbytes + federation.sizes.nbytes
+    assert federation.clients == clients and kept == clients * (8 * each + 16)
+    assert clients * 8 * each < peak < 2.5 * kept  # numpy's arrays are traced, and the members are copied once
 
 
 def plain_class_wise_dirichlet(labels: Labels, clients: int, concentration: float, seed: int) -> list[set[int]]:
@@ -240,7 +304,12 @@ def test_a_hundred_thousand_clients_take_seconds(spec: str) -> None:
         ("shards:6", 2, "12 shards"),
         ("sites", 2, "try 'iid'"),
         ("iid:3", 2, "no parameter"),
-        ("iid", 11, "only 10 training samples"),
+        ("resample", 2, "resample:20"),
+        ("resample:0", 2, "resample:20"),
+        ("resample:2.5", 2, "whole number"),
+        ("resample:1e300", 2, "use fewer samples or fewer clients"),
+        ("resample:3", 0, "at least 1"),
+        ("iid", 11, "only 10 training samples.*resample:20"),
         ("iid", 0, "at least 1"),
     ],
 )

@@ -30,6 +30,7 @@ from undrift.registry import names
 from undrift.sweep import plan
 
 QUICK = {"clients": 12, "cohort": 4, "steps": 2, "batch": 8, "model": "logreg", "eval_every": 3, "execution": "stacked"}
+DISK = "--client-state disk"
 FIELDS = {"round", "loss", "accuracy", "bytes_down", "bytes_up", "gradients", "consistency", "seconds"}
 
 
@@ -255,17 +256,18 @@ def check_kills(name: str, folder: Path, delays: list[float]) -> None:
         [json.loads(line) for line in (folder / f / "rounds.jsonl").read_text().splitlines()] for f in ("whole", "cut")
     ]
     assert len(records[0]) == 120 and timeless(records[0]) == timeless(records[1])
-    models = [(folder / f / "model.safetensors").read_bytes() for f in ("whole", "cut")]
-    assert models[0] == models[1]
+    for file in ("model.safetensors", *(["clients.table"] if DISK in name else [])):
+        contents = [(folder / f / file).read_bytes() for f in ("whole", "cut")]
+        assert contents[0] == contents[1]
 
 
-@pytest.mark.parametrize("name", ["scaffold", "gradma-s"])
+@pytest.mark.parametrize("name", ["scaffold", "gradma-s", f"scaffold {DISK}"])
 def test_kill_9_and_resume(name: str, tmp_path: Path) -> None:
     check_kills(name, tmp_path, [0.3, 0.2])
 
 
 @pytest.mark.system
-@pytest.mark.parametrize("name", names("algorithms"))
+@pytest.mark.parametrize("name", [*names("algorithms"), f"scaffold {DISK}", f"moon {DISK}"])
 @pytest.mark.parametrize("attempt", range(2))
 def test_kill_9_many_times_and_resume(name: str, attempt: int, tmp_path: Path) -> None:
     draw = random.Random(attempt)

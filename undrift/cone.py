@@ -27,13 +27,19 @@ class Projection(NamedTuple):
     """The projected vector, its multipliers, and how well it was found."""
 
     u: Tensor  # [P]
-    z: Tensor  # [m] float64, the multipliers of the columns as given
+    z: Tensor  # [m] float64, the multipliers of the columns as given, on the host
     solved: bool  # False: non-finite input or no convergence; then u is p, or the best point found
 
 
 def gram(rows: Tensor, others: Tensor) -> Tensor:
-    """Inner products [a, b] of rows [a, P] with others [b, P]."""
-    return rows @ others.T
+    """Inner products [a, b] of rows [a, P] with others [b, P], never with the ten bits of TF32."""
+    products = torch.backends.cuda.matmul
+    before = products.fp32_precision
+    products.fp32_precision = "ieee"
+    try:
+        return rows @ others.T
+    finally:
+        products.fp32_precision = before
 
 
 def project(
@@ -55,7 +61,7 @@ def project(
     tensor([1., 0.])
     """
     products = gram(rows, rows) if products is None else products
-    along = rows @ p if along is None else along
+    along = gram(p.unsqueeze(0), rows).squeeze(0) if along is None else along
     length = torch.linalg.vector_norm(p, dtype=torch.float64)
     on_host = torch.cat([products.double().flatten(), along.double(), length.view(1)]).cpu().numpy()  # one trip
     m = len(rows)
@@ -64,8 +70,8 @@ def project(
     G, b, size, even = normalised(rows, on_host[: m * m].reshape(m, m), on_host[m * m : -1], on_host[-1], rho, named)
     if even is not None:  # rows so short that their squares are zero: their length counts for nothing
         stretched = project(p.double(), even, None, rho, None, torch.from_numpy(named), torch.from_numpy(guess))
-        return Projection(stretched.u.to(p.dtype), stretched.z / even_scale(rows), stretched.solved)
-    still = torch.zeros(m, dtype=torch.float64, device=p.device)
+        return Projection(stretched.u.to(p.dtype), stretched.z / even_scale(rows).cpu(), stretched.solved)
+    still = torch.zeros(m, dtype=torch.float64)
     if not (np.isfinite(G).all() and np.isfinite(b).all()):
         return Projection(p, still, False)
     if (b >= 0).all():  # feasible already: p itself, bit for bit
@@ -81,10 +87,9 @@ def project(
     if not solved or digits_lost(G, z > 0) > 8:
         z, straight, solved = by_columns(p, rows, np.where(named, size, 0.0), rho)
     active = z > 0
-    index = torch.from_numpy(np.flatnonzero(active)).to(p.device)
-    share = torch.from_numpy(z[active] * on_host[-1] / size[active]).to(p.device)
-    u = combined(p, rows, index, share) if straight is None else straight
-    return Projection(u, still.index_copy(0, index, share), solved)
+    index, share = np.flatnonzero(active), z[active] * on_host[-1] / size[active]
+    u = combined(p, rows, *(torch.from_numpy(v).to(p.device) for v in (index, share))) if straight is None else straight
+    return Projection(u, still.index_copy(0, torch.from_numpy(index), torch.from_numpy(share)), solved)
 
 
 def combined(p: Tensor, rows: Tensor, index: Tensor, share: Tensor) -> Tensor:

@@ -58,6 +58,9 @@ class RunConfig:
     client_eval_every: int = field(
         default=0, metadata={"help": "rounds between scores on the clients' own samples; 0: only in the last round"}
     )
+    client_state: str = field(
+        default="auto", metadata={"help": "where it is kept: memory, disk, or auto (disk if it would fill the memory)"}
+    )
     checkpoint_every: int = field(default=50, metadata={"help": "rounds between checkpoints"})
     stop_at: str = field(default="", metadata={"help": "accuracy=0.9 or time=10m (s, m, h), or both with a comma"})
     set: dict[str, Any] = field(
@@ -115,6 +118,7 @@ CHOICES = {
     "dtype": ("float32", "float64"),
     "execution": ("auto", "stacked", "pool"),
     "precision": ("fp32", "tf32"),
+    "client_state": ("auto", "memory", "disk"),
 }
 # What may change when a run is resumed: how long and how it runs, not what it computes.
 RESUMABLE = ("rounds", "stop_at", "checkpoint_every", "device", "execution", "chunk", "compile", "deterministic")

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from undrift.data.dataset import Dataset
 from undrift.data.own import dataset_from
-from undrift.data.partition import partition
+from undrift.data.partition import deal
 from undrift.errors import BadData, BadSetting, MissingData, UndriftError
 from undrift.registry import attribute, module_of, names
 
@@ -83,5 +83,6 @@ def class_counts(data: Dataset, spec: str, clients: int, seed: int) -> NDArray[n
     if data.y_train.ndim != 1 or not data.classes:
         raise BadData("only data with one class label a sample can be shown by class")
     labels = data.y_train.astype(np.int64)
-    parts = partition(spec, labels, clients, seed, data.sites)
-    return np.stack([np.bincount(labels[part], minlength=data.classes) for part in parts])
+    dealt = deal(spec, labels, clients, seed, data.sites)
+    cell = np.repeat(np.arange(clients), dealt.sizes) * data.classes + labels[dealt.members]
+    return np.bincount(cell, minlength=clients * data.classes).reshape(clients, data.classes)

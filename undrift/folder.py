@@ -2,7 +2,7 @@
 
 Every file but rounds.jsonl is written beside its place and renamed. A checkpoint is a safetensors file and a JSON file
 that names it with its checksum and the length of rounds.jsonl at that moment; to resume is to cut rounds.jsonl back to
-that length. Nothing is pickled.
+that length. Nothing is pickled. clients.table and clients.undo are simulate/client_store.py's.
 """
 
 from __future__ import annotations
@@ -24,13 +24,14 @@ from torch import Tensor
 
 from undrift.config import read_toml
 from undrift.errors import BadRunFolder, UndriftError
+from undrift.simulate.client_store import sync
 
 try:
     import fcntl
 except ImportError:  # no such thing on Windows: there two runs in one folder are not noticed
     fcntl = None  # type: ignore[assignment]
 
-OURS = ("run.toml", "rounds.jsonl", "checkpoint", "model.safetensors")
+OURS = ("run.toml", "rounds.jsonl", "checkpoint", "model.safetensors", "clients.table", "clients.undo")
 
 
 class RunFolder:
@@ -40,6 +41,7 @@ class RunFolder:
         self.path = path
         self.settings_file, self.rounds_file = path / "run.toml", path / "rounds.jsonl"
         self.checkpoints, self.model_file = path / "checkpoint", path / "model.safetensors"
+        self.client_table, self.client_undo = path / "clients.table", path / "clients.undo"
 
     def exists(self) -> bool:
         return any((self.path / name).exists() for name in OURS)
@@ -87,7 +89,7 @@ class RunFolder:
         save_file(
             {n: t.detach().cpu().clone(memory_format=torch.contiguous_format) for n, t in tensors.items()}, temporary
         )
-        _sync(temporary)
+        sync(temporary)
         checksum = _checksum(temporary)
         os.replace(temporary, self.checkpoints / name)
         with self.rounds_file.open("rb") as file:
@@ -148,7 +150,7 @@ class RunFolder:
     def write_model(self, model: dict[str, Tensor]) -> None:
         temporary = self.path / ".model.safetensors"
         save_file({name: tensor.contiguous() for name, tensor in model.items()}, temporary)
-        _sync(temporary)
+        sync(temporary)
         os.replace(temporary, self.model_file)
 
 
@@ -160,13 +162,9 @@ def _plain(value: Any) -> Any:
 def _replace(path: Path, content: bytes) -> None:
     temporary = path.with_name(f".{path.name}")
     temporary.write_bytes(content)
-    _sync(temporary)
+    sync(temporary)
     os.replace(temporary, path)
-
-
-def _sync(path: Path) -> None:
-    with path.open("rb") as file:
-        os.fsync(file.fileno())
+    sync(path.parent)
 
 
 def _checksum(path: Path) -> str:

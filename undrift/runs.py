@@ -38,10 +38,13 @@ from undrift.errors import BadRunFolder, BadSetting, UndriftError
 from undrift.folder import RunFolder
 from undrift.net import Loss, Net
 from undrift.registry import algorithm_class, attribute, module_of
+from undrift.simulate.client_store import DiskTable
+from undrift.simulate.clients import ClientTable
 from undrift.simulate.engine import Settings, Simulation
 from undrift.simulate.evaluate import Metric, accuracy
-from undrift.simulate.execute import Stacked
+from undrift.simulate.execute import Stacked, available_memory
 from undrift.streams import Purpose, stream
+from undrift.vec import nbytes
 
 Progress = Callable[[dict[str, Any], int], None]  # called with each record and the number of rounds asked for
 
@@ -160,29 +163,34 @@ def run(
         parse_slow(chosen.slow), chosen.bandwidth, chosen.latency, chosen.compile, chosen.client_eval_every,
     )  # fmt: skip
     simulation = Simulation(alg, net, clients, how, metrics, device)
-    with arithmetic(chosen):
-        if folder is not None:
-            folder.make(resume)
-            with folder.locked():
-                return drive(simulation, chosen, folder, resume, progress)
-        return drive(simulation, chosen, folder, resume, progress)
+    try:
+        with arithmetic(chosen):
+            if folder is not None:
+                folder.make(resume)
+                with folder.locked():
+                    return drive(simulation, chosen, folder, resume, progress)
+            return drive(simulation, chosen, folder, resume, progress)
+    finally:
+        simulation.clients.close()
 
 
 @contextlib.contextmanager
 def arithmetic(config: RunConfig) -> Iterator[None]:
     """PyTorch's switches for how a GPU computes, as the settings want them; afterwards as they were."""
-    cuda, cudnn = torch.backends.cuda.matmul, torch.backends.cudnn
-    before = torch.are_deterministic_algorithms_enabled(), cuda.allow_tf32, cudnn.allow_tf32, cudnn.benchmark
+    products, convolutions = torch.backends.cuda.matmul, torch.backends.cudnn.conv
+    before = torch.are_deterministic_algorithms_enabled(), torch.backends.cudnn.benchmark
+    precisions = products.fp32_precision, convolutions.fp32_precision
     if config.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True)
-    cuda.allow_tf32 = cudnn.allow_tf32 = config.precision == "tf32"
-    cudnn.benchmark = not config.deterministic  # time the convolutions and take the fastest
+    products.fp32_precision = convolutions.fp32_precision = "tf32" if config.precision == "tf32" else "ieee"
+    torch.backends.cudnn.benchmark = not config.deterministic  # time the convolutions and take the fastest
     try:
         yield
     finally:
         torch.use_deterministic_algorithms(before[0])
-        cuda.allow_tf32, cudnn.allow_tf32, cudnn.benchmark = before[1:]
+        torch.backends.cudnn.benchmark = before[1]
+        products.fp32_precision, convolutions.fp32_precision = precisions
 
 
 def drive(
@@ -190,12 +198,14 @@ def drive(
 ) -> Result:
     """Rounds, records and checkpoints, from where the run stands to its end."""
     stop, records, elapsed, stopped = parse_stop(config.stop_at), [], 0.0, "rounds"
+    simulation.clients = client_table(config, simulation, folder)
     if folder is not None and not resume:
         folder.create(written(config, simulation))
     if folder is not None and resume:
         checkpoint = folder.load()
         if checkpoint is not None:
             tensors, facts = checkpoint
+            simulation.clients = client_table(config, simulation, folder, tensors, facts["round"])
             try:
                 simulation.restore(tensors, facts["round"])
             except (KeyError, ValueError) as error:
@@ -221,15 +231,41 @@ def drive(
             if progress is not None:
                 progress(record, config.rounds)
         if folder is not None and simulation.t % every == 0 and simulation.t < config.rounds and not reached:
-            folder.save(simulation.tensors(), {"round": simulation.t, "seconds": elapsed, "finished": False})
+            save(simulation, folder, {"seconds": elapsed, "finished": False})
             saved = simulation.t
     stopped = reached or stopped
     if folder is not None and (saved < simulation.t or not folder.finished()):
         folder.write_model(simulation.model())
-        folder.save(
-            simulation.tensors(), {"round": simulation.t, "seconds": elapsed, "finished": True, "stopped": stopped}
-        )
+        save(simulation, folder, {"seconds": elapsed, "finished": True, "stopped": stopped})
     return Result(records, simulation.model(), config, folder.path if folder else None, stopped)
+
+
+def save(simulation: Simulation, folder: RunFolder, facts: dict[str, Any]) -> None:
+    """A checkpoint, and then word of it to the clients' table, which may forget how to go back to the one before."""
+    folder.save(simulation.tensors(), {"round": simulation.t} | facts)
+    simulation.clients.saved(simulation.t)
+
+
+def client_table(
+    config: RunConfig,
+    simulation: Simulation,
+    folder: RunFolder | None,
+    tensors: Mapping[str, Tensor] = {},
+    round: int = 0,
+) -> ClientTable | DiskTable:
+    """Where the clients' state is kept: where the checkpoint has it, or as the settings say.
+
+    `auto` takes the disk in a run on the CPU where a vector for every client would fill half of the free memory.
+    """
+    if folder is None and config.client_state == "disk":
+        raise BadSetting("client_state disk needs the run's folder; give out, or use memory")
+    if folder is None or config.client_state == "memory" or "clients.ids" in tensors:
+        return ClientTable()
+    everybody = simulation.data.clients * nbytes(simulation.state.x)
+    crowded = simulation.device.type == "cpu" and everybody > 0.5 * available_memory(simulation.device)
+    if crowded or config.client_state == "disk" or "clients.table" in tensors:
+        return DiskTable(folder.client_table, folder.client_undo, simulation.data.clients, round)
+    return ClientTable()
 
 
 def _reached(stop: Mapping[str, float], record: Mapping[str, Any], elapsed: float) -> str:

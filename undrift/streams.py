@@ -25,6 +25,8 @@ class Purpose(IntEnum):
     INITIAL = 7
     FAILURE = 8
     SLOWNESS = 9
+    RESAMPLE = 10
+    SCORED = 11
 
 
 GOLDEN = 0x9E3779B97F4A7C15  # 2^64 / golden ratio, SplitMix64's increment

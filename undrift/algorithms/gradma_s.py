@@ -63,7 +63,7 @@ class ServerMemory(Server):
         for part, products, a, start in zip(segments, memory.products, along, server.active, strict=True):
             qp = project(m[part], memory.rows[:, part], products, self.rho, a, D, start)  # m~ = QP(m, D)
             projected.append(qp.u)
-            active.append((qp.z > 0).cpu())
+            active.append(qp.z > 0)
             failed = failed + (not qp.solved)
         m = torch.cat(projected)
         return x - self.server_lr * m, self.State(m, memory, torch.stack(active), failed)

@@ -12,7 +12,7 @@ from torch import Tensor
 from undrift.data.augment import Transform
 from undrift.data.batches import Plan, Table, table
 from undrift.data.dataset import Dataset, Samples
-from undrift.data.partition import partition
+from undrift.data.partition import Dealt, deal
 from undrift.errors import BadData, BadSetting
 from undrift.streams import Purpose, stream
 
@@ -65,6 +65,14 @@ class Federation:
     def clients(self) -> int:
         return len(self.sizes)
 
+    def held_by(self, ids: NDArray[np.int64]) -> tuple[Tensor, Tensor]:
+        """The rows of `train` that clients ids [S] hold, client after client, and the owner of each."""
+        sizes = self.sizes[ids]
+        begin = np.cumsum(sizes) - sizes
+        place = np.repeat(self.start[ids] - begin, sizes) + np.arange(sizes.sum())
+        device = self.members.device
+        return self.members[torch.from_numpy(place).to(device)], torch.from_numpy(np.repeat(ids, sizes)).to(device)
+
     def table(
         self,
         plan: Plan,
@@ -95,31 +103,36 @@ def federate(
     order = np.random.Generator(np.random.PCG64(stream(seed, Purpose.VALIDATION))).permutation(rows)
     validation, kept = np.sort(order[:held_out]), np.sort(order[held_out:])
     labelled = data.y_train.ndim == 1 and data.y_train.dtype.kind in "iu"
-    if not labelled and spec.partition(":")[0] not in ("iid", "sites"):
-        raise BadSetting(f"{spec} deals samples out by class, but the targets are no class labels; use iid or sites")
+    if not labelled and spec.partition(":")[0] not in ("iid", "sites", "resample"):
+        raise BadSetting(
+            f"{spec} deals samples out by class, but the targets are no class labels; use iid, sites or resample:20"
+        )
     labels = data.y_train.astype(np.int64) if labelled else np.zeros(len(rows), np.int64)
     sites = None if data.sites is None else data.sites[kept]
-    parts = [kept[part] for part in partition(spec, labels[kept], clients, seed, sites)]
+    dealt = deal(spec, labels[kept], clients, seed, sites)
     return _federation(
-        data, parts, validation, device, Transform(data.mean, data.std, data.crop, data.flip, colour, seed)
+        data,
+        dealt._replace(members=kept[dealt.members]),
+        validation,
+        device,
+        Transform(data.mean, data.std, data.crop, data.flip, colour, seed),
     )
 
 
 def _federation(
     data: Dataset,
-    parts: list[NDArray[np.int64]],
+    dealt: Dealt,
     validation: NDArray[np.int64],
     device: torch.device,
     transform: Transform,
 ) -> Federation:
-    sizes = np.array([len(part) for part in parts], dtype=np.int64)
     train, test = _split(data.x_train, data.y_train, device), _split(data.x_test, data.y_test, device)
     one = train.take(torch.zeros(1, dtype=torch.int64, device=device))
     return Federation(
         train, test, validation,
-        members=torch.from_numpy(np.concatenate(parts)).to(device),
-        start=np.concatenate([[0], np.cumsum(sizes)[:-1]]),
-        sizes=sizes, transform=transform, classes=data.classes, shape=tuple(one.shape[1:]),
+        members=torch.from_numpy(dealt.members).to(device),
+        start=np.cumsum(dealt.sizes) - dealt.sizes,
+        sizes=dealt.sizes, transform=transform, classes=data.classes, shape=tuple(one.shape[1:]),
     )  # fmt: skip
 
 

@@ -1,6 +1,7 @@
 """Who holds which training sample.
 
-A rule gives every sample exactly one owner, so that nothing can be lost or held twice whatever the rule does.
+A rule gives every sample exactly one owner, so that nothing can be lost or held twice whatever the rule does. The one
+exception is `resample`, which draws every client's samples with replacement.
 """
 
 from __future__ import annotations
@@ -9,15 +10,28 @@ import math
 from bisect import bisect_right
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
 from undrift.errors import BadSetting, UnknownName
+from undrift.streams import Purpose, below, fold, stream
 
 STREAM = 0x9A27  # keeps these random numbers apart from everything else that has the same seed
 
+CLIENTS_AT_ONCE = 1 << 16  # that `resample` draws for; bounds its temporary memory
+MOST_MEMBERS = 1 << 31  # indices that `resample` may make, 16 GiB of them
+
 Indices = NDArray[np.int64]
+
+
+class Dealt(NamedTuple):
+    """Who holds what, in arrays: a list of a million lists would take longer to make than to train on."""
+
+    members: Indices  # sample indices, client after client
+    sizes: Indices  # [clients] how many of them are each client's
 
 
 @dataclass(frozen=True)
@@ -26,6 +40,7 @@ class Task:
 
     labels: Indices
     clients: int
+    seed: int
     parameter: str  # what follows the colon, '' where there is none
     generator: np.random.Generator
     sites: Indices | None
@@ -37,21 +52,32 @@ class Task:
 
 def partition(spec: str, labels: Indices, clients: int, seed: int, sites: Indices | None = None) -> list[Indices]:
     """The sample indices of each client, shuffled, for a spec such as 'iid' or 'dirichlet:0.1'."""
+    dealt = deal(spec, labels, clients, seed, sites)
+    return np.split(dealt.members, np.cumsum(dealt.sizes)[:-1])
+
+
+def deal(spec: str, labels: Indices, clients: int, seed: int, sites: Indices | None = None) -> Dealt:
+    """`partition` without a loop over the clients."""
     name, _, parameter = spec.partition(":")
     if name not in PARTITIONS:
         raise UnknownName("partition", name, PARTITIONS)
     if clients < 1:
         raise BadSetting(f"{clients} clients; expected at least 1")
+    generator = np.random.Generator(np.random.PCG64([seed, STREAM]))
+    task = Task(labels, clients, seed, parameter, generator, sites)
+    if name == "resample":
+        return resample(task)
     if clients > len(labels):
-        raise BadSetting(f"{clients} clients but only {len(labels)} training samples; use fewer, each needs a sample")
+        raise BadSetting(
+            f"{clients} clients but only {len(labels)} training samples, and each needs one; use fewer, "
+            "or 'resample:20', which draws with replacement"
+        )
     if labels.ndim != 1 and name != "sites":
         raise BadSetting(f"partition {name!r} needs one class per sample, which this data lacks; try 'sites'")
-    generator = np.random.Generator(np.random.PCG64([seed, STREAM]))
-    owner = PARTITIONS[name](Task(labels, clients, parameter, generator, sites))
+    owner = OWNER_RULES[name](task)
     shuffled = generator.permutation(len(labels))
     grouped = shuffled[np.argsort(owner[shuffled], kind="stable")]
-    ends = np.cumsum(np.bincount(owner, minlength=clients))
-    return np.split(grouped, ends[:-1])
+    return Dealt(grouped, np.bincount(owner, minlength=clients))
 
 
 def iid(task: Task) -> Indices:
@@ -176,7 +202,28 @@ def sites(task: Task) -> Indices:
     return owner.astype(np.int64)
 
 
-PARTITIONS: dict[str, Callable[[Task], Indices]] = {
+def resample(task: Task) -> Dealt:
+    """resample:n: every client gets n samples drawn with replacement; for more clients than samples"""
+    each = positive_number("resample", task.parameter)
+    if not each.is_integer():
+        raise BadSetting(f"partition 'resample' needs a whole number like 'resample:20', not {task.parameter!r}")
+    if not task.samples:
+        raise BadSetting("partition 'resample' draws from the training samples, but there are none")
+    count = int(each)
+    if count * task.clients > MOST_MEMBERS:
+        raise BadSetting(
+            f"partition 'resample:{count}' draws {count * task.clients} samples for {task.clients} clients, more "
+            f"than {MOST_MEMBERS}; use fewer samples or fewer clients"
+        )
+    # A stream for each client, so that a client's samples do not depend on how many others there are.
+    key, draws = stream(task.seed, Purpose.RESAMPLE), torch.arange(count)
+    members = np.empty((task.clients, count), dtype=np.int64)
+    for ids in torch.arange(task.clients).split(CLIENTS_AT_ONCE):
+        members[ids[0] : ids[-1] + 1] = below(fold(fold(key, ids).unsqueeze(-1), draws), task.samples).numpy()
+    return Dealt(members.ravel(), np.full(task.clients, count, dtype=np.int64))
+
+
+OWNER_RULES: dict[str, Callable[[Task], Indices]] = {
     "iid": iid,
     "dirichlet": dirichlet,
     "dirichlet-balanced": dirichlet_balanced,
@@ -184,6 +231,7 @@ PARTITIONS: dict[str, Callable[[Task], Indices]] = {
     "shards": shards,
     "sites": sites,
 }
+PARTITIONS: dict[str, Callable[[Task], Indices | Dealt]] = {**OWNER_RULES, "resample": resample}
 
 
 def samples_by_class(labels: Indices) -> list[Indices]:
@@ -219,7 +267,7 @@ def refuse_parameter(name: str, parameter: str) -> None:
 def positive_number(name: str, parameter: str) -> float:
     value = number_or_nan(parameter)
     if not 0 < value < math.inf:
-        example = "2" if name == "shards" else "0.1"
+        example = {"shards": "2", "resample": "20"}.get(name, "0.1")
         raise BadSetting(f"partition {name!r} needs a number above 0, e.g. '{name}:{example}', found {parameter!r}")
     return value
 

@@ -75,3 +75,9 @@ class ClientTable:
         self.columns, self.everybody = [], False
         while f"clients.{len(self.columns)}" in tensors:
             self.columns.append(tensors[f"clients.{len(self.columns)}"].to(device).clone())
+
+    def saved(self, round: int) -> None:
+        """A checkpoint is complete: only a table on disk has something to do."""
+
+    def close(self) -> None:
+        """The run is over, likewise."""

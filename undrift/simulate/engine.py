@@ -18,6 +18,7 @@ from undrift.data.federation import Federation
 from undrift.errors import BadSetting
 from undrift.net import Net
 from undrift.round import RoundRecord, consistency, fill, finite, server_init, server_part
+from undrift.simulate.client_store import DiskTable
 from undrift.simulate.clients import ClientTable
 from undrift.simulate.evaluate import Metric, accuracy, client_scores, forgetting, group_means, means, sample_scores
 from undrift.simulate.execute import Execution, RoundWork, check_labels, check_repeatable, choose, keep_freed_memory
@@ -89,7 +90,7 @@ class Simulation:
         self.t = 0
         x0, buffers = (v.to(device) for v in net.start())
         self.state = server_init(alg, net, x0, buffers, data.clients)
-        self.clients = ClientTable()
+        self.clients: ClientTable | DiskTable = ClientTable()
         self.position = np.zeros(data.clients, dtype=np.int64)  # batches each client has taken so far
         self.last_cohort = np.zeros(0, dtype=np.int64)  # who took part in the round before
         self.class_best = torch.full((data.classes,), -1.0, dtype=torch.float64)  # accuracy so far; -1: none
@@ -226,10 +227,10 @@ class Simulation:
                 return [self.round(last and most == 1)]
             client = self.opening(part).client
             self.replays = Replay.possible(self, client)
-            if self.replays:
+            if self.replays and isinstance(self.clients, ClientTable):
                 self.clients.begin(client)
                 self.clients.spread(self.data.clients)
-                self.replay = Replay(self)
+                self.replay = Replay(self, self.clients)
         if self.replay is None:
             return [self.round(last and most == 1)]
         began = time.perf_counter()
@@ -302,7 +303,7 @@ class Simulation:
             scores |= {f"val_{name}": value for name, value in held_out.items()}
         every = self.settings.client_eval_every
         if last or (every and self.t % every == 0):
-            scores |= client_scores(*where, data, self.metrics, cohort)
+            scores |= client_scores(*where, data, self.metrics, cohort, self.settings.seed)
         return scores
 
     def tested(self) -> dict[str, Tensor]:
@@ -326,7 +327,9 @@ class Simulation:
     # What a checkpoint holds: tensors only, under names that say where they belong.
     def tensors(self) -> dict[str, Tensor]:
         state = dict(named_leaves("state", self.state))
-        own = {"position": torch.from_numpy(self.position), "last_cohort": torch.from_numpy(self.last_cohort)}
+        moved = np.flatnonzero(self.position)  # few of a million clients
+        positions = {"position.ids": torch.from_numpy(moved), "position": torch.from_numpy(self.position[moved])}
+        own = positions | {"last_cohort": torch.from_numpy(self.last_cohort)}
         return state | self.clients.tensors() | own | {"class_best": self.class_best}
 
     def restore(self, tensors: dict[str, Tensor], t: int) -> None:
@@ -338,7 +341,8 @@ class Simulation:
         self.state = map_leaves(lambda _: next(stored), self.state)
         self.clients.restore(tensors, self.device)
         self.replay = None
-        self.position = tensors["position"].cpu().numpy().copy()
+        self.position = np.zeros(self.data.clients, dtype=np.int64)
+        self.position[tensors["position.ids"].cpu().numpy()] = tensors["position"].cpu().numpy()
         self.last_cohort = tensors["last_cohort"].cpu().numpy().copy()
         self.class_best = tensors["class_best"].cpu().clone()
         self.t = t

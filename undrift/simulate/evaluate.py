@@ -4,15 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from undrift.data.augment import Transform
 from undrift.data.federation import Federation, Split
 from undrift.net import Net
+from undrift.streams import Purpose, sample, stream
 
 Metric = Callable[[Tensor, Tensor], Tensor]
 QUANTILES = (0.1, 0.5, 0.9)
+MOST_SCORED = 10_000  # clients whose own samples are scored; of more, that many drawn at random stand for all
 
 
 def accuracy(outputs: Tensor, targets: Tensor) -> Tensor:
@@ -83,17 +86,23 @@ def forgetting(best: Tensor, now: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def client_scores(
-    net: Net, x: Tensor, buffers: Tensor, data: Federation, metrics: Mapping[str, Metric], cohort: Tensor
+    net: Net, x: Tensor, buffers: Tensor, data: Federation, metrics: Mapping[str, Metric], cohort: Tensor, seed: int
 ) -> dict[str, float]:
     """How the model does on the clients' own training samples: quantiles of the accuracy over clients, and the mean
     loss over the samples of those who were not in the cohort, which is what a drifting model forgets first.
+
+    Of more than MOST_SCORED clients it is those of a sample, the same one all through a run.
     """
-    owners = torch.arange(data.clients).repeat_interleave(torch.from_numpy(data.sizes)).to(x.device)
-    scores = sample_scores(net, x, buffers, data.train, data.transform, metrics, data.members, owners)
+    scored = np.arange(data.clients)
+    if data.clients > MOST_SCORED:
+        scored = np.sort(sample(stream(seed, Purpose.SCORED), data.clients, MOST_SCORED))
+    rows, owners = data.held_by(scored)
+    scores = sample_scores(net, x, buffers, data.train, data.transform, metrics, rows, owners)
     absent = ~torch.isin(owners, cohort)
     found = {"absent_loss": float(scores["loss"][absent].mean())} if bool(absent.any()) else {}
     if "accuracy" in scores:
-        each = group_means(scores["accuracy"], owners, data.clients)
+        place = torch.searchsorted(torch.from_numpy(scored).to(owners.device), owners)
+        each = group_means(scores["accuracy"], place, len(scored))
         levels = each.nanquantile(each.new_tensor(QUANTILES)).tolist()
         found |= {f"client_accuracy_p{100 * q:.0f}": level for q, level in zip(QUANTILES, levels, strict=True)}
     return found

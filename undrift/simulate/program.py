@@ -26,7 +26,6 @@ from undrift.oracle import Oracle
 from undrift.round import Answers, State, begin, consistency, end, fill, server_part, step
 from undrift.simulate.execute import LocalWhole, mini_batch
 from undrift.simulate.graphs import recorded
-from undrift.streams import fold
 from undrift.vec import leaves, map_leaves, nbytes
 
 LONGEST_UNROLLED = 16  # local steps of one graph; with more, a step is a graph of its own
@@ -47,8 +46,8 @@ class Ahead(NamedTuple):
     real: Tensor  # [R, S, K] how many samples of each batch are real
     rate: Tensor  # [R] eta_l; [0] where it is always the same
     clients: Tensor  # [R, 1] how many of the S places are taken
-    dropout: Tensor  # [R] key
-    augment: Tensor  # [R] key
+    dropout: Tensor  # [R, S, K] keys
+    augment: Tensor  # [R, S, K] keys
 
 
 class Shape(NamedTuple):
@@ -231,22 +230,19 @@ class Program:
 
     def batches(self, shape: Shape) -> list[Inputs]:
         """What the local steps are made on: their clients, samples and keys."""
-        ids, samples, real = (
-            self.now(t)[: shape.clients] for t in (self.ahead.ids, self.ahead.samples, self.ahead.real)
-        )
-        steps = torch.arange(shape.steps, device=ids.device).unsqueeze(-1)
-        dropout, augment = (fold(fold(self.now(key), ids), steps) for key in (self.ahead.dropout, self.ahead.augment))
-        samples, real = (t.transpose(0, 1).contiguous() for t in (samples, real))  # [K, S, ...]
-        return [Inputs(ids, samples[k], real[k], dropout[k], augment[k]) for k in range(shape.steps)]
+        everything = (self.ahead.samples, self.ahead.real, self.ahead.dropout, self.ahead.augment)
+        ids, (samples, real, dropout, augment) = self.now(self.ahead.ids), map(self.now, everything)
+        some = slice(0, shape.clients)
+        return [
+            Inputs(ids[some], samples[some, k], real[some, k], dropout[some, k], augment[some, k])
+            for k in range(shape.steps)
+        ]
 
     def batch(self, shape: Shape) -> Inputs:
         """The same of the local step that is next."""
-        ids, samples, real = (
-            self.now(t)[: shape.clients] for t in (self.ahead.ids, self.ahead.samples, self.ahead.real)
-        )
-        samples, real = (t.index_select(1, self.at).squeeze(1) for t in (samples, real))
-        dropout, augment = (fold(fold(self.now(key), ids), self.at) for key in (self.ahead.dropout, self.ahead.augment))
-        return Inputs(ids, samples, real, dropout, augment)
+        everything = (self.ahead.samples, self.ahead.real, self.ahead.dropout, self.ahead.augment)
+        ids, some = self.now(self.ahead.ids), slice(0, shape.clients)
+        return Inputs(ids[some], *(self.now(t)[some].index_select(1, self.at).squeeze(1) for t in everything))
 
     def advance(self, here: Here, inputs: Inputs, shape: Shape) -> Here:
         """One local step, compiled where that was asked for."""

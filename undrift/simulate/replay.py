@@ -11,9 +11,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from undrift.round import RoundRecord
+from undrift.simulate.clients import ClientTable
 from undrift.simulate.execute import Stacked, available_memory
 from undrift.simulate.program import LONGEST_UNROLLED, Ahead, Program, Shape, uses_whole
-from undrift.streams import Purpose, signed, stream
+from undrift.streams import Purpose, fold, signed, stream
 from undrift.vec import map_leaves, nbytes
 
 if TYPE_CHECKING:
@@ -44,8 +45,8 @@ class Block(NamedTuple):
 class Replay:
     """Runs a simulation's rounds as a `Program`."""
 
-    def __init__(self, simulation: Simulation) -> None:
-        self.simulation = simulation
+    def __init__(self, simulation: Simulation, table: ClientTable) -> None:
+        self.simulation, self.table = simulation, table
         settings, data, alg = simulation.settings, simulation.data, simulation.alg
         self.plan, self.data, self.alg = settings.plan, data, alg
         self.width = int(min(self.plan.batch, data.sizes.max()))
@@ -74,7 +75,8 @@ class Replay:
         execution, data = simulation.execution, simulation.data
         everybody = nbytes(client) // max(1, simulation.settings.cohort) * data.clients
         return (
-            isinstance(execution, Stacked)
+            isinstance(simulation.clients, ClientTable)
+            and isinstance(execution, Stacked)
             and execution.chunk >= simulation.settings.cohort
             and data.train.held is not None
             and everybody < available_memory(simulation.device) // 3
@@ -93,7 +95,7 @@ class Replay:
         if not 0 < min(sizes) <= max(sizes) <= self.clients:
             self.block = None
             return [], nobody
-        table = simulation.clients
+        table = self.table
         touched = np.unique(np.concatenate([part.ids for part in parts]))
         rows = torch.from_numpy(touched).to(simulation.device)
         before = [column[rows] for column in table.columns]
@@ -149,17 +151,21 @@ class Replay:
         real[there, place, :most] = batches.count
         samples = torch.zeros((R * S, self.steps, self.width), dtype=torch.int64, device=device)
         samples[self.put(there * S + place), :most, :width] = batches.index[:, :most]
-        ahead = range(first, first + R)
+        ahead, where = range(first, first + R), self.put(ids)
         rates = [self.alg.lr * simulation.settings.schedule(t) for t in ahead] if self.scheduled else []
-        keys = [[signed(stream(seed, use, t)) for t in ahead] for use in (Purpose.DROPOUT, Purpose.AUGMENT)]
+        step = torch.arange(self.steps, device=device)
+        dropout, augment = (
+            fold(fold(self.put(np.array([[signed(stream(seed, use, t))] for t in ahead])), where).unsqueeze(-1), step)
+            for use in (Purpose.DROPOUT, Purpose.AUGMENT)
+        )
         return Block(
             first,
             parts,
             Ahead(
-                ids=self.put(ids), drawn=self.put(drawn), steps=self.put(steps),
+                ids=where, drawn=self.put(drawn), steps=self.put(steps),
                 samples=samples.view(R, S, self.steps, self.width), real=self.put(real),
                 rate=self.put(np.array(rates)).to(simulation.state.x.dtype), clients=self.put(clients),
-                dropout=self.put(np.array(keys[0])), augment=self.put(np.array(keys[1])),
+                dropout=dropout, augment=augment,
             ),
         )  # fmt: skip
 
