@@ -34,9 +34,10 @@ from undrift.data.batches import Plan
 from undrift.data.own import dataset_from
 from undrift.datasets import load_dataset
 from undrift.errors import BadRunFolder, BadSetting, UndriftError
-from undrift.folder import RunFolder
+from undrift.folder import ReadOnlyFolder, RunFolder
 from undrift.net import Loss, Net
 from undrift.registry import algorithm_class, attribute, module_of
+from undrift.simulate import ranks
 from undrift.simulate.engine import Settings, Simulation
 from undrift.simulate.evaluate import Metric, accuracy
 from undrift.simulate.execute import Stacked
@@ -61,6 +62,7 @@ class Result:
         return next((r["accuracy"] for r in reversed(self.records) if r.get("accuracy") is not None), None)
 
 
+@ranks.joined()
 def run(
     config: RunConfig | Mapping[str, Any] | str | Path | None = None,
     *,
@@ -80,13 +82,15 @@ def run(
     override it. `model` may be any nn.Module and `data` arrays, a torch Dataset or one Dataset a client (see
     `undrift.data.own`); `loss(outputs, targets)` is evaluated sample by sample and averaged over the real samples;
     `metrics` are functions (outputs, targets) -> one number a sample or one a batch. With `out` the run is written to
-    that folder and can be resumed.
+    that folder and can be resumed. In a script that torchrun starts, all its processes do the run together.
 
     >>> result = run(algorithm="fedavg", rounds=2, clients=10, cohort=2)
     >>> len(result.records), sorted(result.model)[:2]
     (2, ['head.bias', 'head.weight'])
     """
-    folder = RunFolder(Path(out)) if out is not None else None
+    folder = None
+    if out is not None:
+        folder = RunFolder(Path(out)) if ranks.rank() == 0 else ReadOnlyFolder(Path(out))
     given: dict[str, Any] = {}
     if isinstance(config, (str, Path)):
         given = from_toml(Path(config))
@@ -120,12 +124,12 @@ def run(
         if asked.get("execution", "auto") == "auto":  # what it was begun with, so that it goes on bit for bit
             settings.pop("execution", None)
             given["execution"] = stored.get("execution", "auto")
-        if made.get("threads") not in (None, torch.get_num_threads()):
-            warnings.warn(
-                f"{folder.path} was run on {made['threads']} threads, now there are {torch.get_num_threads()}: "
-                "the last digits may differ",
-                stacklevel=2,
-            )
+        for what, now in (("threads", torch.get_num_threads()), ("ranks", ranks.count())):
+            if made.get(what) not in (None, now) and ranks.rank() == 0:
+                warnings.warn(
+                    f"{folder.path} was run on {made[what]} {what}, now there are {now}: the last digits may differ",
+                    stacklevel=2,
+                )
     given |= settings
     alg, given = resolve_algorithm(algorithm, given)
     dataset = None
@@ -140,7 +144,7 @@ def run(
         alg = make_algorithm(alg, chosen.algorithm, chosen.set)
     chosen = replace(chosen, set=asdict(alg))
 
-    device = pick_device(chosen.device)
+    device = ranks.device_of_rank(pick_device(chosen.device))
     if dataset is None:
         dataset = load_dataset(chosen.dataset)
     clients = federation.federate(
@@ -189,16 +193,17 @@ def drive(
             except (KeyError, ValueError) as error:
                 raise BadRunFolder(f"the checkpoint in {folder.path} is of another run: {error}") from error
             elapsed = facts["seconds"]
+        ranks.all_well()  # every rank has read the checkpoint, and rank 0 has cut the records back to it
         records = folder.records()
         folder.write_settings(written(config, simulation))
     began = time.perf_counter() - elapsed
     saved = simulation.t
-    reached = _reached(stop, records[-1] if records else {}, elapsed)
+    reached = ranks.first_rank_says(_reached(stop, records[-1] if records else {}, elapsed))
     while simulation.t < config.rounds and not reached:
         record = simulation.round(last=simulation.t + 1 == config.rounds).as_dict()
         records.append(record)
         elapsed = time.perf_counter() - began
-        reached = _reached(stop, record, elapsed)
+        reached = ranks.first_rank_says(_reached(stop, record, elapsed)) if stop else ""
         if folder is not None:
             if simulation.t == 1:
                 folder.write_settings(written(config, simulation))  # now the execution is chosen
@@ -206,7 +211,7 @@ def drive(
             if simulation.t % config.checkpoint_every == 0 and simulation.t < config.rounds and not reached:
                 folder.save(simulation.tensors(), {"round": simulation.t, "seconds": elapsed, "finished": False})
                 saved = simulation.t
-        if progress is not None:
+        if progress is not None and ranks.rank() == 0:
             progress(record, config.rounds)
     stopped = reached or stopped
     if folder is not None and (saved < simulation.t or not folder.finished()):
@@ -293,7 +298,7 @@ def written(config: RunConfig, simulation: Simulation) -> dict[str, Any]:
     made = {
         "undrift": __version__, "commit": commit(), "python": platform.python_version(), "torch": torch.__version__,
         "numpy": np.__version__, "device": str(simulation.device), "threads": torch.get_num_threads(),
-        "parameters": simulation.net.layout.size,
+        "ranks": ranks.count(), "parameters": simulation.net.layout.size,
     }  # fmt: skip
     if simulation.execution is not None:
         settings["execution"] = simulation.execution.name  # once chosen it stays, so that results can be repeated

@@ -21,6 +21,7 @@ from undrift.round import RoundRecord, consistency, fill, finite, server_init, s
 from undrift.simulate.clients import ClientTable
 from undrift.simulate.evaluate import Metric, client_scores, forgetting, group_means, means, sample_scores
 from undrift.simulate.execute import Execution, RoundWork, check_labels, check_repeatable, choose, keep_freed_memory
+from undrift.simulate.ranks import agreed, over_ranks
 from undrift.streams import Purpose, fold, sample, stream, uniform
 from undrift.vec import map_leaves, nbytes
 
@@ -134,27 +135,23 @@ class Simulation:
         if self.execution is None:
             check_labels(self.net, self.state.x, self.state.buffers, work)
             check_repeatable(self.net, self.state.x, self.state.buffers, work)
-            self.execution = choose(
+            where = (self.net, self.state.x, self.state.buffers, work)
+            self.execution = agreed(
                 self.settings.execution,
                 self.settings.chunk,
-                alg,
-                down,
-                client,
-                self.net,
-                self.state.x,
-                self.state.buffers,
-                work,
+                self.device,
+                lambda name, chunk: choose(name, chunk, alg, down, client, *where),
             )
             work.gradients = 0  # only the round itself counts
         state, sent, fine = self.state, None, torch.ones_like(ids, dtype=torch.bool)
         if alg.measures:  # two exchanges: measure at x_t, then train with what the server made of it
-            sent = self.execution.measure(alg, down, self.state.buffers, work)
+            sent = over_ranks(self.execution).measure(alg, down, self.state.buffers, work)
             fine = sent.isfinite().all(-1)
             measuring = self.cohort(alg, ids[fine], drawn[fine], steps[fine])
             if bool(fine.any()):
                 state = state._replace(companion=alg.measured(state.companion, sent[fine], measuring))
             down = alg.broadcast(state.x, state.companion, invited)
-        answers = self.execution(alg, down, client, self.state.buffers, work)
+        answers = over_ranks(self.execution)(alg, down, client, self.state.buffers, work)
 
         bytes_up = nbytes(answers.up) + nbytes(answers.buffers) + (0 if sent is None else nbytes(sent))
         # In the first round nobody lacks anything of a round before.
