@@ -103,12 +103,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         with ranks.joined():
             arguments = parser().parse_args(argv)
             if ranks.count() > 1 and arguments.command != "run":
-                raise BadSetting(
-                    f"'undrift {arguments.command}' is one process; start it without torchrun, which is for 'undrift run'"
-                )
-            code = int(COMMANDS[arguments.command](arguments) or 0)
-        ranks.leave()
-        return code
+                raise BadSetting(f"torchrun is for 'undrift run'; start 'undrift {arguments.command}' without it")
+            return int(COMMANDS[arguments.command](arguments) or 0)
     except UndriftError as error:
         if ranks.speaks() or isinstance(error, LostRank):
             print(f"undrift: {error}", file=sys.stderr, flush=True)

@@ -163,6 +163,7 @@ def run(
         parse_slow(chosen.slow), chosen.bandwidth, chosen.latency, chosen.client_eval_every,
     )  # fmt: skip
     simulation = Simulation(alg, net, clients, how, metrics, device)
+    ranks.all_well()  # before anything is written
     before = torch.are_deterministic_algorithms_enabled()
     if chosen.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")

@@ -7,7 +7,9 @@ waits for it in vain.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
+import importlib
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -98,20 +100,18 @@ def _start() -> None:
     missing = [name for name in wanted if name not in os.environ]
     if missing:
         raise BadSetting(
-            f"WORLD_SIZE is {asked()}, but {', '.join(missing)} is not set; start several processes with "
+            f"WORLD_SIZE is {asked()}, but there is no {', '.join(missing)}; start several processes with "
             "'torchrun --nproc-per-node N -m undrift run ...', or unset WORLD_SIZE for a single one"
         )
+    # torch.func imports this sooner or later. Functions in it take the group as a default if there is one, and would keep
+    # its threads alive beyond the end of the interpreter, where they abort the process.
+    importlib.import_module("torch._dynamo")
     gpus = torch.cuda.is_available() and dist.is_nccl_available()
     try:
         dist.init_process_group("cpu:gloo,cuda:nccl" if gpus else "gloo", timeout=SILENCE)
     except (ValueError, RuntimeError) as error:
         raise BadSetting(f"the {asked()} processes did not find each other: {_first_line(error)}") from error
-
-
-def leave() -> None:
-    """Part from the other ranks, after the last run of the process."""
-    if count() > 1:
-        dist.destroy_process_group()
+    atexit.register(dist.destroy_process_group)  # not earlier: a process cannot join a second time
 
 
 def wait_for_first_rank() -> None:
