@@ -128,7 +128,7 @@ def run(
             if made.get(what) not in (None, now) and ranks.rank() == 0:
                 warnings.warn(
                     f"{folder.path} was run on {made[what]} {what}, now there are {now}: the last digits may differ",
-                    stacklevel=2,
+                    stacklevel=3,  # past what joins the ranks
                 )
     given |= settings
     alg, given = resolve_algorithm(algorithm, given)
