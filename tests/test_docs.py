@@ -70,6 +70,8 @@ def commands() -> list[tuple[str, str]]:
                 words = shlex.split(line.removeprefix("$ "), comments=True)
                 while words and re.fullmatch(r"\w+=.*", words[0]):
                     words = words[1:]
+                if words and words[0] == "torchrun":
+                    words = words[words.index("-m") + 1 :]
                 if words and words[0] in ("undrift", ".venv/bin/undrift"):
                     found.append((title(path), shlex.join(words[1:])))
     return found

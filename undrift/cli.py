@@ -16,7 +16,8 @@ from safetensors import SafetensorError
 
 from undrift import __version__
 from undrift.config import CHOICES, FIELDS, TYPES, parse_value
-from undrift.errors import BadSetting, UndriftError, UnknownName
+from undrift.errors import BadSetting, LostRank, UndriftError, UnknownName
+from undrift.simulate import ranks
 
 KINDS = ("algorithms", "datasets", "models", "partitions")
 
@@ -99,19 +100,27 @@ def parser() -> Parser:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command; bad input is one line on standard error and exit code 2."""
     try:
-        arguments = parser().parse_args(argv)
-        return int(COMMANDS[arguments.command](arguments) or 0)
+        with ranks.joined():
+            arguments = parser().parse_args(argv)
+            if ranks.count() > 1 and arguments.command != "run":
+                raise BadSetting(f"torchrun is for 'undrift run'; start 'undrift {arguments.command}' without it")
+            return int(COMMANDS[arguments.command](arguments) or 0)
     except UndriftError as error:
-        print(f"undrift: {error}", file=sys.stderr)
+        if ranks.speaks() or isinstance(error, LostRank):
+            print(f"undrift: {error}", file=sys.stderr, flush=True)
+        ranks.wait_for_first_rank()
         return 2
     except (OSError, OverflowError, SafetensorError) as error:
         if isinstance(error, BrokenPipeError):
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             return 1
-        print(f"undrift: {type(error).__name__}: {' '.join(str(error).split())}", file=sys.stderr)
+        if ranks.speaks():
+            print(f"undrift: {type(error).__name__}: {' '.join(str(error).split())}", file=sys.stderr, flush=True)
+        ranks.wait_for_first_rank()
         return 2
     except KeyboardInterrupt:
-        print("undrift: stopped; go on with --resume", file=sys.stderr)
+        if ranks.speaks():
+            print("undrift: stopped; go on with --resume", file=sys.stderr)
         return 130
 
 
@@ -155,6 +164,8 @@ def run_command(arguments: argparse.Namespace) -> None:
     finally:
         if bar.live.is_started:
             bar.stop()
+    if ranks.rank():
+        return
     last = result.records[-1] if result.records else {}
     scores = [r["accuracy"] for r in result.records if r["accuracy"] is not None]
     text = f"accuracy {scores[-1]:.4f}, best {max(scores):.4f} (on test)" if scores else f"loss {last.get('loss')}"

@@ -41,3 +41,11 @@ class BadData(UndriftError):
 
 class BadRunFolder(UndriftError):
     """A run folder that holds another run, or a damaged one."""
+
+
+class OtherRankFailed(UndriftError):
+    """Another process of the same run failed and said why."""
+
+
+class LostRank(UndriftError):
+    """Another process of the same run is gone."""

@@ -106,8 +106,8 @@ class RunFolder:
         if not latest.exists():
             if self.model_file.exists():
                 raise BadRunFolder(f"{self.path} holds a finished run without its checkpoint; choose another --out")
-            with self.rounds_file.open("wb"):
-                return None
+            self.cut_back(0)
+            return None
         try:
             facts = json.loads(latest.read_text())
             file = self.checkpoints / facts["tensors"]
@@ -124,8 +124,13 @@ class RunFolder:
             raise BadRunFolder(
                 f"{self.rounds_file} is shorter than its checkpoint says; start again with another --out"
             )
-        os.truncate(self.rounds_file, facts["rounds_bytes"])
+        self.cut_back(facts["rounds_bytes"])
         return tensors, facts
+
+    def cut_back(self, length: int) -> None:
+        """Leave only the first bytes of rounds.jsonl."""
+        with self.rounds_file.open("ab") as file:
+            file.truncate(length)
 
     @contextlib.contextmanager
     def locked(self) -> Iterator[None]:
@@ -152,6 +157,35 @@ class RunFolder:
         save_file({name: tensor.contiguous() for name, tensor in model.items()}, temporary)
         sync(temporary)
         os.replace(temporary, self.model_file)
+
+
+class ReadOnlyFolder(RunFolder):
+    """A run folder that another process writes: this one only reads what is there when it resumes."""
+
+    def make(self, resume: bool) -> None:
+        pass
+
+    def create(self, settings: dict[str, Any]) -> None:
+        pass
+
+    def write_settings(self, settings: dict[str, Any]) -> None:
+        pass
+
+    def append(self, record: dict[str, Any]) -> None:
+        pass
+
+    def save(self, tensors: dict[str, Tensor], facts: dict[str, Any]) -> None:
+        pass
+
+    def cut_back(self, length: int) -> None:
+        pass
+
+    @contextlib.contextmanager
+    def locked(self) -> Iterator[None]:
+        yield
+
+    def write_model(self, model: dict[str, Tensor]) -> None:
+        pass
 
 
 def _plain(value: Any) -> Any:

@@ -35,9 +35,10 @@ from undrift.data.batches import Plan
 from undrift.data.own import dataset_from
 from undrift.datasets import load_dataset
 from undrift.errors import BadRunFolder, BadSetting, UndriftError
-from undrift.folder import RunFolder
+from undrift.folder import ReadOnlyFolder, RunFolder
 from undrift.net import Loss, Net
 from undrift.registry import algorithm_class, attribute, module_of
+from undrift.simulate import ranks
 from undrift.simulate.client_store import DiskTable
 from undrift.simulate.clients import ClientTable
 from undrift.simulate.engine import Settings, Simulation
@@ -65,6 +66,7 @@ class Result:
         return next((r["accuracy"] for r in reversed(self.records) if r.get("accuracy") is not None), None)
 
 
+@ranks.joined()
 def run(
     config: RunConfig | Mapping[str, Any] | str | Path | None = None,
     *,
@@ -84,13 +86,15 @@ def run(
     override it. `model` may be any nn.Module and `data` arrays, a torch Dataset or one Dataset a client (see
     `undrift.data.own`); `loss(outputs, targets)` is evaluated sample by sample and averaged over the real samples;
     `metrics` are functions (outputs, targets) -> one number a sample or one a batch. With `out` the run is written to
-    that folder and can be resumed.
+    that folder and can be resumed. In a script that torchrun starts, all its processes do the run together.
 
     >>> result = run(algorithm="fedavg", rounds=2, clients=10, cohort=2)
     >>> len(result.records), sorted(result.model)[:2]
     (2, ['head.bias', 'head.weight'])
     """
-    folder = RunFolder(Path(out)) if out is not None else None
+    folder = None
+    if out is not None:
+        folder = RunFolder(Path(out)) if ranks.rank() == 0 else ReadOnlyFolder(Path(out))
     given: dict[str, Any] = {}
     if isinstance(config, (str, Path)):
         given = from_toml(Path(config))
@@ -124,12 +128,12 @@ def run(
         if asked.get("execution", "auto") == "auto":  # what it was begun with, so that it goes on bit for bit
             settings.pop("execution", None)
             given["execution"] = stored.get("execution", "auto")
-        if made.get("threads") not in (None, torch.get_num_threads()):
-            warnings.warn(
-                f"{folder.path} was run on {made['threads']} threads, now there are {torch.get_num_threads()}: "
-                "the last digits may differ",
-                stacklevel=2,
-            )
+        for what, now in (("threads", torch.get_num_threads()), ("ranks", ranks.count())):
+            if made.get(what) not in (None, now) and ranks.rank() == 0:
+                warnings.warn(
+                    f"{folder.path} was run on {made[what]} {what}, now there are {now}: the last digits may differ",
+                    stacklevel=3,  # past what joins the ranks
+                )
     given |= settings
     alg, given = resolve_algorithm(algorithm, given)
     dataset = None
@@ -144,7 +148,7 @@ def run(
         alg = make_algorithm(alg, chosen.algorithm, chosen.set)
     chosen = replace(chosen, set=asdict(alg))
 
-    device = pick_device(chosen.device)
+    device = ranks.device_of_rank(pick_device(chosen.device))
     if dataset is None:
         dataset = load_dataset(chosen.dataset)
     clients = federation.federate(
@@ -163,6 +167,7 @@ def run(
         parse_slow(chosen.slow), chosen.bandwidth, chosen.latency, chosen.compile, chosen.client_eval_every,
     )  # fmt: skip
     simulation = Simulation(alg, net, clients, how, metrics, device)
+    ranks.all_well()  # before anything is written
     try:
         with arithmetic(chosen):
             if folder is not None:
@@ -177,7 +182,7 @@ def run(
 @contextlib.contextmanager
 def arithmetic(config: RunConfig) -> Iterator[None]:
     """PyTorch's switches for how a GPU computes, as the settings want them; afterwards as they were."""
-    products, convolutions = torch.backends.cuda.matmul, torch.backends.cudnn.conv
+    products, convolutions = torch.backends.cuda.matmul, torch.backends.cudnn.conv  # type: ignore[attr-defined]
     before = torch.are_deterministic_algorithms_enabled(), torch.backends.cudnn.benchmark
     precisions = products.fp32_precision, convolutions.fp32_precision
     if config.deterministic:
@@ -211,11 +216,12 @@ def drive(
             except (KeyError, ValueError) as error:
                 raise BadRunFolder(f"the checkpoint in {folder.path} is of another run: {error}") from error
             elapsed = facts["seconds"]
+        ranks.all_well()  # every rank has read the checkpoint, and rank 0 has cut the records back to it
         records = folder.records()
         folder.write_settings(written(config, simulation))
     began = time.perf_counter() - elapsed
     saved = simulation.t
-    reached = _reached(stop, records[-1] if records else {}, elapsed)
+    reached = ranks.first_rank_says(_reached(stop, records[-1] if records else {}, elapsed))
     while simulation.t < config.rounds and not reached:
         left, every = config.rounds - simulation.t, config.checkpoint_every
         ahead = min(left, every - simulation.t % every)
@@ -223,12 +229,12 @@ def drive(
             record = made.as_dict()
             records.append(record)
             elapsed = time.perf_counter() - began
-            reached = _reached(stop, record, elapsed)
+            reached = ranks.first_rank_says(_reached(stop, record, elapsed)) if stop else ""
             if folder is not None:
                 if record["round"] == 1:
                     folder.write_settings(written(config, simulation))  # now the execution is chosen
                 folder.append(record)
-            if progress is not None:
+            if progress is not None and ranks.rank() == 0:
                 progress(record, config.rounds)
         if folder is not None and simulation.t % every == 0 and simulation.t < config.rounds and not reached:
             save(simulation, folder, {"seconds": elapsed, "finished": False})
@@ -257,9 +263,10 @@ def client_table(
 
     `auto` takes the disk in a run on the CPU where a vector for every client would fill half of the free memory.
     """
-    if folder is None and config.client_state == "disk":
-        raise BadSetting("client_state disk needs the run's folder; give out, or use memory")
-    if folder is None or config.client_state == "memory" or "clients.ids" in tensors:
+    if config.client_state == "disk" and (folder is None or ranks.count() > 1):
+        why = "the run's folder; give out" if folder is None else "a single process"
+        raise BadSetting(f"client_state disk needs {why}, or use memory")
+    if folder is None or ranks.count() > 1 or config.client_state == "memory" or "clients.ids" in tensors:
         return ClientTable()
     everybody = simulation.data.clients * nbytes(simulation.state.x)
     crowded = simulation.device.type == "cpu" and everybody > 0.5 * available_memory(simulation.device)
@@ -344,7 +351,7 @@ def written(config: RunConfig, simulation: Simulation) -> dict[str, Any]:
     made = {
         "undrift": __version__, "commit": commit(), "python": platform.python_version(), "torch": torch.__version__,
         "numpy": np.__version__, "device": str(simulation.device), "threads": torch.get_num_threads(),
-        "parameters": simulation.net.layout.size,
+        "ranks": ranks.count(), "parameters": simulation.net.layout.size,
     }  # fmt: skip
     if simulation.execution is not None:
         settings["execution"] = simulation.execution.name  # once chosen it stays, so that results can be repeated

@@ -18,11 +18,13 @@ from undrift.data.federation import Federation
 from undrift.errors import BadSetting
 from undrift.net import Net
 from undrift.round import RoundRecord, consistency, fill, finite, server_init, server_part
+from undrift.simulate import ranks
 from undrift.simulate.client_store import DiskTable
 from undrift.simulate.clients import ClientTable
 from undrift.simulate.evaluate import Metric, accuracy, client_scores, forgetting, group_means, means, sample_scores
 from undrift.simulate.execute import Execution, RoundWork, check_labels, check_repeatable, choose, keep_freed_memory
 from undrift.simulate.graphs import recorded
+from undrift.simulate.ranks import agreed, over_ranks
 from undrift.simulate.replay import Part, Replay
 from undrift.streams import Purpose, fold, sample, stream, uniform
 from undrift.vec import map_leaves, nbytes
@@ -95,7 +97,7 @@ class Simulation:
         self.last_cohort = np.zeros(0, dtype=np.int64)  # who took part in the round before
         self.class_best = torch.full((data.classes,), -1.0, dtype=torch.float64)  # accuracy so far; -1: none
         self.execution: Execution | None = None
-        self.replays = device.type == "cuda"
+        self.replays = device.type == "cuda" and ranks.count() == 1
         self.replay: Replay | None = None
         self.evaluation: tuple[Tensor, Tensor, Callable[[], dict[str, Tensor]]] | None = None
         if device.type == "cpu":
@@ -150,7 +152,12 @@ class Simulation:
             where = (self.net, self.state.x, self.state.buffers, work)
             check_labels(*where)
             check_repeatable(*where)
-            self.execution = choose(self.settings.execution, self.settings.chunk, alg, down, client, *where)
+            self.execution = agreed(
+                self.settings.execution,
+                self.settings.chunk,
+                self.device,
+                lambda name, chunk: choose(name, chunk, alg, down, client, *where),
+            )
             work.gradients = 0  # only the round itself counts
         return Opening(alg, work, invited, down, client)
 
@@ -171,13 +178,13 @@ class Simulation:
         ids, drawn, steps, table = invited.ids, invited.drawn, invited.steps.squeeze(-1), work.table
         state, sent, fine = self.state, None, torch.ones_like(ids, dtype=torch.bool)
         if alg.measures:  # two exchanges: measure at x_t, then train with what the server made of it
-            sent = self.execution.measure(alg, down, self.state.buffers, work)
+            sent = over_ranks(self.execution).measure(alg, down, self.state.buffers, work)
             fine = sent.isfinite().all(-1)
             measuring = self.cohort(alg, ids[fine], drawn[fine], steps[fine])
             if bool(fine.any()):
                 state = state._replace(companion=alg.measured(state.companion, sent[fine], measuring))
             down = alg.broadcast(state.x, state.companion, invited)
-        answers = self.execution(alg, down, client, self.state.buffers, work)
+        answers = over_ranks(self.execution)(alg, down, client, self.state.buffers, work)
 
         bytes_up = nbytes(answers.up) + nbytes(answers.buffers) + (0 if sent is None else nbytes(sent))
         # In the first round nobody lacks anything of a round before.
