@@ -69,12 +69,12 @@ def captured(run: Simulation) -> bool:
     return run.replay is not None and bool(run.replay.program.graphs)
 
 
-def rivals(wanted: list[str], clients: int) -> list[dict[str, Any]]:
+def rivals(wanted: list[str], clients: int, models: list[str]) -> list[dict[str, Any]]:
     import cpu
 
     cpu.COHORT = clients
     data, rows = federation(), []
-    for name, build in MODELS.items():
+    for name, build in ((name, MODELS[name]) for name in models):
         row: dict[str, Any] = {"model": name, "clients": clients}
         for compiled in (False, True):
             run = simulation(algorithm_class("fedavg")(lr=LR), build(), data, clients, compiled)
@@ -101,14 +101,14 @@ def rivals(wanted: list[str], clients: int) -> list[dict[str, Any]]:
     return rows
 
 
-def methods(clients: int = 10) -> list[dict[str, Any]]:
+def methods(chosen: list[str], clients: int = 10) -> list[dict[str, Any]]:
     """Every method on two models: captured or not, and its time beside FedAvg's."""
     from undrift.models import gradma_lenet5, lenet5, mlp
 
     data, rows = federation(), []
     for model, build in (("mlp", mlp.build), ("lenet5", lenet5.build), ("gradma-lenet5", gradma_lenet5.build)):
         reference = 0.0
-        for name in ("fedavg", *(n for n in names("algorithms") if n != "fedavg")):
+        for name in ("fedavg", *(n for n in chosen if n != "fedavg")):
             try:
                 run = simulation(algorithm_class(name)(), build(SHAPE, 10), data, clients, False)
                 ms, first = undrift_round(run, 0.2)
@@ -161,7 +161,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rivals", default="bare,plain,pfl", help="comma separated, or nothing")
     parser.add_argument("--clients", default="10,100", help="cohorts of the comparison")
-    parser.add_argument("--methods", action="store_true", help="time and capture of every method")
+    parser.add_argument("--models", default=",".join(MODELS), help="of the comparison")
+    parser.add_argument("--methods", default="", help="time and capture of these methods, or of all")
     parser.add_argument("--real", action="store_true", help="CIFAR-10 from UNDRIFT_DATA")
     parser.add_argument("--json", help="file to write the numbers to")
     chosen = parser.parse_args()
@@ -170,9 +171,9 @@ def main() -> None:
     if chosen.clients:
         for clients in map(int, chosen.clients.split(",")):
             wanted = [r for r in chosen.rivals.split(",") if r and (clients == 10 or r == "bare")]
-            found[f"S={clients}"] = rivals(wanted, clients)
+            found[f"S={clients}"] = rivals(wanted, clients, chosen.models.split(","))
     if chosen.methods:
-        found["methods"] = methods()
+        found["methods"] = methods(names("algorithms") if chosen.methods == "all" else chosen.methods.split(","))
     if chosen.real and os.environ.get("UNDRIFT_DATA"):
         found["cifar10"] = real()
     if chosen.json:
