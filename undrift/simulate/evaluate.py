@@ -47,8 +47,8 @@ def sample_scores(
     if not len(rows):
         return {}
     found: dict[str, list[Tensor]] = {name: [] for name in ("loss", *metrics)}
-    for place in torch.arange(len(rows)).split(batch):
-        part, owner = rows[place], None if owners is None else owners[place]
+    parts = rows.split(batch)
+    for part, owner in zip(parts, [None] * len(parts) if owners is None else owners.split(batch), strict=True):
         outputs, _ = net(x, buffers, transform(split.take(part), net.dtype, clients=owner), None)
         targets = split.targets[part]
         targets = targets.to(net.dtype) if targets.is_floating_point() else targets
