@@ -16,9 +16,12 @@ mu = [0.01, 0.1]
 
 from __future__ import annotations
 
+import ctypes
 import itertools
 import multiprocessing
 import os
+import signal
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict
@@ -173,6 +176,9 @@ def _run_one(job: Job, folder: Path, news: Any) -> None:
 
 def _share_cores(processes: int) -> None:
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // processes))
+    if sys.platform == "linux":  # end with the sweep, also when that is killed
+        PR_SET_PDEATHSIG = 1
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
 def _combinations(grid: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
