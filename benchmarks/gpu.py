@@ -45,7 +45,9 @@ def federation(shape: tuple[int, int, int] = SHAPE, seed: int = 0) -> Federation
 
 
 def simulation(alg: Algorithm, module: nn.Module, data: Federation, clients: int, compiled: bool) -> Simulation:
-    settings = Settings(clients, Plan(BATCH, steps=STEPS), eval_every=10**9, execution="stacked", compile=compiled)
+    settings = Settings(
+        clients, Plan(BATCH, steps=STEPS), eval_every=10**9, execution="stacked", replay=True, compile=compiled
+    )
     return Simulation(alg, Net(module), data, settings, {}, GPU)
 
 
@@ -137,7 +139,7 @@ def real() -> list[dict[str, Any]]:
             began = time.perf_counter()
             result = undrift.run(
                 algorithm=name, model=model, dataset="cifar10", rounds=1000, eval_every=10, batch=64, steps=5,
-                precision="tf32", set={"lr": 0.01}, execution="stacked",
+                precision="tf32", replay=True, set={"lr": 0.01}, execution="stacked",
                 progress=lambda record, rounds, times=times: times.append(time.perf_counter()),
             )  # fmt: skip
             start = times[20] - began

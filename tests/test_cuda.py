@@ -19,11 +19,13 @@ def run(device: str, **settings: Any) -> undrift.Result:
     return undrift.run(QUICK | {"device": device} | settings)
 
 
+@pytest.mark.parametrize("replay", [False, True])
 @pytest.mark.parametrize("name", names("algorithms"))
 @pytest.mark.parametrize("model", ["mlp", "gradma-nn"])
-def test_cuda_agrees_with_the_cpu(name: str, model: str) -> None:
+def test_cuda_agrees_with_the_cpu(name: str, model: str, replay: bool) -> None:
     """Float64, epochs (unequal steps), BatchNorm: the streams are integer arithmetic, so cohorts and batches are the same."""
-    here, there = (run(d, algorithm=name, model=model, dtype="float64", epochs=1.0) for d in ("cpu", "cuda"))
+    settings = {"algorithm": name, "model": model, "dtype": "float64", "epochs": 1.0}
+    here, there = run("cpu", **settings), run("cuda", replay=replay, **settings)
     for n, tensor in here.model.items():
         torch.testing.assert_close(there.model[n], tensor, rtol=1e-9, atol=1e-9)
     assert [r["bytes_up"] for r in here.records] == [r["bytes_up"] for r in there.records]
@@ -44,10 +46,12 @@ def test_dropout_and_convolutions_agree_with_the_cpu() -> None:
         torch.testing.assert_close(there.model[n], tensor, rtol=1e-8, atol=1e-8)
 
 
+@pytest.mark.parametrize("replay", [False, True])
 @pytest.mark.parametrize("name", names("algorithms"))
-def test_deterministic_runs_repeat_and_resume_bit_for_bit(name: str, tmp_path: Path) -> None:
-    once, twice = (run("cuda", algorithm=name, deterministic=True) for _ in range(2))
-    cut = undrift.run(QUICK | {"device": "cuda", "rounds": 2}, algorithm=name, deterministic=True, out=tmp_path / "r")
+def test_deterministic_runs_repeat_and_resume_bit_for_bit(name: str, replay: bool, tmp_path: Path) -> None:
+    how = {"algorithm": name, "deterministic": True, "replay": replay}
+    once, twice = (run("cuda", **how) for _ in range(2))
+    cut = undrift.run(QUICK | {"device": "cuda", "rounds": 2}, **how, out=tmp_path / "r")
     assert len(cut.records) == 2
     resumed = undrift.run(out=tmp_path / "r", resume=True, rounds=4)
     for n, tensor in once.model.items():

@@ -49,8 +49,11 @@ class RunConfig:
     dtype: str = field(default="float32", metadata={"help": "float32 or float64"})
     execution: str = field(default="auto", metadata={"help": "auto (timed), stacked or pool"})
     chunk: int = field(default=0, metadata={"help": "clients stacked at a time; 0: as many as fit in memory"})
+    replay: bool = field(
+        default=False, metadata={"help": "on a GPU, replay rounds as CUDA graphs: much faster, still new"}
+    )
     compile: bool = field(
-        default=False, metadata={"help": "compile the local step, on a GPU: slower start, faster rounds"}
+        default=False, metadata={"help": "with --replay, compile the local step: slower start, faster rounds"}
     )
     precision: str = field(default="fp32", metadata={"help": "of products on a GPU: fp32, or tf32 (10 bits, faster)"})
     deterministic: bool = field(default=False, metadata={"help": "make CUDA runs repeatable"})
@@ -121,7 +124,7 @@ CHOICES = {
     "client_state": ("auto", "memory", "disk"),
 }
 # What may change when a run is resumed: how long and how it runs, not what it computes.
-RESUMABLE = ("rounds", "stop_at", "checkpoint_every", "device", "execution", "chunk", "compile", "deterministic")
+RESUMABLE = ("rounds", "stop_at", "checkpoint_every", "device", "execution", "chunk", "deterministic")
 FIELDS = {f.name: f for f in dataclasses.fields(RunConfig)}
 TYPES = get_type_hints(RunConfig)
 

@@ -164,7 +164,7 @@ def run(
     how = Settings(
         chosen.cohort, plan, chosen.seed, chosen.weights, chosen.eval_every, chosen.execution, chosen.chunk,
         chosen.lr_decay, parse_drops(chosen.lr_drops), chosen.lr_drop, chosen.sampling, chosen.dropout_rate,
-        parse_slow(chosen.slow), chosen.bandwidth, chosen.latency, chosen.compile, chosen.client_eval_every,
+        parse_slow(chosen.slow), chosen.bandwidth, chosen.latency, chosen.replay, chosen.compile, chosen.client_eval_every,
     )  # fmt: skip
     simulation = Simulation(alg, net, clients, how, metrics, device)
     ranks.all_well()  # before anything is written

@@ -49,6 +49,7 @@ class Settings:
     slow: tuple[float, float] = (0.0, 1.0)  # how often a client makes only that share of its steps
     bandwidth: float = 0.0  # Mbit/s of each client's link, for simulated seconds; 0: infinite
     latency: float = 0.0  # seconds of each message
+    replay: bool = False  # on a GPU, replay rounds as CUDA graphs
     compile: bool = False  # fuse the local step's kernels with torch.compile, where rounds are replayed
     client_eval_every: int = 0  # rounds between scores on the clients' own samples; 0: only in the last round
 
@@ -97,7 +98,7 @@ class Simulation:
         self.last_cohort = np.zeros(0, dtype=np.int64)  # who took part in the round before
         self.class_best = torch.full((data.classes,), -1.0, dtype=torch.float64)  # accuracy so far; -1: none
         self.execution: Execution | None = None
-        self.replays = device.type == "cuda" and ranks.count() == 1
+        self.replays = settings.replay and device.type == "cuda" and ranks.count() == 1
         self.replay: Replay | None = None
         self.evaluation: tuple[Tensor, Tensor, Callable[[], dict[str, Tensor]]] | None = None
         if device.type == "cpu":
