@@ -47,7 +47,9 @@ def test_replayed_rounds_equal_the_engines_own(name: str) -> None:
     agree(*together(alg, 7, eval_every=4, lr_decay=0.9))
 
 
-@pytest.mark.parametrize("name", ["fedavg", "scaffold", "gradma-s", "gradma", "fedmim", "mime", "mifa", "domo"])
+@pytest.mark.parametrize(
+    "name", ["fedavg", "scaffold", "gradma-s", "gradma", "gradma-w", "fedmim", "mime", "mifa", "domo"]
+)
 @pytest.mark.parametrize(
     "settings",
     [

@@ -65,8 +65,8 @@ class Work(NamedTuple):
 class Cohort(NamedTuple):
     """The clients that answered in a round, in the order of their ids."""
 
-    ids: Tensor  # [S] int64
-    drawn: Tensor  # [S] int64, the place of each in the order of sampling
+    ids: Tensor  # [..., S] int64
+    drawn: Tensor  # [..., S] int64, the place of each in the order of sampling
     weight: Tensor  # [..., S, 1], adds up to one
     steps: Tensor  # [..., S, 1] local steps made, K_i
     lr: float  # the local rate of this round, eta_l
@@ -76,13 +76,15 @@ class Cohort(NamedTuple):
 
     @property
     def size(self) -> int | Tensor:
-        """S, without empty places."""
-        return len(self.ids) if self.there is None else self.there.sum()
+        """S, without empty places ([..., 1] where there are any)."""
+        return self.ids.shape[-1] if self.there is None else self.there.sum(-2)
 
     @property
     def uniform(self) -> Tensor:
         """Equal weights, for what must not be weighted by size (control variates, duals, memories)."""
-        return torch.full_like(self.weight, 1.0 / len(self.ids)) if self.there is None else self.there / self.size
+        if self.there is None:
+            return torch.full_like(self.weight, 1.0 / self.ids.shape[-1])
+        return self.there / self.there.sum(-2, keepdim=True)
 
     @property
     def mean_steps(self) -> Tensor:

@@ -20,8 +20,10 @@ from undrift.kernels.products import combination, inner_products
 SETS = [[i in s for i in range(3)] for size in range(4) for s in itertools.combinations(range(3), size)]
 
 
-def project_three(p: Tensor, M: Tensor, rho: float = 0.0) -> tuple[Tensor, Tensor]:
+def project_three(p: Tensor, M: Tensor, rho: float | Tensor = 0.0) -> tuple[Tensor, Tensor]:
     """The nearest u to p [..., P] with <u, M_i> >= rho |p| |M_i| for the rows of M [..., 3, P]; also who is active [..., 3].
+
+    rho is a number, or [..., 1] like every number that meets vectors.
 
     Rows that are exactly zero do not count. Where nothing is active, or the input is not finite, u is p bit for bit.
     """
@@ -29,7 +31,8 @@ def project_three(p: Tensor, M: Tensor, rho: float = 0.0) -> tuple[Tensor, Tenso
     R, size, finite = coordinates(vectors)  # [..., 4, 4], its columns are the unit rows and p; [..., 4]; [..., 1]
     there = size > 0
     there = there[..., :3] & there[..., 3:]
-    z = multipliers(R[..., :3], R[..., 3], there, rho, 1e-9 if p.dtype == torch.float64 else 1e-6)
+    margin = rho.unsqueeze(-1) if isinstance(rho, Tensor) else rho  # against the eight sets [..., 8, 3]
+    z = multipliers(R[..., :3], R[..., 3], there, margin, 1e-9 if p.dtype == torch.float64 else 1e-6)
     active = (z > 0) & finite
     share = torch.where(active, z / torch.where(there, size[..., :3], 1.0), 0.0) * size[..., 3:]
     moved = combination(share, vectors)
@@ -42,7 +45,7 @@ def sets(device: torch.device) -> Tensor:
     return torch.tensor(SETS, device=device)
 
 
-def multipliers(A: Tensor, q: Tensor, there: Tensor, rho: float, tolerance: float) -> Tensor:
+def multipliers(A: Tensor, q: Tensor, there: Tensor, rho: float | Tensor, tolerance: float) -> Tensor:
     """z [..., 3] >= 0 with w = A'(q + A z) - rho >= 0 and z w = 0, for columns A [..., 4, 3] of length one or zero."""
     on = sets(A.device)  # [8, 3]
     possible = (there.unsqueeze(-2) | ~on).all(-1)  # [..., 8]

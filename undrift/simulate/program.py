@@ -11,7 +11,7 @@ and the engine runs it round by round.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple, cast
 
@@ -84,12 +84,20 @@ class Here(NamedTuple):
 
 
 class Program:
-    """The rounds of one algorithm on one federation. `state` and the clients' table are changed in place."""
+    """The rounds of one algorithm on one federation. `state` and the clients' table are changed in place.
+
+    `packed.PackedProgram` has several runs as one more leading dimension: [..., S] below is [S] here and [R, S] there, and what
+    is done otherwise there has a method or a field of its own here.
+    """
+
+    lead: tuple[int, ...] = ()  # runs that are packed
 
     def __init__(
         self, alg: Algorithm, net: Net, data: Federation, state: State, width: int, by_size: bool, compile: bool
     ) -> None:
         self.alg, self.net, self.data, self.width, self.by_size = alg, net, data, width, by_size
+        self.total = data.clients  # N
+        self.apart = alg.needs_host  # the server's part is no part of a graph
         self.compile = compile
         self.compiled: dict[tuple[int, bool], Callable[..., list[Tensor]]] = {}  # local steps
         self.state = map_leaves(lambda t: t.clone(), state)
@@ -127,8 +135,8 @@ class Program:
             self.known[torch.tensor(list(known), device=self.known.device)] = True
         self.turn.fill_(turn)
 
-    def run(self, shape: Shape, clients: int, steps: int) -> None:
-        """The next round, of so many clients; none takes more steps."""
+    def run(self, shape: Shape, clients: Sequence[int], steps: int) -> None:
+        """The next round, of so many clients (in each run); none takes more steps."""
         if shape not in self.graphs:
             self.graphs[shape] = self.captured(shape)
         first, *rest = self.graphs[shape]
@@ -138,17 +146,19 @@ class Program:
             for _ in range(steps):
                 one_step()
             here = last()
-        if self.alg.needs_host:
+        if self.apart:
             companion, answers, fine = here
-            self.finish((companion, map_leaves(lambda t: t[:clients], answers), fine), self.cohort(clients))
+            self.keep(self.served_apart(companion, answers, clients), answers, fine, shape)
 
     def captured(self, shape: Shape) -> list[Callable[[], Any]]:
         """The round as one graph, or as three: its beginning, one step, its end."""
 
         def close(here: Here) -> Any:
-            closed = self.close(here)
-            if not self.alg.needs_host:
-                self.finish(closed, self.cohort(shape.clients, shape.empty))
+            companion, answers, fine = closed = self.close(here)
+            if not self.apart:
+                self.keep(
+                    self.served(companion, answers, self.cohort(shape.clients, shape.empty)), answers, fine, shape
+                )
             return closed
 
         if shape.steps:
@@ -187,43 +197,57 @@ class Program:
         """The present round's part of what is laid out for the rounds ahead."""
         return of_all.index_select(0, self.turn).squeeze(0)
 
-    def algorithm(self) -> Algorithm:
+    def on_clients(self) -> Algorithm:
+        """The algorithm with this round's rate, for the clients' vectors [..., S, P]."""
         return replace(self.alg, lr=cast(float, self.now(self.ahead.rate))) if len(self.ahead.rate) else self.alg
+
+    def on_server(self) -> Algorithm:
+        """The same for the server's vectors [..., P]."""
+        return self.on_clients()
+
+    def rows(self, ids: Tensor) -> Tensor:
+        """Where clients ids [..., S] stand in all tables."""
+        return ids
 
     def cohort(self, clients: int, empty: bool = False) -> Cohort:
         """The round's first clients, among them perhaps empty places."""
-        ids, drawn, steps = (self.now(t)[:clients] for t in self.ahead[:3])
+        ids, drawn, steps = (self.now(t)[..., :clients] for t in self.ahead[:3])
         x, there = self.state.x, None
-        weight = (self.sizes[ids] if self.by_size else torch.ones_like(ids)).to(x.dtype).unsqueeze(-1)
+        weight = (self.sizes[self.rows(ids)] if self.by_size else torch.ones_like(ids)).to(x.dtype).unsqueeze(-1)
         if empty:
-            place = torch.arange(len(ids), device=x.device)
+            place = torch.arange(clients, device=x.device)
             there = (place < self.now(self.ahead.clients)).to(x.dtype).unsqueeze(-1)
             weight = weight * there
         weight = weight / weight.sum(-2, keepdim=True)
         steps = steps.to(x.dtype).unsqueeze(-1)
-        return Cohort(ids, drawn, weight, steps, self.algorithm().lr, self.data.clients, self.net.layout, there)
+        return Cohort(ids, drawn, weight, steps, self.on_server().lr, self.total, self.net.layout, there)
 
     def open(self, shape: Shape) -> Here:
         """Up to the first local step."""
-        alg, state, cohort, fine = self.algorithm(), self.state, self.cohort(shape.clients, shape.empty), self.turn >= 0
-        start, sizes = self.start[cohort.ids], self.sizes[cohort.ids]
-        whole = LocalWhole(self.net, self.data, cohort.ids, start, sizes, self.width, shape.batches, state.buffers)
-        companion, down = state.companion, alg.broadcast(state.x, state.companion, cohort)
+        alg, server, state, fine = self.on_clients(), self.on_server(), self.state, self.turn >= 0
+        cohort, buffers = self.cohort(shape.clients, shape.empty), state.buffers.unsqueeze(-2)
+        ids, rows = cohort.ids, self.rows(cohort.ids)
+        start, sizes = self.start[rows], self.sizes[rows]
+        whole = LocalWhole(self.net, self.data, ids, start, sizes, self.width, shape.batches, buffers)
+        companion, down = state.companion, server.broadcast(state.x, state.companion, cohort)
         shared = map_leaves(lambda t: t.unsqueeze(-2), down)
-        fresh = fill(alg.client_init(shared, cohort.ids, state.buffers.unsqueeze(-2)), cohort.ids.shape)
-        known, columns = self.known[cohort.ids], iter(self.columns)
+        fresh = fill(alg.client_init(shared, ids, buffers), ids.shape)
+        known, columns = self.known[rows], iter(self.columns)
         client = map_leaves(
-            lambda new: torch.where(known.view(-1, *(1,) * (new.dim() - 1)), next(columns)[cohort.ids], new), fresh
+            lambda new: torch.where(
+                known.view(*known.shape, *(1,) * (new.dim() - known.dim())), next(columns)[rows], new
+            ),
+            fresh,
         )
         if alg.measures:  # two exchanges
             sent = alg.measure(shared, whole)
-            self.bytes_measured = nbytes(sent[0])
-            fine = sent.isfinite().all().view(1)
-            companion = alg.measured(companion, sent, cohort)
-            down = alg.broadcast(state.x, companion, cohort)
+            self.bytes_measured = nbytes(sent) // ids.numel()
+            fine = sent.isfinite().flatten(len(self.lead)).all(-1).view(-1)
+            companion = server.measured(companion, sent, cohort)
+            down = server.broadcast(state.x, companion, cohort)
             shared = map_leaves(lambda t: t.unsqueeze(-2), down)
         self.down = down
-        client, buffers, work = begin(alg, shared, client, state.buffers, cohort.ids.shape, whole)
+        client, buffers, work = begin(alg, shared, client, buffers, ids.shape, whole)
         self.passes = whole.calls
         nothing = torch.zeros_like(work.x[..., :1])
         return Here(companion, shared, client, work, buffers, nothing, nothing, fine)
@@ -232,23 +256,24 @@ class Program:
         """What the local steps are made on: their clients, samples and keys."""
         everything = (self.ahead.samples, self.ahead.real, self.ahead.dropout, self.ahead.augment)
         ids, (samples, real, dropout, augment) = self.now(self.ahead.ids), map(self.now, everything)
-        some = slice(0, shape.clients)
+        some = (..., slice(0, shape.clients))
         return [
-            Inputs(ids[some], samples[some, k], real[some, k], dropout[some, k], augment[some, k])
+            Inputs(ids[some], samples[*some, k, :], real[*some, k], dropout[*some, k], augment[*some, k])
             for k in range(shape.steps)
         ]
 
     def batch(self, shape: Shape) -> Inputs:
         """The same of the local step that is next."""
         everything = (self.ahead.samples, self.ahead.real, self.ahead.dropout, self.ahead.augment)
-        ids, some = self.now(self.ahead.ids), slice(0, shape.clients)
-        return Inputs(ids[some], *(self.now(t)[some].index_select(1, self.at).squeeze(1) for t in everything))
+        ids, clients, step = self.now(self.ahead.ids), shape.clients, len(self.lead) + 1
+        some = (self.now(t).narrow(step - 1, 0, clients) for t in everything)
+        return Inputs(ids[..., :clients], *(t.index_select(step, self.at).squeeze(step) for t in some))
 
     def advance(self, here: Here, inputs: Inputs, shape: Shape) -> Here:
         """One local step, compiled where that was asked for."""
         if not self.compile:
             return self.one_step(here, inputs, shape)
-        rate = self.algorithm().lr
+        rate = self.on_clients().lr
         tensors = [*leaves((here, inputs)), *([rate] if isinstance(rate, Tensor) else [])]
         key = (shape.clients, shape.ragged)
         if key not in self.compiled:
@@ -264,7 +289,7 @@ class Program:
 
     def one_step(self, here: Here, inputs: Inputs, shape: Shape, rate: Tensor | None = None) -> Here:
         """One local step as it is written."""
-        alg = self.algorithm() if rate is None else replace(self.alg, lr=cast(float, rate))
+        alg = self.on_clients() if rate is None else replace(self.alg, lr=cast(float, rate))
         ids, samples, real, dropout, augment = inputs
         batch = mini_batch(self.net, self.data, ids, samples, real if shape.ragged else None, dropout, augment)
         live = (real > 0).unsqueeze(-1) if shape.ragged else None
@@ -278,31 +303,43 @@ class Program:
     def close(self, here: Here) -> tuple[Any, Answers, Tensor]:
         """The server's companion, what comes back from the clients, and whether it is all finite."""
         loss = here.loss / here.made.clamp(min=1)
-        answers = end(self.algorithm(), here.down, here.client, here.work, here.buffers, loss)
-        sums = torch.stack([t.sum() for t in (*leaves(answers.up), answers.buffers)])
-        self.bytes_answered = (nbytes(answers.up) + nbytes(answers.buffers)) // len(loss)
-        return here.companion, answers, here.fine & sums.isfinite().all()
+        answers = end(self.on_clients(), here.down, here.client, here.work, here.buffers, loss)
+        sums = torch.stack([t.flatten(len(self.lead)).sum(-1) for t in (*leaves(answers.up), answers.buffers)])
+        self.bytes_answered = (nbytes(answers.up) + nbytes(answers.buffers)) // loss.numel()
+        return here.companion, answers, here.fine & sums.isfinite().all(0)
 
-    def finish(self, closed: tuple[Any, Answers, Tensor], cohort: Cohort) -> None:
-        """The server's step, the clients' states and the numbers for the record."""
-        companion, answers, fine = closed
-        alg = self.algorithm()
-        state = server_part(alg, self.net, self.state._replace(companion=companion), answers, cohort)
+    def served(self, companion: Any, answers: Answers, cohort: Cohort) -> State:
+        """The server's step."""
+        return server_part(self.on_server(), self.net, self.state._replace(companion=companion), answers, cohort)
+
+    def served_apart(self, companion: Any, answers: Answers, clients: Sequence[int]) -> State:
+        """The same on the first clients alone, without empty places."""
+        (count,) = clients
+        return self.served(companion, map_leaves(lambda t: t[:count], answers), self.cohort(count))
+
+    def facts(self, server: Any) -> dict[str, Tensor]:
+        """The server part's own numbers."""
+        return self.alg.facts(server)
+
+    def keep(self, state: State, answers: Answers, fine: Tensor, shape: Shape) -> None:
+        """The round's end: the states of server and clients, and the numbers for the record."""
+        cohort = self.cohort(shape.clients, shape.empty)
         for old, new in zip(leaves(self.state), leaves(state), strict=True):
             old.copy_(new)
-        row = (
-            cohort.ids
-            if cohort.there is None
-            else torch.where(cohort.there.squeeze(-1) > 0, cohort.ids, len(self.sizes))
-        )
-        self.known.index_fill_(0, row, True)
+        rows = self.rows(cohort.ids)
+        if cohort.there is not None:
+            rows = torch.where(cohort.there.squeeze(-1) > 0, rows, len(self.sizes))
+        rows = rows.flatten()
+        self.known.index_fill_(0, rows, True)
         for column, new in zip(self.columns, leaves(answers.client), strict=True):
-            column.index_copy_(0, row, new)
-        share = cohort.uniform
-        tells = {"train_loss": (answers.loss * share).sum(), "fine": fine, "consistency": consistency(answers, share)}
-        tells |= {name: (fact * share).sum() for name, fact in answers.facts._asdict().items()}
-        for name, value in (tells | alg.facts(state.server)).items():
+            column.index_copy_(0, rows, new.reshape(len(rows), *column.shape[1:]))
+        share, clients = cohort.uniform, (-2, -1)
+        tells = {"train_loss": (answers.loss * share).sum(clients), "consistency": consistency(answers, share)}
+        facts = answers.facts._asdict().items()  # of an empty place they may be anything
+        tells |= {name: (torch.where(share > 0, fact, 0.0) * share).sum(clients) for name, fact in facts}
+        for name, value in (tells | {"fine": fine} | self.facts(state.server)).items():
             if name not in self.left:
-                self.left[name] = torch.zeros(len(self.ahead.ids), dtype=torch.float64, device=row.device)
-            self.left[name].index_copy_(0, self.turn, value.reshape(1).to(self.left[name]))
+                shaped = (len(self.ahead.ids), *self.lead)
+                self.left[name] = torch.zeros(shaped, dtype=torch.float64, device=rows.device)
+            self.left[name].index_copy_(0, self.turn, value.reshape(1, *self.lead).to(self.left[name]))
         self.turn.add_(1)

@@ -42,11 +42,14 @@ class Block(NamedTuple):
     ahead: Ahead
 
 
-class Replay:
-    """Runs a simulation's rounds as a `Program`."""
+class Outlook:
+    """What lies ahead of a simulation: lays its rounds out, and makes their records afterwards.
 
-    def __init__(self, simulation: Simulation, table: ClientTable) -> None:
-        self.simulation, self.table = simulation, table
+    The simulations of a pack share the sizes of what is laid out.
+    """
+
+    def __init__(self, simulation: Simulation) -> None:
+        self.simulation = simulation
         settings, data, alg = simulation.settings, simulation.data, simulation.alg
         self.plan, self.data, self.alg = settings.plan, data, alg
         self.width = int(min(self.plan.batch, data.sizes.max()))
@@ -56,79 +59,15 @@ class Replay:
         if settings.sampling != "fixed":
             deviation = math.sqrt(settings.cohort * (1 - settings.cohort / data.clients))
             self.clients = min(data.clients, math.ceil(settings.cohort + 4 * deviation))
-        self.longest = max(1, min(LONGEST, ROOM // (8 * self.clients * self.steps * self.width)))
+        self.longest = self.fitting(1)
         self.scheduled = settings.lr_decay != 1.0 or bool(settings.lr_drops)
         full = self.plan.steps and not settings.slow[0] and self.plan.batch == self.width
         self.ragged = not (full and self.always_whole and not (data.sizes % self.width).any())
         self.largest = int(-(-data.sizes.max() // self.width))  # batches of the largest client
-        weighted = settings.weights == "size"
-        self.program = Program(alg, simulation.net, data, simulation.state, self.width, weighted, settings.compile)
-        self.block: Block | None = None
-        self.following: Block | None = None  # laid out while the device was busy
 
-    @staticmethod
-    def possible(simulation: Simulation, client: Any) -> bool:
-        """Whether cohorts are stacked whole, samples lie on the device, and everybody's state has room there.
-
-        `client` [S, ...] is the state of some clients.
-        """
-        execution, data = simulation.execution, simulation.data
-        everybody = nbytes(client) // max(1, simulation.settings.cohort) * data.clients
-        return (
-            isinstance(simulation.clients, ClientTable)
-            and isinstance(execution, Stacked)
-            and execution.chunk >= simulation.settings.cohort
-            and data.train.held is not None
-            and everybody < available_memory(simulation.device) // 3
-        )
-
-    def rounds(self, most: int) -> tuple[list[RoundRecord], Ids]:
-        """The records of the next rounds, without scores and times, and who took part in the last one.
-
-        None, and nothing changed, where it did not work out: nobody came, or somebody's answer was not finite.
-        """
-        simulation, program, nobody = self.simulation, self.program, np.zeros(0, dtype=np.int64)
-        block = self.due()
-        at = simulation.t - block.first
-        parts = block.parts[at : at + most]
-        sizes = [len(part.ids) for part in parts]
-        if not 0 < min(sizes) <= max(sizes) <= self.clients:
-            self.block = None
-            return [], nobody
-        table = self.table
-        touched = np.unique(np.concatenate([part.ids for part in parts]))
-        rows = torch.from_numpy(touched).to(simulation.device)
-        before = [column[rows] for column in table.columns]
-        program.load(simulation.state, table.columns, table.row.keys(), at)
-        for part in parts:
-            program.run(self.shape(part), len(part.ids), int(part.steps.max()))
-        position = simulation.position.copy()
-        for part in parts:
-            position[part.ids] += part.steps
-        if at + len(parts) == len(block.parts):  # lay out what follows while the device is busy
-            self.following = self.laid_out(block.first + len(block.parts), position)
-        left = {name: values[at : at + len(parts)].tolist() for name, values in program.left.items()}
-        if not all(left.pop("fine")):
-            for column, old in zip(table.columns, before, strict=True):
-                column[rows] = old
-            self.block = self.following = None
-            return [], nobody
-        simulation.state = map_leaves(lambda t: t.clone(), program.state)
-        simulation.position = position
-        if table.columns:
-            table.row |= {i: i for i in touched.tolist()}
-        told = [{name: values[n] for name, values in left.items()} for n in range(len(parts))]
-        return [self.record(part, numbers) for part, numbers in zip(parts, told, strict=True)], parts[-1].ids
-
-    def due(self) -> Block:
-        """The block that holds the next round."""
-        t, block = self.simulation.t, self.block
-        if block is None or not block.first <= t < block.first + len(block.parts):
-            block = self.following if self.following is not None and self.following.first == t else None
-            block = self.laid_out(t, self.simulation.position) if block is None else block
-            self.block, self.following = block, None
-            self.program.take(block.ahead)
-        return block
+    def fitting(self, runs: int) -> int:
+        """How many rounds of so many runs are laid out together."""
+        return max(1, min(LONGEST, ROOM // (8 * runs * self.clients * self.steps * self.width)))
 
     def laid_out(self, first: int, position: Ids) -> Block:
         """The rounds from `first` on, where the clients have taken `position` batches before."""
@@ -185,12 +124,12 @@ class Replay:
             batches = rounded_up(int(-(-self.data.sizes[part.ids].max() // self.width)), self.largest)
         return Shape(clients, steps, not self.always_whole, self.ragged, batches)
 
-    def record(self, part: Part, told: dict[str, float]) -> RoundRecord:
-        """The record of the next round."""
-        simulation, program, invited, clients = self.simulation, self.program, len(part.invited), len(part.ids)
+    def record(self, part: Part, told: dict[str, float], program: Program, down: Any) -> RoundRecord:
+        """The record of the next round, in which `down` was sent to each client."""
+        simulation, invited, clients = self.simulation, len(part.invited), len(part.ids)
         # In the first round nobody lacks anything of a round before.
         returning = len(np.intersect1d(part.invited, simulation.last_cohort)) if simulation.t else invited
-        bytes_down = self.alg.bytes_down(program.down, invited, returning, self.data.clients)
+        bytes_down = self.alg.bytes_down(down, invited, returning, self.data.clients)
         bytes_down += invited * nbytes(simulation.state.buffers)
         bytes_up = clients * (program.bytes_measured + program.bytes_answered)
         passes = program.passes * int((-(-self.data.sizes[part.ids] // self.width)).sum())
@@ -202,6 +141,85 @@ class Replay:
             gradients=program.calls * int(part.steps.sum()) + passes, consistency=told.pop("consistency"), seconds=0.0,
             train_loss=told.pop("train_loss"), clients=invited, dropped=invited - clients, more=told | network,
         )  # fmt: skip
+
+
+class Replay:
+    """Runs a simulation's rounds as a `Program`."""
+
+    def __init__(self, simulation: Simulation, table: ClientTable) -> None:
+        self.simulation, self.table, self.outlook = simulation, table, Outlook(simulation)
+        settings, outlook = simulation.settings, self.outlook
+        weighted = settings.weights == "size"
+        self.program = Program(
+            simulation.alg, simulation.net, simulation.data, simulation.state, outlook.width, weighted, settings.compile
+        )
+        self.block: Block | None = None
+        self.following: Block | None = None  # laid out while the device was busy
+
+    @staticmethod
+    def possible(simulation: Simulation, client: Any) -> bool:
+        """Whether cohorts are stacked whole, samples lie on the device, and everybody's state has room there.
+
+        `client` [S, ...] is the state of some clients.
+        """
+        execution, data = simulation.execution, simulation.data
+        everybody = nbytes(client) // max(1, simulation.settings.cohort) * data.clients
+        return (
+            isinstance(simulation.clients, ClientTable)
+            and isinstance(execution, Stacked)
+            and execution.chunk >= simulation.settings.cohort
+            and data.train.held is not None
+            and everybody < available_memory(simulation.device) // 3
+        )
+
+    def rounds(self, most: int) -> tuple[list[RoundRecord], Ids]:
+        """The records of the next rounds, without scores and times, and who took part in the last one.
+
+        None, and nothing changed, where it did not work out: nobody came, or somebody's answer was not finite.
+        """
+        simulation, program, outlook = self.simulation, self.program, self.outlook
+        block, nobody = self.due(), np.zeros(0, dtype=np.int64)
+        at = simulation.t - block.first
+        parts = block.parts[at : at + most]
+        sizes = [len(part.ids) for part in parts]
+        if not 0 < min(sizes) <= max(sizes) <= outlook.clients:
+            self.block = None
+            return [], nobody
+        table = self.table
+        touched = np.unique(np.concatenate([part.ids for part in parts]))
+        rows = torch.from_numpy(touched).to(simulation.device)
+        before = [column[rows] for column in table.columns]
+        program.load(simulation.state, table.columns, table.row.keys(), at)
+        for part in parts:
+            program.run(outlook.shape(part), [len(part.ids)], int(part.steps.max()))
+        position = simulation.position.copy()
+        for part in parts:
+            position[part.ids] += part.steps
+        if at + len(parts) == len(block.parts):  # lay out what follows while the device is busy
+            self.following = outlook.laid_out(block.first + len(block.parts), position)
+        left = {name: values[at : at + len(parts)].tolist() for name, values in program.left.items()}
+        if not all(left.pop("fine")):
+            for column, old in zip(table.columns, before, strict=True):
+                column[rows] = old
+            self.block = self.following = None
+            return [], nobody
+        simulation.state = map_leaves(lambda t: t.clone(), program.state)
+        simulation.position = position
+        if table.columns:
+            table.row |= {i: i for i in touched.tolist()}
+        told = [{name: values[n] for name, values in left.items()} for n in range(len(parts))]
+        made = zip(parts, told, strict=True)
+        return [outlook.record(part, numbers, program, program.down) for part, numbers in made], parts[-1].ids
+
+    def due(self) -> Block:
+        """The block that holds the next round."""
+        t, block = self.simulation.t, self.block
+        if block is None or not block.first <= t < block.first + len(block.parts):
+            block = self.following if self.following is not None and self.following.first == t else None
+            block = self.outlook.laid_out(t, self.simulation.position) if block is None else block
+            self.block, self.following = block, None
+            self.program.take(block.ahead)
+        return block
 
 
 def rounded_up(size: int, most: int, shapes: int = 4) -> int:
