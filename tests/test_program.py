@@ -94,3 +94,10 @@ def test_a_restored_run_goes_on_with_the_same_numbers() -> None:
     while second.t < 9:
         second.rounds(9 - second.t)
     assert all(torch.equal(a, second.tensors()[name]) for name, a in whole.tensors().items())
+
+
+def test_empty_places_do_not_spoil_a_stretch() -> None:
+    """SCAFFOLD divides by the steps a client has made."""
+    run = small.simulation(algorithm_class("scaffold")(lr=0.2), eval_every=9, sampling="bernoulli")
+    run.replays = True
+    assert len(run.rounds(6)) == 6, "the stretch was taken back"

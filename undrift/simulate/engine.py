@@ -25,7 +25,7 @@ from undrift.simulate.evaluate import Metric, accuracy, client_scores, forgettin
 from undrift.simulate.execute import Execution, RoundWork, check_labels, check_repeatable, choose, keep_freed_memory
 from undrift.simulate.graphs import recorded
 from undrift.simulate.ranks import agreed, over_ranks
-from undrift.simulate.replay import Part, Replay
+from undrift.simulate.replay import Ids, Part, Replay
 from undrift.streams import Purpose, fold, sample, stream, uniform
 from undrift.vec import map_leaves, nbytes
 
@@ -242,19 +242,25 @@ class Simulation:
         if self.replay is None:
             return [self.round(last and most == 1)]
         began = time.perf_counter()
-        count = min(most, *(every - self.t % every for every in self.intervals()))
-        records, cohort = self.replay.rounds(count)
+        records, cohort = self.replay.rounds(min(most, self.until_scores()))
         if not records:
             return [self.round(last and most == 1)]
-        scores = self.evaluate(torch.from_numpy(cohort).to(self.device), last and len(records) == most)
-        loss, accuracy = scores.pop("loss", None), scores.pop("accuracy", None)
-        records[-1] = records[-1]._replace(loss=loss, accuracy=accuracy, more=scores | records[-1].more)
+        records = self.scored(records, cohort, last and len(records) == most)
         seconds = (time.perf_counter() - began) / len(records)
         return [record._replace(seconds=seconds) for record in records]
 
-    def intervals(self) -> list[int]:
-        """After how many rounds something is evaluated."""
-        return [every for every in (self.settings.eval_every, self.settings.client_eval_every) if every]
+    def scored(self, records: list[RoundRecord], cohort: Ids, last: bool) -> list[RoundRecord]:
+        """The records with what is due of scores in the last one, in which `cohort` took part."""
+        scores = self.evaluate(torch.from_numpy(cohort).to(self.device), last)
+        loss, accuracy = scores.pop("loss", None), scores.pop("accuracy", None)
+        return [
+            *records[:-1],
+            records[-1]._replace(loss=loss, accuracy=accuracy, more=scores | records[-1].more),
+        ]
+
+    def until_scores(self) -> int:
+        """Rounds up to the next evaluation."""
+        return min(e - self.t % e for e in (self.settings.eval_every, self.settings.client_eval_every) if e)
 
     def key(self, purpose: Purpose, t: int) -> int:
         return stream(self.settings.seed, purpose, t)

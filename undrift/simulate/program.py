@@ -98,6 +98,7 @@ class Program:
         self.alg, self.net, self.data, self.width, self.by_size = alg, net, data, width, by_size
         self.total = data.clients  # N
         self.apart = alg.needs_host  # the server's part is no part of a graph
+        self.captures = True  # False: play rounds as they are written, on a GPU too
         self.compile = compile
         self.compiled: dict[tuple[int, bool], Callable[..., list[Tensor]]] = {}  # local steps
         self.state = map_leaves(lambda t: t.clone(), state)
@@ -189,6 +190,8 @@ class Program:
         return [self.recorded(opening), self.recorded(one_step), self.recorded(lambda: close(here))]
 
     def recorded(self, play: Callable[[], Any]) -> Callable[[], Any]:
+        if not self.captures:
+            return play
         changed = [self.turn, self.at, self.known, *leaves(self.state), *self.columns]
         return recorded(play, changed, self.turn.device)
 
@@ -335,8 +338,7 @@ class Program:
             column.index_copy_(0, rows, new.reshape(len(rows), *column.shape[1:]))
         share, clients = cohort.uniform, (-2, -1)
         tells = {"train_loss": (answers.loss * share).sum(clients), "consistency": consistency(answers, share)}
-        facts = answers.facts._asdict().items()  # of an empty place they may be anything
-        tells |= {name: (torch.where(share > 0, fact, 0.0) * share).sum(clients) for name, fact in facts}
+        tells |= {name: (fact * share).sum(clients) for name, fact in answers.facts._asdict().items()}
         for name, value in (tells | {"fine": fine} | self.facts(state.server)).items():
             if name not in self.left:
                 shaped = (len(self.ahead.ids), *self.lead)

@@ -90,6 +90,10 @@ class Outlook:
         real[there, place, :most] = batches.count
         samples = torch.zeros((R * S, self.steps, self.width), dtype=torch.int64, device=device)
         samples[self.put(there * S + place), :most, :width] = batches.index[:, :most]
+        # An empty place repeats the first client's first step: it counts for nothing, but what comes of it is finite.
+        empty, behind = np.nonzero((np.arange(S) >= clients) & (clients > 0))
+        real[empty, behind, 0] = real[empty, 0, 0]
+        samples[self.put(empty * S + behind), 0] = samples[self.put(empty * S), 0]
         ahead, where = range(first, first + R), self.put(ids)
         rates = [self.alg.lr * simulation.settings.schedule(t) for t in ahead] if self.scheduled else []
         step = torch.arange(self.steps, device=device)

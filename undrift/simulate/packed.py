@@ -1,0 +1,258 @@
+"""Several runs as one program: simulations that differ in seeds and in real-valued settings, with the runs as one more
+leading dimension.
+
+The server's models are [R, P], the cohorts [R, S] and the clients' vectors [R, S, P]. A real field in which the runs differ
+becomes a tensor: [R, 1, 1] where clients use it, [R, 1] on the server. Every simulation stays what it is: it draws
+its own cohorts and batches, and after each stretch of rounds it is handed its part of the state and makes its records.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import time
+from collections.abc import Sequence
+from typing import Any, cast
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from undrift.algorithms.base import Algorithm, Cohort
+from undrift.data.federation import Federation
+from undrift.errors import BadSetting
+from undrift.net import Net
+from undrift.round import Answers, RoundRecord, State, server_part
+from undrift.simulate.clients import ClientTable
+from undrift.simulate.engine import Simulation
+from undrift.simulate.program import Ahead, Program, Shape
+from undrift.simulate.replay import Block, Outlook, Replay
+from undrift.vec import leaves, map_leaves
+
+BRANCHED = ("weight_decay", "clip")  # real fields that every method asks whether they are zero
+
+
+def may_differ(kind: type[Any], field: dataclasses.Field[Any]) -> bool:
+    """Whether runs with different values of this field can be packed: a real number that only meets vectors [..., P].
+
+    The package's own parts keep to that, but for those with an objective, which meets single samples instead. Of classes from
+    elsewhere nothing is known.
+    """
+    owner = next(c for c in kind.__mro__ if field.name in inspect.get_annotations(c))
+    real = field.type in ("float", float, "tuple[float, ...]", tuple[float, ...]) and field.name not in BRANCHED
+    return real and owner.__module__.startswith("undrift.") and "objective" not in vars(owner)
+
+
+def structure(alg: Algorithm) -> tuple[Any, ...]:
+    """What algorithms of one kind must have in common to be packed; of real numbers it is how many there are."""
+
+    def common(field: dataclasses.Field[Any]) -> Any:
+        value = getattr(alg, field.name)
+        if not may_differ(type(alg), field):
+            return value
+        return len(value) if isinstance(value, tuple) else 1
+
+    return tuple(common(field) for field in dataclasses.fields(cast(Any, alg)))
+
+
+def joined(algs: Sequence[Algorithm], like: Tensor, dimensions: int) -> Algorithm:
+    """One algorithm for R runs: fields in which they differ are tensors [R, 1, ...] of so many dimensions."""
+
+    def as_tensor(values: Sequence[float]) -> Tensor:
+        return torch.tensor(values, dtype=like.dtype, device=like.device).view(-1, *(1,) * (dimensions - 1))
+
+    fields: dict[str, Any] = {}
+    for field in dataclasses.fields(cast(Any, algs[0])):
+        values = [getattr(alg, field.name) for alg in algs]
+        if any(value != values[0] for value in values):
+            several = isinstance(values[0], tuple)
+            fields[field.name] = tuple(map(as_tensor, zip(*values, strict=True))) if several else as_tensor(values)
+    return dataclasses.replace(algs[0], **fields)
+
+
+def united(federations: Sequence[Federation]) -> Federation:
+    """One federation of all runs' clients, run after run, on the samples that they share."""
+    before = np.cumsum([0, *(len(f.members) for f in federations)])
+    return dataclasses.replace(
+        federations[0],
+        members=torch.cat([f.members for f in federations]),
+        start=np.concatenate([f.start + b for f, b in zip(federations, before, strict=False)]),
+        sizes=np.concatenate([f.sizes for f in federations]),
+    )
+
+
+def constants(net: Net) -> list[Tensor]:
+    """What a model holds beside x and the buffers: frozen parameters, constant buffers."""
+    ours = {*net.layout.names, *net.buffer_layout.names}
+    everything = [*net.original.named_parameters(), *net.original.named_buffers()]
+    return [tensor for name, tensor in everything if name not in ours]
+
+
+class PackedProgram(Program):
+    """The rounds of R runs. Client i of run r stands in row r N + i of all tables."""
+
+    def __init__(
+        self, algs: list[Algorithm], net: Net, data: Federation, state: State, width: int, by_size: bool, compile: bool
+    ) -> None:
+        super().__init__(joined(algs, state.x, 3), net, data, state, width, by_size, compile)
+        runs = len(algs)
+        self.lead, self.algs, self.server_alg = (runs,), algs, joined(algs, state.x, 2)
+        self.total = data.clients // runs
+        self.first_row = torch.arange(runs, device=state.x.device).view(-1, 1) * self.total
+        # A server part that decides by values, or keeps numbers of slots or clients, is not written for more dimensions.
+        plain = all(t.is_floating_point() or not t.numel() for t in leaves((state.server, state.companion)))
+        self.apart = self.apart or not plain
+
+    def on_clients(self) -> Algorithm:
+        return self.at_rate(self.alg, 3)
+
+    def on_server(self) -> Algorithm:
+        return self.at_rate(self.server_alg, 2)
+
+    def at_rate(self, alg: Algorithm, dimensions: int) -> Algorithm:
+        if not len(self.ahead.rate):
+            return alg
+        rate = self.now(self.ahead.rate).view(-1, *(1,) * (dimensions - 1))
+        return dataclasses.replace(alg, lr=cast(float, rate))
+
+    def rows(self, ids: Tensor) -> Tensor:
+        return self.first_row + ids
+
+    def served_apart(self, companion: Any, answers: Answers, clients: Sequence[int]) -> State:
+        """Run by run, each with its own plain algorithm."""
+        cohort = self.cohort(max(clients))
+        for r, count in enumerate(clients):
+            place = of_run(self.state, r)
+            alg, mine = self.own(r), map_leaves(lambda t, r=r, count=count: t[r, :count], answers)
+            ids, drawn, weight, steps = (t[r, :count] for t in cohort[:4])
+            own = Cohort(ids, drawn, weight / weight.sum(), steps, alg.lr, self.total, self.net.layout)
+            state = server_part(alg, self.net, place._replace(companion=of_run(companion, r)), mine, own)
+            for old, new in zip(leaves(place), leaves(state), strict=True):
+                if old.data_ptr() != new.data_ptr():  # GradMA's memory was written where it is
+                    old.copy_(new)
+        return self.state
+
+    def own(self, run: int) -> Algorithm:
+        """A run's algorithm, with this round's rate."""
+        if not len(self.ahead.rate):
+            return self.algs[run]
+        return dataclasses.replace(self.algs[run], lr=cast(float, self.now(self.ahead.rate)[run]))
+
+    def facts(self, server: Any) -> dict[str, Tensor]:
+        each = [alg.facts(of_run(server, r)) for r, alg in enumerate(self.algs)]
+        return {name: torch.stack([facts[name] for facts in each]) for name in each[0]}
+
+
+def of_run(state: Any, run: int) -> Any:
+    """A run's part of a state [R, ...]."""
+    return map_leaves(lambda t: t[run], state)
+
+
+class Pack:
+    """Simulations at the same round that are run together."""
+
+    def __init__(self, simulations: Sequence[Simulation]) -> None:
+        first = simulations[0]
+        assert all(s.t == first.t and s.data.train is first.data.train for s in simulations)
+        self.simulations, self.outlooks = simulations, [Outlook(s) for s in simulations]
+        for name in ("clients", "steps", "width", "scheduled", "ragged", "largest"):  # shapes have room for everybody
+            largest = max(getattr(outlook, name) for outlook in self.outlooks)
+            for outlook in self.outlooks:
+                setattr(outlook, name, largest)
+        for outlook in self.outlooks:
+            outlook.longest = outlook.fitting(len(simulations))
+        self.program: PackedProgram | None = None  # made for the first round in which somebody takes part in every run
+        self.columns: list[Tensor] = []  # the clients' tables, run after run, and a last row that is nobody's
+        self.blocks: list[Block] = []  # what is laid out, for each run
+        self.ahead: Ahead | None = None  # the same together, until the program takes it
+
+    def begin(self) -> PackedProgram:
+        """The program, and one table for all clients of all runs, of which each simulation's is a part."""
+        first, tables = self.simulations[0], []
+        for simulation in self.simulations:
+            client = simulation.opening(simulation.takes_part(simulation.t)).client
+            if not Replay.possible(simulation, client) or not isinstance(simulation.clients, ClientTable):
+                raise BadSetting(
+                    "runs are packed only where cohorts are stacked, and samples and client state in memory"
+                )
+            if not all(map(torch.equal, constants(simulation.net), constants(first.net))):
+                raise BadSetting("runs are packed only where what the model does not train is the same in all of them")
+            simulation.clients.begin(client)
+            simulation.clients.spread(simulation.data.clients)
+            tables.append(simulation.clients)
+        for column in zip(*(table.columns for table in tables), strict=True):
+            self.columns.append(torch.cat([*(c[:-1] for c in column), column[0][-1:]]))
+        N = first.data.clients
+        for r, table in enumerate(tables):
+            table.columns = [column[r * N : (r + 1) * N] for column in self.columns]
+        state: State = stacked([s.state for s in self.simulations])
+        program = PackedProgram(
+            [s.alg for s in self.simulations], first.net, united([s.data for s in self.simulations]), state,
+            self.outlooks[0].width, first.settings.weights == "size", first.settings.compile,
+        )  # fmt: skip
+        program.captures = first.settings.replay
+        return program
+
+    def rounds(self, most: int, last: bool) -> list[list[RoundRecord]]:
+        """Each run's next rounds, at most so many and no further than the next evaluation; `last`: they end after `most`.
+
+        None, and nothing changed, for a run with an answer that was not finite: it is to leave the pack.
+        """
+        began, first = time.perf_counter(), self.simulations[0]
+        at, count = self.due(min(most, first.until_scores()))
+        if not count:  # nobody comes in one of the runs, or more than there is room for: everybody on their own
+            self.blocks = []
+            return [[simulation.round(last and most == 1)] for simulation in self.simulations]
+        program = self.program = self.begin() if self.program is None else self.program
+        if self.ahead is not None:
+            program.take(self.ahead)
+            self.ahead = None
+        parts = [block.parts[at : at + count] for block in self.blocks]
+        device, N = first.device, first.data.clients
+        touched = [np.unique(np.concatenate([part.ids for part in mine])) for mine in parts]
+        rows = [torch.from_numpy(ids + r * N).to(device) for r, ids in enumerate(touched)]
+        before = [[column[mine] for column in self.columns] for mine in rows]
+        tables = [cast(ClientTable, simulation.clients) for simulation in self.simulations]
+        known = [r * N + i for r, table in enumerate(tables) for i in table.row]
+        program.load(stacked([s.state for s in self.simulations]), self.columns, known, at)
+        for now in zip(*parts, strict=True):
+            shapes = [outlook.shape(part) for outlook, part in zip(self.outlooks, now, strict=True)]
+            shape = Shape(*(max(sizes) for sizes in zip(*shapes, strict=True)))
+            program.run(shape, [len(part.ids) for part in now], max(int(part.steps.max()) for part in now))
+        left = {name: values[at : at + count].T.tolist() for name, values in program.left.items()}  # [R, rounds]
+        fine = [all(of_rounds) for of_rounds in left.pop("fine")]
+        made: list[list[RoundRecord]] = []
+        for r, (simulation, outlook, table) in enumerate(zip(self.simulations, self.outlooks, tables, strict=True)):
+            if not fine[r]:
+                for column, old in zip(self.columns, before[r], strict=True):
+                    column[rows[r]] = old
+                table.columns = [column.clone() for column in table.columns]  # no part of the pack's any more
+                made.append([])
+                continue
+            simulation.state = map_leaves(lambda t: t.clone(), of_run(program.state, r))
+            if table.columns:
+                table.row |= {i: i for i in touched[r].tolist()}
+            for part in parts[r]:
+                simulation.position[part.ids] += part.steps
+            told = [{name: values[r][n] for name, values in left.items()} for n in range(count)]
+            down = of_run(program.down, r)
+            records = [outlook.record(*each, program, down) for each in zip(parts[r], told, strict=True)]
+            made.append(simulation.scored(records, parts[r][-1].ids, last and count == most))
+        seconds = (time.perf_counter() - began) / (count * len(made))  # each run's share
+        return [[record._replace(seconds=seconds) for record in records] for records in made]
+
+    def due(self, most: int) -> tuple[int, int]:
+        """Where the next round stands in what is laid out, and how many of the rounds there can be run together."""
+        t = self.simulations[0].t
+        if not self.blocks or not self.blocks[0].first <= t < self.blocks[0].first + len(self.blocks[0].parts):
+            self.blocks = [o.laid_out(t, o.simulation.position) for o in self.outlooks]
+            self.ahead = map_leaves(lambda *each: torch.stack(each, 1), *(block.ahead for block in self.blocks))
+        at, room = t - self.blocks[0].first, self.outlooks[0].clients
+        rounds = list(zip(*(block.parts for block in self.blocks), strict=True))[at : at + most]
+        fits = [all(0 < len(part.ids) <= room for part in parts) for parts in rounds]
+        return at, [*fits, False].index(False)
+
+
+def stacked(states: Sequence[Any]) -> Any:
+    """The states of R runs as one [R, ...]."""
+    return map_leaves(lambda *each: torch.stack(each), *states)
