@@ -70,6 +70,9 @@ def parser() -> Parser:
     sweep.add_argument(
         "--processes", type=int, default=0, metavar="N", help="runs at a time [one a core; one on a GPU]"
     )
+    sweep.add_argument(
+        "--pack", action="store_true", help="on a CPU too, run what shares shapes as one program (as on a GPU)"
+    )
 
     report = commands.add_parser("report", help="tables and plots of run folders as one HTML page", allow_abbrev=False)
     report.add_argument("folders", type=Path, nargs="+", metavar="DIR")
@@ -191,7 +194,7 @@ def sweep_command(arguments: argparse.Namespace) -> int:
             finished = sum(at.get(j.name) == j.config.rounds for j in jobs)
             bar.update(whole, completed=sum(at.values()), accuracy=f"{finished} of {len(jobs)} done, now {name}")
 
-        failed = run_all(jobs, arguments.out, processes, show)
+        failed = run_all(jobs, arguments.out, processes, show, bar.console.print, arguments.pack)
     for name, message in failed.items():
         print(f"undrift: {name} failed: {message}", file=sys.stderr)
     target = sweep.get("target")

@@ -152,6 +152,11 @@ class RunFolder:
         latest = self.checkpoints / "latest.json"
         return self.model_file.exists() and latest.exists() and bool(json.loads(latest.read_text()).get("finished"))
 
+    def reached(self) -> int:
+        """The round of the last checkpoint, 0 where none was written."""
+        latest = self.checkpoints / "latest.json"
+        return int(json.loads(latest.read_text())["round"]) if latest.exists() else 0
+
     def write_model(self, model: dict[str, Tensor]) -> None:
         temporary = self.path / ".model.safetensors"
         save_file({name: tensor.contiguous() for name, tensor in model.items()}, temporary)

@@ -32,12 +32,14 @@ from undrift.config import (
     parse_stop,
 )
 from undrift.data.batches import Plan
+from undrift.data.dataset import Dataset
 from undrift.data.own import dataset_from
 from undrift.datasets import load_dataset
 from undrift.errors import BadRunFolder, BadSetting, UndriftError
 from undrift.folder import ReadOnlyFolder, RunFolder
 from undrift.net import Loss, Net
 from undrift.registry import algorithm_class, attribute, module_of
+from undrift.round import RoundRecord
 from undrift.simulate import ranks
 from undrift.simulate.client_store import DiskTable
 from undrift.simulate.clients import ClientTable
@@ -151,32 +153,44 @@ def run(
     device = ranks.device_of_rank(pick_device(chosen.device))
     if dataset is None:
         dataset = load_dataset(chosen.dataset)
-    clients = federation.federate(
-        dataset, chosen.partition, chosen.clients, chosen.seed, device, chosen.val_fraction, chosen.colour
-    )
-    module = model
-    if not isinstance(module, nn.Module):
-        module = build_model(model or chosen.model, clients.shape, clients.classes, chosen.seed)
-    net = Net(module, loss, torch.float64 if chosen.dtype == "float64" else torch.float32)
-    if metrics is None:
-        metrics = {"accuracy": accuracy} if net.loss is F.cross_entropy else {}
-    plan = Plan(chosen.batch, chosen.steps, chosen.epochs, chosen.batches == "persistent")
-    how = Settings(
-        chosen.cohort, plan, chosen.seed, chosen.weights, chosen.eval_every, chosen.execution, chosen.chunk,
-        chosen.lr_decay, parse_drops(chosen.lr_drops), chosen.lr_drop, chosen.sampling, chosen.dropout_rate,
-        parse_slow(chosen.slow), chosen.bandwidth, chosen.latency, chosen.replay, chosen.compile, chosen.client_eval_every,
-    )  # fmt: skip
-    simulation = Simulation(alg, net, clients, how, metrics, device)
+    simulation = simulated(chosen, alg, dataset, chosen.model if model is None else model, device, loss, metrics)
     ranks.all_well()  # before anything is written
     try:
         with arithmetic(chosen):
             if folder is not None:
                 folder.make(resume)
                 with folder.locked():
-                    return drive(simulation, chosen, folder, resume, progress)
-            return drive(simulation, chosen, folder, resume, progress)
+                    return drive(Course(simulation, chosen, folder, resume, progress))
+            return drive(Course(simulation, chosen, folder, resume, progress))
     finally:
         simulation.clients.close()
+
+
+def simulated(
+    config: RunConfig,
+    alg: Any,
+    dataset: Dataset,
+    model: Any,
+    device: torch.device,
+    loss: Loss = F.cross_entropy,
+    metrics: Mapping[str, Metric] | None = None,
+) -> Simulation:
+    """The run that the settings describe, before its first round; `model` is an nn.Module, its name, or what builds it."""
+    clients = federation.federate(
+        dataset, config.partition, config.clients, config.seed, device, config.val_fraction, config.colour
+    )
+    if not isinstance(model, nn.Module):
+        model = build_model(model, clients.shape, clients.classes, config.seed)
+    net = Net(model, loss, torch.float64 if config.dtype == "float64" else torch.float32)
+    if metrics is None:
+        metrics = {"accuracy": accuracy} if net.loss is F.cross_entropy else {}
+    plan = Plan(config.batch, config.steps, config.epochs, config.batches == "persistent")
+    how = Settings(
+        config.cohort, plan, config.seed, config.weights, config.eval_every, config.execution, config.chunk,
+        config.lr_decay, parse_drops(config.lr_drops), config.lr_drop, config.sampling, config.dropout_rate,
+        parse_slow(config.slow), config.bandwidth, config.latency, config.replay, config.compile, config.client_eval_every,
+    )  # fmt: skip
+    return Simulation(alg, net, clients, how, metrics, device)
 
 
 @contextlib.contextmanager
@@ -198,52 +212,83 @@ def arithmetic(config: RunConfig) -> Iterator[None]:
         products.fp32_precision, convolutions.fp32_precision = precisions
 
 
-def drive(
-    simulation: Simulation, config: RunConfig, folder: RunFolder | None, resume: bool, progress: Progress | None
-) -> Result:
-    """Rounds, records and checkpoints, from where the run stands to its end."""
-    stop, records, elapsed, stopped = parse_stop(config.stop_at), [], 0.0, "rounds"
-    simulation.clients = client_table(config, simulation, folder)
-    if folder is not None and not resume:
-        folder.create(written(config, simulation))
-    if folder is not None and resume:
-        checkpoint = folder.load()
-        if checkpoint is not None:
-            tensors, facts = checkpoint
-            simulation.clients = client_table(config, simulation, folder, tensors, facts["round"])
-            try:
-                simulation.restore(tensors, facts["round"])
-            except (KeyError, ValueError) as error:
-                raise BadRunFolder(f"the checkpoint in {folder.path} is of another run: {error}") from error
-            elapsed = facts["seconds"]
-        ranks.all_well()  # every rank has read the checkpoint, and rank 0 has cut the records back to it
-        records = folder.records()
-        folder.write_settings(written(config, simulation))
-    began = time.perf_counter() - elapsed
-    saved = simulation.t
-    reached = ranks.first_rank_says(_reached(stop, records[-1] if records else {}, elapsed))
-    while simulation.t < config.rounds and not reached:
-        left, every = config.rounds - simulation.t, config.checkpoint_every
-        ahead = min(left, every - simulation.t % every)
-        for made in simulation.rounds(ahead, last=ahead == left):
-            record = made.as_dict()
-            records.append(record)
-            elapsed = time.perf_counter() - began
-            reached = ranks.first_rank_says(_reached(stop, record, elapsed)) if stop else ""
+class Course:
+    """A run on its way: its records and checkpoints, from where it stands to its end."""
+
+    def __init__(
+        self,
+        simulation: Simulation,
+        config: RunConfig,
+        folder: RunFolder | None,
+        resume: bool,
+        progress: Progress | None,
+    ) -> None:
+        self.simulation, self.config, self.folder, self.progress = simulation, config, folder, progress
+        self.stop, self.elapsed = parse_stop(config.stop_at), 0.0
+        self.records: list[dict[str, Any]] = []
+        simulation.clients = client_table(config, simulation, folder)
+        if folder is not None and not resume:
+            folder.create(written(config, simulation))
+        if folder is not None and resume:
+            checkpoint = folder.load()
+            if checkpoint is not None:
+                tensors, facts = checkpoint
+                simulation.clients = client_table(config, simulation, folder, tensors, facts["round"])
+                try:
+                    simulation.restore(tensors, facts["round"])
+                except (KeyError, ValueError) as error:
+                    raise BadRunFolder(f"the checkpoint in {folder.path} is of another run: {error}") from error
+                self.elapsed = facts["seconds"]
+            ranks.all_well()  # every rank has read the checkpoint, and rank 0 has cut the records back to it
+            self.records = folder.records()
+            folder.write_settings(written(config, simulation))
+        self.began = time.perf_counter() - self.elapsed
+        self.saved = simulation.t
+        last = self.records[-1] if self.records else {}
+        self.reached = ranks.first_rank_says(_reached(self.stop, last, self.elapsed))  # why it ends early, or nothing
+
+    def ahead(self) -> tuple[int, bool]:
+        """Rounds up to the next checkpoint, and whether the run ends there; no rounds where it has ended."""
+        left, every = self.config.rounds - self.simulation.t, self.config.checkpoint_every
+        if left <= 0 or self.reached:
+            return 0, True
+        count = min(left, every - self.simulation.t % every)
+        return count, count == left
+
+    def take(self, made: list[RoundRecord]) -> None:
+        """Write down the rounds that were made."""
+        simulation, folder = self.simulation, self.folder
+        for each in made:
+            record = each.as_dict()
+            self.records.append(record)
+            self.elapsed = time.perf_counter() - self.began
+            if self.stop:
+                self.reached = ranks.first_rank_says(_reached(self.stop, record, self.elapsed))
             if folder is not None:
                 if record["round"] == 1:
-                    folder.write_settings(written(config, simulation))  # now the execution is chosen
+                    folder.write_settings(written(self.config, simulation))  # now the execution is chosen
                 folder.append(record)
-            if progress is not None and ranks.rank() == 0:
-                progress(record, config.rounds)
-        if folder is not None and simulation.t % every == 0 and simulation.t < config.rounds and not reached:
-            save(simulation, folder, {"seconds": elapsed, "finished": False})
-            saved = simulation.t
-    stopped = reached or stopped
-    if folder is not None and (saved < simulation.t or not folder.finished()):
-        folder.write_model(simulation.model())
-        save(simulation, folder, {"seconds": elapsed, "finished": True, "stopped": stopped})
-    return Result(records, simulation.model(), config, folder.path if folder else None, stopped)
+            if self.progress is not None and ranks.rank() == 0:
+                self.progress(record, self.config.rounds)
+        due = simulation.t % self.config.checkpoint_every == 0
+        if folder is not None and due and simulation.t < self.config.rounds and not self.reached:
+            save(simulation, folder, {"seconds": self.elapsed, "finished": False})
+            self.saved = simulation.t
+
+    def end(self) -> Result:
+        """The last checkpoint and the model."""
+        simulation, folder, stopped = self.simulation, self.folder, self.reached or "rounds"
+        if folder is not None and (self.saved < simulation.t or not folder.finished()):
+            folder.write_model(simulation.model())
+            save(simulation, folder, {"seconds": self.elapsed, "finished": True, "stopped": stopped})
+        return Result(self.records, simulation.model(), self.config, folder.path if folder else None, stopped)
+
+
+def drive(course: Course) -> Result:
+    """All rounds from where the run stands to its end."""
+    while (ahead := course.ahead())[0]:
+        course.take(course.simulation.rounds(*ahead))
+    return course.end()
 
 
 def save(simulation: Simulation, folder: RunFolder, facts: dict[str, Any]) -> None:

@@ -16,14 +16,16 @@ mu = [0.01, 0.1]
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
+import gc
 import itertools
 import multiprocessing
 import os
 import signal
 import sys
-from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import ProcessPoolExecutor
+from collections.abc import Callable, Hashable, Iterator, Mapping
+from concurrent.futures import Future, ProcessPoolExecutor
 from dataclasses import asdict
 from pathlib import Path
 from queue import Empty
@@ -31,6 +33,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from undrift import packs
 from undrift.algorithms.base import check
 from undrift.config import FIELDS, RESUMABLE, RunConfig, from_mapping, make_algorithm, read_toml
 from undrift.data.partition import PARTITIONS
@@ -38,7 +41,7 @@ from undrift.datasets import load_dataset
 from undrift.errors import BadRunFolder, BadSetting, MissingData, UndriftError, UnknownName
 from undrift.folder import RunFolder
 from undrift.registry import algorithm_class, module_of
-from undrift.runs import run
+from undrift.runs import Progress, run
 
 
 class Job(NamedTuple):
@@ -113,22 +116,34 @@ def check_names(config: RunConfig) -> None:
         raise UnknownName("partition", config.partition.partition(":")[0], PARTITIONS)
 
 
-def run_all(jobs: list[Job], out: Path, processes: int, watch: Watch) -> dict[str, str]:
-    """Run what is not finished yet, `processes` at a time; the messages of the runs that failed, by name."""
+def run_all(
+    jobs: list[Job], out: Path, processes: int, watch: Watch, say: Callable[[str], None], pack: bool = False
+) -> dict[str, str]:
+    """Run what is not finished yet, `processes` programs at a time; the messages of the runs that failed, by name.
+
+    On a GPU, and with `pack` elsewhere too, runs that share shapes are one program.
+    """
     failed: dict[str, str] = {}
     context = multiprocessing.get_context("spawn")
     with context.Manager() as manager:
         news = manager.Queue()
         with ProcessPoolExecutor(processes, context, initializer=_share_cores, initargs=(processes,)) as pool:
-            waiting = {pool.submit(_run_one, job, out / job.name, news): job for job in jobs}
+            waiting: dict[Future[Any], list[Job]] = {}
             try:
+                groups = [pool.submit(_programs, group, processes) for group in grouped(jobs, out, pack)]
+                programs = [program for group in groups for program in group.result()]
+                if len(programs) < len(jobs):
+                    say(f"{len(jobs)} runs in {len(programs)} programs")
+                waiting = {pool.submit(_run_program, program, out, news): program for program in programs}
                 while waiting:
                     _tell(news, watch)
                     for done in [f for f in waiting if f.done()]:
-                        job = waiting.pop(done)
-                        error = done.exception()
-                        if error is not None:
-                            failed[job.name] = str(error) if isinstance(error, UndriftError) else repr(error)
+                        program = waiting.pop(done)
+                        error = done.exception()  # a worker that died
+                        told, note = ({job.name: repr(error) for job in program}, "") if error else done.result()
+                        failed |= told
+                        if note:
+                            say(note)
             except KeyboardInterrupt:
                 for future in waiting:
                     future.cancel()
@@ -149,29 +164,83 @@ def _tell(news: Any, watch: Watch) -> None:
         return
 
 
+def grouped(jobs: list[Job], out: Path, pack: bool) -> list[list[Job]]:
+    """The runs that can be packed together, in the order of the first of each."""
+    groups: dict[Hashable, list[Job]] = {}
+    for job in jobs:
+        alike = None
+        if pack or packs.pays(job.config):
+            with contextlib.suppress(UndriftError):  # which it says again when it is run
+                if not _finished(job, RunFolder(out / job.name)):
+                    alike = packs.kind(job.config, RunFolder(out / job.name))
+        groups.setdefault(job.name if alike is None else alike, []).append(job)
+    return list(groups.values())
+
+
+def _programs(group: list[Job], processes: int) -> list[list[Job]]:
+    """The group in parts that fit in memory; one by one where even the first run cannot be made."""
+    if len(group) == 1:
+        return [group]
+    try:
+        return packs.split(group, packs.most_at_once(group[0].config, processes))
+    except Exception:  # which it says again when it is run
+        return [[job] for job in group]
+    finally:
+        torch.cuda.empty_cache()
+
+
+def _run_program(program: list[Job], out: Path, news: Any) -> tuple[dict[str, str], str]:
+    """Runs in a worker process, packed where they are several: the messages of those that failed, and of a pack that did."""
+    failed, note = {}, ""
+    if len(program) > 1:
+        try:
+            packs.run_packed(
+                [job.config for job in program], [out / job.name for job in program],
+                [_progress(job, news) for job in program],
+            )  # fmt: skip
+        except Exception as error:
+            note = f"{len(program)} runs could not be packed ({_message(error)}) and were run one by one: {program[0].name}, ..."
+        gc.collect()  # what the pack held on the device
+        torch.cuda.empty_cache()
+    for job in program:  # finds finished what was packed
+        try:
+            _run_one(job, out / job.name, news)
+        except Exception as error:
+            failed[job.name] = _message(error)
+    return failed, note
+
+
+def _message(error: Exception) -> str:
+    return str(error) if isinstance(error, UndriftError) else repr(error)
+
+
+def _progress(job: Job, news: Any) -> Progress:
+    return lambda record, rounds: news.put((job.name, record["round"], rounds))
+
+
 def _run_one(job: Job, folder: Path, news: Any) -> None:
-    """One run in a worker process: begin, go on, or find it finished."""
+    """One run: begin, go on, or find it finished."""
     stored = RunFolder(folder)
-    resume, was = stored.exists(), {}
-    if resume:
-        was = stored.settings()
-        now = asdict(job.config)
-        for name in now.keys() - {"set", *RESUMABLE}:
-            if was.get(name) != now[name]:
-                raise BadRunFolder(f"{folder} holds another run: its {name} is {was.get(name)}, not {now[name]}")
-        fields = asdict(make_algorithm(algorithm_class(job.config.algorithm), job.config.algorithm, job.config.set))
-        for name, value in fields.items():
-            value = list(value) if isinstance(value, tuple) else value
-            if was.get("set", {}).get(name) != value:
-                raise BadRunFolder(f"{folder} holds another run: its {name} is {was['set'].get(name)}, not {value}")
-    if not (resume and stored.finished() and was["rounds"] == job.config.rounds):  # a finished run is not run again
-        run(
-            job.config,
-            out=folder,
-            resume=resume,
-            progress=lambda record, rounds: news.put((job.name, record["round"], rounds)),
-        )
+    if not _finished(job, stored):  # a finished run is not run again
+        run(job.config, out=folder, resume=stored.exists(), progress=_progress(job, news))
     news.put((job.name, job.config.rounds, job.config.rounds))
+
+
+def _finished(job: Job, stored: RunFolder) -> bool:
+    """Whether the folder holds the job's run, at its end; that it holds another run is an error."""
+    folder = stored.path
+    if not stored.exists():
+        return False
+    was, now = stored.settings(), asdict(job.config)
+    for name in now.keys() - {"set", *RESUMABLE}:
+        if was.get(name) != now[name]:
+            raise BadRunFolder(f"{folder} holds another run: its {name} is {was.get(name)}, not {now[name]}")
+    fields = asdict(make_algorithm(algorithm_class(job.config.algorithm), job.config.algorithm, job.config.set))
+    for name, value in fields.items():
+        value = list(value) if isinstance(value, tuple) else value
+        if was.get("set", {}).get(name) != value:
+            raise BadRunFolder(f"{folder} holds another run: its {name} is {was['set'].get(name)}, not {value}")
+    return stored.finished() and bool(was["rounds"] == job.config.rounds)
 
 
 def _share_cores(processes: int) -> None:
