@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import undrift
+from undrift.folder import RunFolder
 from undrift.registry import names
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
@@ -79,3 +80,25 @@ def test_chunks_shrink_when_memory_is_short(monkeypatch: pytest.MonkeyPatch) -> 
     assert split.records[-1]["gradients"] == whole.records[-1]["gradients"]
     for n, tensor in whole.model.items():
         torch.testing.assert_close(split.model[n], tensor, rtol=1e-11, atol=1e-11)
+
+
+@pytest.mark.parametrize("replay", [False, True])
+@pytest.mark.parametrize("name", ["fedavg", "scaffold", "gradma-s", "gradma", "fedmim", "mime"])
+def test_packed_runs_agree_with_the_cpu(name: str, replay: bool, tmp_path: Path) -> None:
+    from safetensors.torch import load_file
+
+    from undrift import packs
+    from undrift.config import from_mapping
+
+    runs = [
+        {"algorithm": name, "dtype": "float64", "seed": seed, "set": {"lr": lr}, "replay": replay}
+        for seed, lr in ((0, 0.1), (1, 0.05), (2, 0.2))
+    ]
+    folders = [tmp_path / str(each["seed"]) for each in runs]
+    configs = [from_mapping(QUICK | {"device": "cuda"} | each) for each in runs]
+    assert packs.most_at_once(configs[0], 1) >= 3 and len({packs.kind(c, RunFolder(tmp_path)) for c in configs}) == 1
+    packs.run_packed(configs, folders, [lambda record, rounds: None] * 3)
+    for each, folder in zip(runs, folders, strict=True):
+        found = load_file(folder / "model.safetensors")
+        for n, tensor in run("cpu", **each).model.items():
+            torch.testing.assert_close(found[n], tensor, rtol=1e-9, atol=1e-9)

@@ -3,20 +3,31 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+import json
+import math
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from queue import Queue
+from types import MappingProxyType
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import nn
 
 from tests import small
+from undrift import cli, packs
+from undrift.config import RunConfig, from_mapping
 from undrift.data.federation import Federation, federate
 from undrift.errors import BadSetting
+from undrift.folder import RunFolder
 from undrift.registry import algorithm_class, names
 from undrift.round import RoundRecord
+from undrift.runs import Progress, run
 from undrift.simulate.engine import Simulation
-from undrift.simulate.packed import Pack, may_differ, structure
+from undrift.simulate.packed import Pack, PackedProgram, may_differ, structure
+from undrift.sweep import Job, _run_program, plan
 
 RUNS = 3  # and not as many as there are clients in a cohort, so that no dimension can be taken for another
 STRUCTURE: dict[str, dict[str, Any]] = {
@@ -98,8 +109,8 @@ def agree(plain: Simulation, one: list[RoundRecord], packed: Simulation, two: li
 @pytest.mark.parametrize("name", names("algorithms"))
 def test_packed_runs_equal_the_same_runs_alone(name: str) -> None:
     make = maker(algorithms(name, **STRUCTURE.get(name, {})), eval_every=4)
-    for run in both(make, 6):
-        agree(*run)
+    for pair in both(make, 6):
+        agree(*pair)
 
 
 @pytest.mark.parametrize("name", ["fedavg", "scaffold", "gradma-s", "gradma", "fedmim", "mime"])
@@ -116,8 +127,8 @@ def test_packed_runs_equal_the_same_runs_alone(name: str) -> None:
 )
 def test_ragged_rounds(name: str, settings: dict[str, Any]) -> None:
     slots = {"slots": 6} if "gradma" in name else {}
-    for run in both(maker(algorithms(name, **slots), eval_every=5, **settings), 5):
-        agree(*run)
+    for pair in both(maker(algorithms(name, **slots), eval_every=5, **settings), 5):
+        agree(*pair)
 
 
 @pytest.mark.parametrize(
@@ -134,8 +145,8 @@ def test_ragged_rounds(name: str, settings: dict[str, Any]) -> None:
     ids=str,
 )
 def test_options(name: str, fields: dict[str, Any]) -> None:
-    for run in both(maker(algorithms(name, **fields), eval_every=4, lr_drops=(2,)), 5):
-        agree(*run)
+    for pair in both(maker(algorithms(name, **fields), eval_every=4, lr_drops=(2,)), 5):
+        agree(*pair)
 
 
 def test_batch_norm_and_dropout() -> None:
@@ -143,8 +154,8 @@ def test_batch_norm_and_dropout() -> None:
         torch.manual_seed(seed)
         return nn.Sequential(nn.Linear(5, 4), nn.BatchNorm1d(4), nn.Tanh(), nn.Dropout(0.3), nn.Linear(4, 3))
 
-    for run in both(maker(algorithms("moon"), module, eval_every=4), 5):
-        agree(*run)
+    for pair in both(maker(algorithms("moon"), module, eval_every=4), 5):
+        agree(*pair)
 
 
 def test_constants_that_differ_are_refused() -> None:
@@ -174,8 +185,157 @@ def test_a_run_with_an_answer_that_is_not_finite_leaves_as_it_was() -> None:
     rest = Pack([packed[0], packed[2]])
     rest.rounds(2, False)
     packed[1].rounds(1)
-    for run, rounds in ((0, 8), (1, 4), (2, 8)):
+    for n, rounds in ((0, 8), (1, 4), (2, 8)):
         for _ in range(rounds):
-            alone[run].round()
-        for name, tensor in alone[run].tensors().items():
-            torch.testing.assert_close(packed[run].tensors()[name], tensor, rtol=1e-9, atol=1e-11)
+            alone[n].round()
+        for name, tensor in alone[n].tensors().items():
+            torch.testing.assert_close(packed[n].tensors()[name], tensor, rtol=1e-9, atol=1e-11)
+
+
+# Whole runs, with their folders.
+SMALL = {
+    "clients": 12, "cohort": 4, "steps": 2, "batch": 8, "model": "logreg", "rounds": 7, "eval_every": 2, "device": "cpu",
+    "checkpoint_every": 3, "dtype": "float64", "execution": "stacked",
+}  # fmt: skip
+
+
+def configs(algorithm: str = "scaffold", **settings: Any) -> list[RunConfig]:
+    rates = ((0, 0.1), (1, 0.2), (2, 0.05))
+    return [from_mapping(SMALL | settings | {"algorithm": algorithm, "seed": s, "set": {"lr": r}}) for s, r in rates]
+
+
+@pytest.fixture
+def stretches(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """How many runs each stretch of rounds was made of."""
+    sizes: list[int] = []
+    real = PackedProgram.load
+    monkeypatch.setattr(PackedProgram, "load", lambda self, *given: (sizes.append(len(self.algs)), real(self, *given)))
+    return sizes
+
+
+def packed_run(chosen: list[RunConfig], out: Path, tell: Progress = lambda record, rounds: None) -> list[Path]:
+    folders = [out / str(config.seed) for config in chosen]
+    packs.run_packed(chosen, folders, [tell] * len(chosen))
+    return folders
+
+
+def same_run(config: RunConfig, folder: Path) -> None:
+    """The folder holds what the run alone gives."""
+    alone, stored = run(config), RunFolder(folder)
+    assert stored.finished() and stored.reached() == alone.records[-1]["round"]
+    for a, b in zip(alone.records, stored.records(), strict=True):
+        assert a.keys() == b.keys()
+        for name in a.keys() - {"seconds"}:
+            value = None if isinstance(a[name], float) and math.isnan(a[name]) else a[name]
+            assert b[name] == (value if value is None else pytest.approx(value, rel=1e-8, abs=1e-11)), name
+    model = load_file(stored.model_file)
+    assert model.keys() == alone.model.keys()
+    for name, tensor in alone.model.items():
+        torch.testing.assert_close(model[name], tensor, rtol=1e-9, atol=1e-11)
+
+
+def test_packed_runs_write_complete_folders(tmp_path: Path, stretches: list[int]) -> None:
+    chosen = configs()
+    for config, folder in zip(chosen, packed_run(chosen, tmp_path), strict=True):
+        same_run(config, folder)
+    assert stretches and set(stretches) == {3}
+
+
+def test_an_interrupted_pack_goes_on_as_a_pack(tmp_path: Path, stretches: list[int]) -> None:
+    chosen = configs()
+
+    def interrupt(record: dict[str, Any], rounds: int) -> None:
+        if record["round"] == 5:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        packed_run(chosen, tmp_path, interrupt)
+    kinds = {packs.kind(c, RunFolder(tmp_path / str(c.seed))) for c in chosen}
+    assert len(kinds) == 1 and RunFolder(tmp_path / "0").reached() == 3
+    assert kinds != {packs.kind(c, RunFolder(tmp_path / "none")) for c in chosen}, "another round is another pack"
+    stretches.clear()
+    for config, folder in zip(chosen, packed_run(chosen, tmp_path), strict=True):
+        same_run(config, folder)
+    assert set(stretches) == {3}
+
+
+def test_runs_that_leave_a_pack_go_on_as_alone(tmp_path: Path, stretches: list[int]) -> None:
+    """One run's answers are never finite, one reaches its accuracy early."""
+    chosen = configs("fedavg", model="mlp", partition="iid", dtype="float32", stop_at="accuracy=0.2")
+    chosen[0] = dataclasses.replace(chosen[0], set={"lr": 1e29})
+    folders = packed_run(chosen, tmp_path)
+    assert RunFolder(folders[0]).records()[-1]["dropped"] == 4
+    rounds = [RunFolder(folder).reached() for folder in folders]
+    assert rounds[0] == 7 and len(set(rounds)) > 1, "the case is of no use unless a run ends early"
+    assert stretches[0] == 3 and 2 in stretches
+    for config, folder in zip(chosen, folders, strict=True):
+        alone = run(config)
+        found = RunFolder(folder).records()
+        assert [r["accuracy"] for r in found] == [r["accuracy"] for r in alone.records]
+
+
+def test_what_is_packed_together(tmp_path: Path) -> None:
+    def kind(algorithm: str = "fedmim", fields: Mapping[str, Any] = MappingProxyType({}), **settings: Any) -> Any:
+        config = from_mapping(SMALL | settings | {"algorithm": algorithm, "set": fields})
+        return packs.kind(config, RunFolder(tmp_path / "none"))
+
+    assert kind() is not None
+    for fields in ({"lr": 0.3}, {"alpha": [0.3, 0.1], "beta": [0.5, 0.0]}, {"server_lr": 0.5, "momentum": 0.1}):
+        assert kind() == kind(fields=fields) == kind(fields=fields, seed=5, lr_decay=0.9)
+    for fields in ({"alpha": [0.3]}, {"weight_decay": 0.1}, {"clip": 1.0}, {"optimizer": "adam"}):
+        assert kind() != kind(fields=fields)
+    for settings in ({"cohort": 3}, {"model": "mlp"}, {"rounds": 8}, {"weights": "size"}):
+        assert kind() != kind(**settings)
+    assert kind(colour=0.5) == kind(colour=0.5, fields={"lr": 0.3}) != kind(colour=0.5, seed=5)
+    assert kind("moon") == kind("moon", {"lr": 0.3}) != kind("moon", {"mu": 0.5}), "mu meets samples, not vectors"
+    assert kind("gradma-s") == kind("gradma-s", {"beta2": 0.1}) != kind("gradma-s", {"slots": 7})
+    for settings in ({"execution": "pool"}, {"stop_at": "time=10m"}, {"client_state": "disk"}):
+        assert kind(**settings) is None
+
+
+def test_fields_of_classes_from_elsewhere_must_be_equal() -> None:
+    @dataclasses.dataclass(frozen=True)
+    class Own(algorithm_class("fedprox")):  # type: ignore[misc]
+        strength: float = 0.5
+
+    assert structure(Own()) == structure(Own(lr=0.3, mu=0.2)) != structure(Own(strength=0.1))
+
+
+def test_a_pack_is_split_where_it_would_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = configs()[0]
+    most = []
+    for free, processes in ((1 << 30, 1), (1 << 30, 2), (1 << 10, 1)):
+        monkeypatch.setattr(packs, "available_memory", lambda device, free=free: free)
+        most.append(packs.most_at_once(config, processes))
+    assert most[0] // 2 == most[1] > most[2] == 1
+    monkeypatch.undo()
+    assert packs.most_at_once(dataclasses.replace(config, chunk=9), 1) == 2
+    assert [len(part) for part in packs.split(range(90), 40)] == [30, 30, 30]
+
+
+def test_a_sweep_packs_when_asked_to(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    lines = [f"{name} = {json.dumps(value)}" for name, value in SMALL.items()]
+    grid = '[sweep]\nalgorithms = ["fedavg", "gradma-s"]\nseeds = [0, 1]\n[sweep.grid]\nlr = [0.1, 0.2]\n'
+    (tmp_path / "s.toml").write_text("\n".join([*lines, grid, "[sweep.only.fedavg]\nclip = [0.0, 1.0]"]))
+    command = f"sweep {tmp_path / 's.toml'} --out {tmp_path / 'o'} --processes 1 --pack".split()
+    assert cli.main(command) == 0
+    assert "12 runs in 3 programs" in capsys.readouterr().out
+    jobs, _ = plan(tmp_path / "s.toml")
+    same_run(jobs[-1].config, tmp_path / "o" / jobs[-1].name)
+    assert all(RunFolder(tmp_path / "o" / job.name).finished() for job in jobs)
+    stamps = {p: p.stat().st_mtime_ns for p in (tmp_path / "o").rglob("rounds.jsonl")}
+    assert cli.main(command) == 0
+    assert "programs" not in capsys.readouterr().out, "there is nothing left to pack"
+    assert all(path.stat().st_mtime_ns == stamp for path, stamp in stamps.items())
+
+
+def test_a_pack_that_fails_is_run_one_by_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(self: Pack) -> None:
+        raise torch.OutOfMemoryError("full")
+
+    monkeypatch.setattr(Pack, "begin", fail)
+    chosen = configs("fedavg", rounds=2)
+    failed, note = _run_program([Job(str(c.seed), c) for c in chosen], tmp_path, Queue())
+    assert not failed and "3 runs could not be packed" in note and "full" in note
+    for config in chosen:
+        same_run(config, tmp_path / str(config.seed))

@@ -170,7 +170,7 @@ def grouped(jobs: list[Job], out: Path, pack: bool) -> list[list[Job]]:
     for job in jobs:
         alike = None
         if pack or packs.pays(job.config):
-            with contextlib.suppress(UndriftError):  # which it says again when it is run
+            with contextlib.suppress(Exception):  # a damaged folder, say: its run will tell
                 if not _finished(job, RunFolder(out / job.name)):
                     alike = packs.kind(job.config, RunFolder(out / job.name))
         groups.setdefault(job.name if alike is None else alike, []).append(job)
@@ -183,7 +183,7 @@ def _programs(group: list[Job], processes: int) -> list[list[Job]]:
         return [group]
     try:
         return packs.split(group, packs.most_at_once(group[0].config, processes))
-    except Exception:  # which it says again when it is run
+    except Exception:  # which they will tell themselves
         return [[job] for job in group]
     finally:
         torch.cuda.empty_cache()

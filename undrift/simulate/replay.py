@@ -92,8 +92,9 @@ class Outlook:
         samples[self.put(there * S + place), :most, :width] = batches.index[:, :most]
         # An empty place repeats the first client's first step: it counts for nothing, but what comes of it is finite.
         empty, behind = np.nonzero((np.arange(S) >= clients) & (clients > 0))
-        real[empty, behind, 0] = real[empty, 0, 0]
-        samples[self.put(empty * S + behind), 0] = samples[self.put(empty * S), 0]
+        if len(empty):
+            real[empty, behind, 0] = real[empty, 0, 0]
+            samples[self.put(empty * S + behind), 0] = samples[self.put(empty * S), 0]
         ahead, where = range(first, first + R), self.put(ids)
         rates = [self.alg.lr * simulation.settings.schedule(t) for t in ahead] if self.scheduled else []
         step = torch.arange(self.steps, device=device)
