@@ -362,7 +362,7 @@ def whole(case: Case, clients: slice | int) -> tuple[Simulation, LocalWhole]:
     run, ids = simulation(case), torch.arange(len(SIZES))
     table = run.data.table(case.plan, case.seed, 0, ids.numpy(), np.zeros(len(SIZES), np.int64))
     work = RoundWork(run.net, run.data, case.seed, 0, ids, table, case.plan.batch)
-    return run, LocalWhole(work, clients, run.state.buffers)
+    return run, LocalWhole.of(work, clients, run.state.buffers)
 
 
 @pytest.mark.parametrize("batch", [24, 1000, 7])

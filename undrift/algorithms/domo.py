@@ -84,6 +84,8 @@ class FusedMomentum(Worker):
             raise BadSetting(f"DOMO needs optimizer=momentum and beta >= 0, not {self.optimizer} and {self.beta}")
         if not getattr(self, "server_lr", 1.0) > 0:
             raise BadSetting("DOMO infers its momentum from the server's steps; server_lr must be greater than 0")
+        if getattr(self, "nesterov", False):
+            raise BadSetting("DOMO infers the server's momentum from its steps; with nesterov they are another vector")
         if self.buffers not in ("reset", "average"):
             raise UnknownName("buffers", self.buffers, ("reset", "average"))
 

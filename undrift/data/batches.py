@@ -63,10 +63,18 @@ class Plan:
 
 
 def table(
-    plan: Plan, seed: int, rounds: Counts, ids: Counts, members: Tensor, start: Counts, sizes: Counts, position: Counts
+    plan: Plan,
+    seed: int,
+    round: Counts | int,
+    ids: Counts,
+    members: Tensor,
+    start: Counts,
+    sizes: Counts,
+    position: Counts,
 ) -> Table:
-    """The batches of clients `ids` [S] in `rounds` [S]: client i owns members[start[i] : start[i] + sizes[i]]; `position`
-    [S] counts the batches each has taken in earlier rounds."""
+    """The batches of clients `ids` [S] in one round, or each in a `round` [S] of its own: client i owns
+    members[start[i] : start[i] + sizes[i]]; `position` [S] counts the batches each has taken in earlier rounds."""
+    rounds = np.broadcast_to(np.asarray(round, dtype=np.int64), ids.shape)
     start, sizes = start[ids], sizes[ids]
     steps, per_pass = plan.steps_of(sizes), plan.per_pass(sizes)
     first = position if plan.continues else np.zeros_like(position)

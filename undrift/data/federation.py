@@ -16,6 +16,8 @@ from undrift.data.partition import Dealt, deal
 from undrift.errors import BadData, BadSetting
 from undrift.streams import Purpose, stream
 
+Ids = NDArray[np.int64]
+
 
 @dataclass(frozen=True)
 class Split:
@@ -73,17 +75,9 @@ class Federation:
         device = self.members.device
         return self.members[torch.from_numpy(place).to(device)], torch.from_numpy(np.repeat(ids, sizes)).to(device)
 
-    def table(
-        self,
-        plan: Plan,
-        seed: int,
-        rounds: NDArray[np.int64] | int,
-        ids: NDArray[np.int64],
-        position: NDArray[np.int64],
-    ) -> Table:
+    def table(self, plan: Plan, seed: int, round: Ids | int, ids: Ids, position: Ids) -> Table:
         """The batches of clients ids [S] in one round, or each in a round of its own."""
-        rounds = np.broadcast_to(np.asarray(rounds, dtype=np.int64), ids.shape)
-        return table(plan, seed, rounds, ids, self.members, self.start, self.sizes, position)
+        return table(plan, seed, round, ids, self.members, self.start, self.sizes, position)
 
 
 def federate(
