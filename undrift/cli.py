@@ -71,7 +71,7 @@ def parser() -> Parser:
         "--processes", type=int, default=0, metavar="N", help="runs at a time [one a core; one on a GPU]"
     )
     sweep.add_argument(
-        "--pack", action="store_true", help="on a CPU too, run what shares shapes as one program (as on a GPU)"
+        "--pack", action="store_true", help="run what shares shapes as one program, instead of a process each"
     )
 
     report = commands.add_parser("report", help="tables and plots of run folders as one HTML page", allow_abbrev=False)

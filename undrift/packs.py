@@ -9,8 +9,6 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from undrift.algorithms.base import Algorithm
 from undrift.config import RunConfig, make_algorithm, parse_stop
 from undrift.data.dataset import Dataset
@@ -26,11 +24,6 @@ from undrift.simulate.replay import Outlook
 from undrift.vec import nbytes
 
 DIFFER = ("seed", "lr_decay", "lr_drops", "lr_drop", "set")  # settings in which packed runs may differ
-
-
-def pays(config: RunConfig) -> bool:
-    """Whether such runs are packed without being asked: on a GPU, which a small run leaves idle most of the time."""
-    return config.device != "cpu" and torch.cuda.is_available()
 
 
 def kind(config: RunConfig, folder: RunFolder) -> Hashable:

@@ -169,7 +169,7 @@ def grouped(jobs: list[Job], out: Path, pack: bool) -> list[list[Job]]:
     groups: dict[Hashable, list[Job]] = {}
     for job in jobs:
         alike = None
-        if pack or packs.pays(job.config):
+        if pack:
             with contextlib.suppress(Exception):  # a damaged folder, say: its run will tell
                 if not _finished(job, RunFolder(out / job.name)):
                     alike = packs.kind(job.config, RunFolder(out / job.name))
