@@ -20,6 +20,7 @@ from torch import nn
 
 from tests.reference import plain, plain_more
 from tests.reference.test_mutation import Site, compiled, flipped, tree
+from tests.reference.test_mutation import disagreement as parts_in
 from tests.reference.test_reference import (
     CPU,
     EVEN,
@@ -31,6 +32,7 @@ from tests.reference.test_reference import (
     difference,
     disagreement,
     federation,
+    schedule,
 )
 from undrift.data.batches import Plan
 from undrift.data.federation import federate
@@ -143,27 +145,10 @@ def reference(case: Case) -> plain.FedAvg:
     return kind(problem, case.weights, **case.fields, **whole, **rates)
 
 
-def schedule(case: Case) -> plain.Schedule:
-    """The cohorts and batches of the package, one client at a time."""
-    source, data = simulation(case), federation(case.data)[0]
-
-    def invited(t: int, taken: list[int]) -> plain.Invited:
-        source.t = t
-        ids, place = source.draw()
-        sampled = [int(ids[s]) for s in place.argsort()]
-        batches = {}
-        for i in sampled:
-            table = data.table(case.plan, case.seed, t, np.array([i]), np.array([taken[i]]))
-            batches[i] = [table.index[0, k, : table.count[0, k]].tolist() for k in range(table.steps[0])]
-        return plain.Invited(sampled, batches)
-
-    return invited
-
-
 @cache
 def expected(case: Case) -> tuple[plain.FedAvg, list[plain.After]]:
     side = reference(case)
-    return side, side.run(schedule(case), ROUNDS)
+    return side, side.run(schedule(simulation(case)), ROUNDS)
 
 
 def first_disagreement(case: Case, execution: str, kind: type[Any] | None = None) -> str:
@@ -205,7 +190,7 @@ def test_the_cases_reach_what_they_are_for() -> None:
             continue
         if case.algorithm not in ("moon", "fedmlb"):
             continue
-        invited = schedule(case)
+        invited = schedule(simulation(case))
         first, second = (invited(t, [0] * 9) for t in (0, 1))
         assert len({len(batches) for batches in first.batches.values()}) >= 2, f"{case}: equal steps"
         if case.algorithm == "moon":
@@ -492,15 +477,7 @@ def sites(name: str) -> Iterator[Site]:
 
 def noticed(algorithm: str, kind: type[Any] | None = None) -> str:
     """The first case of an algorithm that parts from the reference, and how."""
-    cases = [case for case in CASES if case.algorithm == algorithm]
-    for case, execution in [(cases[0], "stacked"), (cases[0], "pool"), *((case, "stacked") for case in cases[1:])]:
-        try:
-            wrong = first_disagreement(case, execution, kind)
-        except Exception as error:  # a mutant may fail in any way: what matters is that it is noticed
-            wrong = f"{type(error).__name__}: {error}"
-        if wrong:
-            return f"{case}: {wrong}"
-    return ""
+    return parts_in(kind, [case for case in CASES if case.algorithm == algorithm], first_disagreement)
 
 
 def mutant(name: str, site: Site) -> Any:

@@ -11,7 +11,7 @@ import copy
 import inspect
 import sys
 import types
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import pytest
@@ -97,11 +97,11 @@ def mutated(site: Site, module: str) -> ast.Module:
     return source
 
 
-def disagreement(kind: type[Any], cases: list[Case]) -> str:
+def disagreement(kind: type[Any] | None, cases: list[Any], compare: Callable[..., str] = first_disagreement) -> str:
     """The first case in which a class parts from the reference, and how; nothing where it never does."""
     for case, execution in [(cases[0], "stacked"), (cases[0], "pool"), *((case, "stacked") for case in cases[1:])]:
         try:
-            wrong = first_disagreement(case, execution, kind)
+            wrong = compare(case, execution, kind)
         except Exception as error:  # a mutant may fail in any way: what matters is that it is noticed
             wrong = f"{type(error).__name__}: {error}"
         if wrong:

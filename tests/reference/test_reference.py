@@ -361,17 +361,16 @@ def reference(case: Case) -> plain.FedAvg:
     return plain.ALGORITHMS[case.algorithm](problem, case.weights, **case.fields, **rates(case))
 
 
-def schedule(case: Case) -> plain.Schedule:
+def schedule(source: Simulation) -> plain.Schedule:
     """The cohorts and batches of the package, one client at a time."""
-    source, data = simulation(case, "stacked"), federation(case.data)[0]
+    plan, seed = source.settings.plan, source.settings.seed
 
     def invited(t: int, taken: list[int]) -> plain.Invited:
-        source.t = t
-        ids, place = source.draw()
+        ids, place = source.draw(t)
         sampled = [int(ids[s]) for s in place.argsort()]
         batches = {}
         for i in sampled:
-            table = data.table(case.plan, case.seed, t, np.array([i]), np.array([taken[i]]))
+            table = source.data.table(plan, seed, t, np.array([i]), np.array([taken[i]]))
             batches[i] = [table.index[0, k, : table.count[0, k]].tolist() for k in range(table.steps[0])]
         return plain.Invited(sampled, batches)
 
@@ -382,7 +381,7 @@ def schedule(case: Case) -> plain.Schedule:
 def expected(case: Case) -> tuple[plain.FedAvg, list[plain.After]]:
     """The reference at its end, and what it did in each round."""
     side = reference(case)
-    return side, side.run(schedule(case), ROUNDS)
+    return side, side.run(schedule(simulation(case, "stacked")), ROUNDS)
 
 
 def difference(got: dict[str, Tensor], wanted: dict[str, Tensor]) -> float:
@@ -455,7 +454,9 @@ def test_margins_that_no_direction_meets_do_not_stop_the_run() -> None:
 
 def test_the_cases_reach_what_they_are_for() -> None:
     """Unequal steps, evictions, active constraints, and clients dropped after they had answered well."""
-    steps = {len(b) for t in range(ROUNDS) for b in schedule(CASES[1])(t, [0] * 9).batches.values()}
+    steps = {
+        len(b) for t in range(ROUNDS) for b in schedule(simulation(CASES[1], "stacked"))(t, [0] * 9).batches.values()
+    }
     assert len(steps) >= 3
     for case in CASES:
         side, rounds = expected(case)

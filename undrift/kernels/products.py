@@ -6,6 +6,7 @@ with PyTorch alone either pass would write float64 copies of the vectors first, 
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Iterator
 
@@ -53,15 +54,12 @@ def widened(vectors: Tensor) -> Iterator[Tensor]:
 
 
 PAIRS = list(itertools.combinations_with_replacement(range(4), 2))
-_places: dict[torch.device, Tensor] = {}
 
 
+@functools.cache
 def places(device: torch.device) -> Tensor:
     """[16] where in PAIRS each entry of a symmetric 4 x 4 matrix stands; kept, because a CUDA graph cannot copy from the host."""
-    if device not in _places:
-        order = [PAIRS.index((min(i, j), max(i, j))) for i in range(4) for j in range(4)]
-        _places[device] = torch.tensor(order, device=device)
-    return _places[device]
+    return torch.tensor([PAIRS.index((min(i, j), max(i, j))) for i in range(4) for j in range(4)], device=device)
 
 
 if triton is not None:

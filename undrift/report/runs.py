@@ -13,7 +13,8 @@ from undrift.errors import BadRunFolder
 
 DEPTH = 2  # how far below a given path run folders are looked for
 TASK = ("dataset", "partition", "model", "clients", "colour")  # scores compare only where these are alike
-HOW = ("device", "execution", "chunk", "checkpoint_every", "deterministic")  # how a run was run, not what it computes
+# How a run was run, not what it computes.
+HOW = ("device", "execution", "chunk", "checkpoint_every", "deterministic", "replay", "compile", "client_state")
 NAMED_BY_VALUE = ("dataset", "partition", "model")  # the value alone says what it is
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from undrift.algorithms.base import Algorithm, Cohort, check
 from undrift.data.batches import Plan
-from undrift.data.federation import Federation
+from undrift.data.federation import Federation, Ids
 from undrift.errors import BadSetting
 from undrift.net import Net
 from undrift.round import RoundRecord, consistency, fill, finite, server_init, server_part
@@ -25,7 +25,7 @@ from undrift.simulate.evaluate import Metric, accuracy, client_scores, forgettin
 from undrift.simulate.execute import Execution, RoundWork, check_labels, check_repeatable, choose, keep_freed_memory
 from undrift.simulate.graphs import recorded
 from undrift.simulate.ranks import agreed, over_ranks
-from undrift.simulate.replay import Ids, Part, Replay
+from undrift.simulate.replay import Part, Replay
 from undrift.streams import Purpose, fold, sample, stream, uniform
 from undrift.vec import map_leaves, nbytes
 

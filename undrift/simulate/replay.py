@@ -10,6 +10,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from undrift.data.federation import Ids
 from undrift.round import RoundRecord
 from undrift.simulate.clients import ClientTable
 from undrift.simulate.execute import Stacked, available_memory
@@ -18,9 +19,8 @@ from undrift.streams import Purpose, fold, signed, stream
 from undrift.vec import map_leaves, nbytes
 
 if TYPE_CHECKING:
-    from undrift.simulate.engine import Simulation
+    from undrift.simulate.engine import Settings, Simulation
 
-Ids = NDArray[np.int64]
 LONGEST = 32  # rounds at most that are laid out together
 ROOM = 1 << 28  # bytes for their samples
 
@@ -55,10 +55,7 @@ class Outlook:
         self.width = int(min(self.plan.batch, data.sizes.max()))
         self.steps = int(self.plan.steps_of(data.sizes).max())  # most local steps
         self.always_whole = settings.sampling == "fixed" and not settings.dropout_rate
-        self.clients = settings.cohort  # most clients: four standard deviations above the mean, where chance decides
-        if settings.sampling != "fixed":
-            deviation = math.sqrt(settings.cohort * (1 - settings.cohort / data.clients))
-            self.clients = min(data.clients, math.ceil(settings.cohort + 4 * deviation))
+        self.clients = largest_cohort(settings, data.clients)
         self.longest = self.fitting(1)
         self.scheduled = settings.lr_decay != 1.0 or bool(settings.lr_drops)
         full = self.plan.steps and not settings.slow[0] and self.plan.batch == self.width
@@ -168,11 +165,11 @@ class Replay:
         `client` [S, ...] is the state of some clients.
         """
         execution, data = simulation.execution, simulation.data
-        everybody = nbytes(client) // max(1, simulation.settings.cohort) * data.clients
+        everybody = nbytes(map_leaves(lambda t: t[0], client)) * data.clients
         return (
             isinstance(simulation.clients, ClientTable)
             and isinstance(execution, Stacked)
-            and execution.chunk >= simulation.settings.cohort
+            and execution.chunk >= largest_cohort(simulation.settings, data.clients)
             and data.train.held is not None
             and everybody < available_memory(simulation.device) // 3
         )
@@ -225,6 +222,14 @@ class Replay:
             self.block, self.following = block, None
             self.program.take(block.ahead)
         return block
+
+
+def largest_cohort(settings: Settings, clients: int) -> int:
+    """The most clients to be expected in a round: four standard deviations above the mean, where chance decides."""
+    if settings.sampling == "fixed":
+        return settings.cohort
+    deviation = math.sqrt(settings.cohort * (1 - settings.cohort / clients))
+    return min(clients, math.ceil(settings.cohort + 4 * deviation))
 
 
 def rounded_up(size: int, most: int, shapes: int = 4) -> int:
