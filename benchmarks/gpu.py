@@ -1,6 +1,6 @@
 """Rounds on one GPU: undrift beside a bare captured loop, the plain per-client loop and pfl-research, in one run.
 
-    python benchmarks/gpu.py [--rivals bare,plain,pfl] [--methods] [--real] [--json FILE]
+    python benchmarks/gpu.py [--rivals bare,plain,pfl] [--methods all] [--packs] [--ragged] [--real] [--json FILE]
 
 100 clients, 5 local steps, batch 64, CIFAR-shaped data (the MLP has 3072 inputs), TF32 on for all. undrift's round is
 whole: sampling the cohort and its batches, uint8 to normalised floats, training, the server's step and the record,
@@ -27,6 +27,7 @@ from undrift.algorithms.base import Algorithm
 from undrift.data.batches import Plan
 from undrift.data.dataset import Dataset
 from undrift.data.federation import Federation, federate
+from undrift.models import resnet20_gn
 from undrift.net import Net
 from undrift.registry import algorithm_class, names
 from undrift.simulate.engine import Settings, Simulation
@@ -45,9 +46,7 @@ def federation(shape: tuple[int, int, int] = SHAPE, seed: int = 0) -> Federation
 
 
 def simulation(alg: Algorithm, module: nn.Module, data: Federation, clients: int, compiled: bool) -> Simulation:
-    settings = Settings(
-        clients, Plan(BATCH, steps=STEPS), eval_every=10**9, execution="stacked", replay=True, compile=compiled
-    )
+    settings = Settings(clients, Plan(BATCH, steps=STEPS), eval_every=10**9, execution="stacked", compile=compiled)
     return Simulation(alg, Net(module), data, settings, {}, GPU)
 
 
@@ -116,7 +115,7 @@ def methods(chosen: list[str], clients: int = 10) -> list[dict[str, Any]]:
                 ms, first = undrift_round(run, 0.2)
                 reference = reference or ms
                 graphs = "captured" if captured(run) else "not captured"
-                graphs += ", server step on the host" if run.alg.needs_host else ""
+                graphs += ", server step on the host" if run.replay and run.replay.program.apart else ""
                 row = {"model": model, "method": name, "ms": ms, "ratio": ms / reference, "first": first, "how": graphs}
                 print(
                     f"{model:14} {name:12} {ms:8.2f} ms  {ms / reference:5.2f}x  first {first:5.1f} s  {graphs}",
@@ -130,6 +129,108 @@ def methods(chosen: list[str], clients: int = 10) -> list[dict[str, Any]]:
     return rows
 
 
+def packs(runs: int = 16) -> list[dict[str, Any]]:
+    """Runs of a sweep packed into one program, beside one of them alone."""
+    from undrift.models import lenet5, mlp
+    from undrift.simulate.packed import Pack
+
+    rows = []
+    for model, build, shape, name in (
+        ("mlp, 784 inputs", mlp.build, (1, 28, 28), "fedavg"),
+        ("mlp, 3072 inputs", mlp.build, SHAPE, "fedavg"),
+        ("lenet5", lenet5.build, SHAPE, "fedavg"),
+        ("resnet20-gn", resnet20_gn.build, SHAPE, "fedavg"),
+        ("mlp, 784 inputs", mlp.build, (1, 28, 28), "gradma-s"),
+        ("lenet5", lenet5.build, SHAPE, "gradma-s"),
+    ):
+        data = federation(shape)
+
+        def one(
+            seed: int, data: Federation = data, build: Any = build, name: str = name, shape: Any = shape
+        ) -> Simulation:
+            settings = Settings(10, Plan(BATCH, steps=STEPS), seed=seed, eval_every=10**9, execution="stacked")
+            alg = algorithm_class(name)(lr=0.01 * (1 + seed))
+            return Simulation(alg, Net(build(shape, 10)), data, settings, {}, GPU)
+
+        alone, _ = undrift_round(one(0), 0.3)
+        pack = Pack([one(seed) for seed in range(runs)])
+        pack.rounds(8, False)
+        times = []
+        for _ in range(4):
+            torch.cuda.synchronize()
+            at = time.perf_counter()
+            made = len(pack.rounds(16, False)[0])
+            torch.cuda.synchronize()
+            times.append((time.perf_counter() - at) / made * 1e3)
+        together = statistics.median(times)
+        rows.append(
+            {
+                "model": model,
+                "method": name,
+                "runs": runs,
+                "alone": alone,
+                "together": together,
+                "ratio": together / alone,
+            }
+        )
+        print(
+            f"{model:18} {name:10} {runs} runs {together:8.2f} ms a round = {together / alone:5.2f} x one ({alone:.2f} ms)",
+            flush=True,
+        )
+        del pack
+        torch.cuda.empty_cache()
+    return rows
+
+
+def ragged() -> list[dict[str, Any]]:
+    """One pass over each client's samples, Dirichlet 0.01: beside the time of the steps really taken.
+
+    That time is the sum over the steps of what a step costs for so many clients as still have a batch, measured with cohorts of
+    that size in which everybody makes the same number of steps.
+    """
+    from undrift.models import lenet5, mlp
+
+    rows = []
+    random = np.random.default_rng(0)
+    x = random.integers(0, 256, (CLIENTS * SAMPLES, 32, 32, 3), dtype=np.uint8)
+    y = random.integers(0, 10, CLIENTS * SAMPLES)
+    data = Dataset("random", x, y, x[:100], y[:100], 10, (0.5,) * 3, (0.25,) * 3)
+    for model, build in (("mlp", mlp.build), ("lenet5", lenet5.build)):
+        fed = federate(data, "dirichlet:0.01", CLIENTS, 0, GPU)
+        settings = Settings(10, Plan(BATCH, epochs=1.0, persistent=False), eval_every=10**9, execution="stacked")
+        run = Simulation(algorithm_class("fedavg")(), Net(build(SHAPE, 10)), fed, settings, {}, GPU)
+        run.rounds(1)
+        run.rounds(32)
+        first = run.t
+        torch.cuda.synchronize()
+        at = time.perf_counter()
+        while run.t < first + 32:
+            run.rounds(32)
+        torch.cuda.synchronize()
+        took = (time.perf_counter() - at) / (run.t - first) * 1e3
+        live = [(run.takes_part(t).steps[:, None] > np.arange(1000)).sum(0) for t in range(first, run.t)]
+        cost = {}
+        for clients in (1, 2, 4, 7, 10):
+            short, long = (undrift_round(step_run(build, clients, steps), 0.2)[0] for steps in (20, 60))
+            cost[clients] = (long - short) / 40
+        fixed = short - 20 * cost[10]
+        counts = np.concatenate(live)
+        counts = counts[counts > 0]
+        ideal = np.interp(counts, list(cost), list(cost.values())).sum() / len(live) + fixed
+        steps = len(counts) / len(live)
+        rows.append({"model": model, "ms": took, "steps really taken": ideal, "ratio": took / ideal, "steps": steps})
+        print(
+            f"dirichlet:0.01, 1 epoch  {model:8} {took:8.2f} ms a round of {steps:.0f} steps = {took / ideal:.2f} x the steps really taken",
+            flush=True,
+        )
+    return rows
+
+
+def step_run(build: Any, clients: int, steps: int) -> Simulation:
+    settings = Settings(clients, Plan(BATCH, steps=steps), eval_every=10**9, execution="stacked")
+    return Simulation(algorithm_class("fedavg")(), Net(build(SHAPE, 10)), federation(), settings, {}, GPU)
+
+
 def real() -> list[dict[str, Any]]:
     """1000 rounds on CIFAR-10, evaluated every 10, start-up apart."""
     rows = []
@@ -139,7 +240,7 @@ def real() -> list[dict[str, Any]]:
             began = time.perf_counter()
             result = undrift.run(
                 algorithm=name, model=model, dataset="cifar10", rounds=1000, eval_every=10, batch=64, steps=5,
-                precision="tf32", replay=True, set={"lr": 0.01}, execution="stacked",
+                precision="tf32", compile="on", set={"lr": 0.01}, execution="stacked",
                 progress=lambda record, rounds, times=times: times.append(time.perf_counter()),
             )  # fmt: skip
             start = times[20] - began
@@ -165,6 +266,8 @@ def main() -> None:
     parser.add_argument("--clients", default="10,100", help="cohorts of the comparison")
     parser.add_argument("--models", default=",".join(MODELS), help="of the comparison")
     parser.add_argument("--methods", default="", help="time and capture of these methods, or of all")
+    parser.add_argument("--packs", action="store_true", help="16 runs as one program")
+    parser.add_argument("--ragged", action="store_true", help="clients of very different sizes")
     parser.add_argument("--real", action="store_true", help="CIFAR-10 from UNDRIFT_DATA")
     parser.add_argument("--json", help="file to write the numbers to")
     chosen = parser.parse_args()
@@ -176,6 +279,10 @@ def main() -> None:
             found[f"S={clients}"] = rivals(wanted, clients, chosen.models.split(","))
     if chosen.methods:
         found["methods"] = methods(names("algorithms") if chosen.methods == "all" else chosen.methods.split(","))
+    if chosen.packs:
+        found["packs"] = packs()
+    if chosen.ragged:
+        found["ragged"] = ragged()
     if chosen.real and os.environ.get("UNDRIFT_DATA"):
         found["cifar10"] = real()
     if chosen.json:

@@ -61,9 +61,9 @@ def simulation(
 
 
 def path(run: Simulation, rounds: int) -> torch.Tensor:
-    """The server's model after each round [rounds, P]."""
+    """The server's model after each round [rounds, P], without what pads it."""
     points = []
     for _ in range(rounds):
         run.round()
-        points.append(run.state.x)
+        points.append(run.net.layout.sent(run.state.x))
     return torch.stack(points)

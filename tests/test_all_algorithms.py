@@ -245,7 +245,7 @@ def test_restoring_in_the_middle_changes_nothing(name: str) -> None:
 def test_bytes_and_gradients_are_as_its_page_says(name: str, execution: str) -> None:
     down, up, gradients = COSTS[name]
     run = simulation(make(name), cohort=4, steps=3, execution=execution)
-    model, before = nbytes(run.state.x), set()
+    model, before = nbytes(run.net.layout.sent(run.state.x)), set()
     for _ in range(3):
         ids = set(run.draw()[0].tolist())
         record = run.round()

@@ -96,7 +96,7 @@ def test_packed_runs_agree_with_the_cpu(name: str, replay: bool, tmp_path: Path)
     ]
     folders = [tmp_path / str(each["seed"]) for each in runs]
     configs = [from_mapping(QUICK | {"device": "cuda"} | each) for each in runs]
-    assert packs.most_at_once(configs[0], 1) >= 3 and len({packs.kind(c, RunFolder(tmp_path)) for c in configs}) == 1
+    assert packs.cost(configs[0], 1).most >= 3 and len({packs.kind(c, RunFolder(tmp_path)) for c in configs}) == 1
     packs.run_packed(configs, folders, [lambda record, rounds: None] * 3)
     for each, folder in zip(runs, folders, strict=True):
         found = load_file(folder / "model.safetensors")

@@ -115,9 +115,10 @@ def test_weight_decay_can_spare_biases(name: str) -> None:
         run = small.simulation(
             kind(**fields, decay_biases=not spare), small.tiny_mlp().requires_grad_(), steps=1, cohort=6
         )
-        before = run.state.x
+        sent = run.net.layout.sent
+        before = sent(run.state.x)
         run.round()
-        x[spare] = run.state.x
+        x[spare] = sent(run.state.x)
     biases = torch.cat([torch.full((s.numel(),), len(s) == 1) for s in run.net.layout.shapes])
     assert not torch.allclose(x[True][biases], x[False][biases], rtol=1e-3)
     assert torch.allclose(x[True][~biases], x[False][~biases], rtol=1e-9)

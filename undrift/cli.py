@@ -55,7 +55,8 @@ def parser() -> Parser:
         if name == "set":
             run.add_argument(flag, action="append", default=None, metavar="FIELD=VALUE", help=about)
         elif TYPES[name] is bool:
-            run.add_argument(flag, action="store_true", default=None, help=about)
+            action = argparse.BooleanOptionalAction if field.default else "store_true"  # what is on can be switched off
+            run.add_argument(flag, action=action, default=None, help=about)
         else:
             shown = "|".join(CHOICES[name]) if name in CHOICES else name.upper()
             run.add_argument(flag, type=TYPES[name], default=None, metavar=shown, help=f"{about} [{field.default}]")
@@ -71,7 +72,10 @@ def parser() -> Parser:
         "--processes", type=int, default=0, metavar="N", help="runs at a time [one a core; one on a GPU]"
     )
     sweep.add_argument(
-        "--pack", action="store_true", help="run what shares shapes as one program, instead of a process each"
+        "--pack",
+        action=argparse.BooleanOptionalAction,
+        default=None,
+        help="run what shares shapes as one program [on a GPU]",
     )
 
     report = commands.add_parser("report", help="tables and plots of run folders as one HTML page", allow_abbrev=False)

@@ -20,6 +20,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from undrift.kernels import gram as gram_kernel
+from undrift.kernels import pivots
+
 Array = NDArray[np.float64]
 
 
@@ -27,19 +30,18 @@ class Projection(NamedTuple):
     """The projected vector, its multipliers, and how well it was found."""
 
     u: Tensor  # [P]
-    z: Tensor  # [m] float64, the multipliers of the columns as given, on the host
-    solved: bool  # False: non-finite input or no convergence; then u is p, or the best point found
+    z: Tensor  # [m] float64, the multipliers of the columns as given, where `counts` lies
+    solved: Tensor  # [] False: non-finite input or no convergence; then u is p, or the best point found
 
 
 def gram(rows: Tensor, others: Tensor) -> Tensor:
-    """Inner products [a, b] of rows [a, P] with others [b, P], never with the ten bits of TF32."""
-    products = torch.backends.cuda.matmul
-    before = products.fp32_precision
-    products.fp32_precision = "ieee"
-    try:
-        return rows @ others.T
-    finally:
-        products.fp32_precision = before
+    """Inner products [a, b] of rows [a, P] with others [b, P], never with the ten bits of TF32.
+
+    On a GPU they are summed up in float64 over stretches of the rows, which leaves a noise of about 1e-8 in float32 rows.
+    """
+    if gram_kernel.available(rows):
+        return gram_kernel.inner_products(rows, others)
+    return rows @ others.T
 
 
 def project(
@@ -57,11 +59,15 @@ def project(
     the rows only those that `counts` [m] names are constraints, and none that is exactly zero. `start` [m] names those
     that may be active, such as those that were so in a programme much like this one.
 
+    Where `counts` lies on a GPU the host is asked for nothing, and gives no help where the products' digits do not suffice.
+
     >>> project(torch.tensor([1.0, -1.0]), torch.tensor([[0.0, 1.0]])).u
     tensor([1., 0.])
     """
     products = gram(rows, rows) if products is None else products
     along = gram(p.unsqueeze(0), rows).squeeze(0) if along is None else along
+    if counts is not None and counts.device.type == "cuda":
+        return Projection(*pivots.project(p, rows, products, along, rho, counts))
     length = torch.linalg.vector_norm(p, dtype=torch.float64)
     on_host = torch.cat([products.double().flatten(), along.double(), length.view(1)]).cpu().numpy()  # one trip
     m = len(rows)
@@ -71,11 +77,11 @@ def project(
     if even is not None:  # rows so short that their squares are zero: their length counts for nothing
         stretched = project(p.double(), even, None, rho, None, torch.from_numpy(named), torch.from_numpy(guess))
         return Projection(stretched.u.to(p.dtype), stretched.z / even_scale(rows).cpu(), stretched.solved)
-    still = torch.zeros(m, dtype=torch.float64)
+    still, yes, no = torch.zeros(m, dtype=torch.float64), torch.tensor(True), torch.tensor(False)
     if not (np.isfinite(G).all() and np.isfinite(b).all()):
-        return Projection(p, still, False)
+        return Projection(p, still, no)
     if (b >= 0).all():  # feasible already: p itself, bit for bit
-        return Projection(p, still, True)
+        return Projection(p, still, yes)
     single = p.dtype != torch.float64
     z, solved = solve(G, b, 1e-6 if single else 1e-12, guess)
     if single and (not solved or digits_lost(G, z > 0) > 4):
@@ -89,7 +95,8 @@ def project(
     active = z > 0
     index, share = np.flatnonzero(active), z[active] * on_host[-1] / size[active]
     u = combined(p, rows, *(torch.from_numpy(v).to(p.device) for v in (index, share))) if straight is None else straight
-    return Projection(u, still.index_copy(0, torch.from_numpy(index), torch.from_numpy(share)), solved)
+    found = still.index_copy(0, torch.from_numpy(index), torch.from_numpy(share))
+    return Projection(u, found, yes if solved else no)
 
 
 def combined(p: Tensor, rows: Tensor, index: Tensor, share: Tensor) -> Tensor:

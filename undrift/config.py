@@ -49,11 +49,9 @@ class RunConfig:
     dtype: str = field(default="float32", metadata={"help": "float32 or float64"})
     execution: str = field(default="auto", metadata={"help": "auto (timed), stacked or pool"})
     chunk: int = field(default=0, metadata={"help": "clients stacked at a time; 0: as many as fit in memory"})
-    replay: bool = field(
-        default=False, metadata={"help": "on a GPU, replay rounds as CUDA graphs: much faster, still new"}
-    )
-    compile: bool = field(
-        default=False, metadata={"help": "with --replay, compile the local step: slower start, faster rounds"}
+    replay: bool = field(default=True, metadata={"help": "on a GPU, replay rounds as CUDA graphs: much faster"})
+    compile: str = field(
+        default="auto", metadata={"help": "compile what is replayed: auto (where the rounds repay it), on or off"}
     )
     precision: str = field(default="fp32", metadata={"help": "of products on a GPU: fp32, or tf32 (10 bits, faster)"})
     deterministic: bool = field(default=False, metadata={"help": "make CUDA runs repeatable"})
@@ -120,6 +118,7 @@ CHOICES = {
     "device": ("auto", "cpu", "cuda"),
     "dtype": ("float32", "float64"),
     "execution": ("auto", "stacked", "pool"),
+    "compile": ("auto", "on", "off"),
     "precision": ("fp32", "tf32"),
     "client_state": ("auto", "memory", "disk"),
 }

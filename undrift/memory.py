@@ -11,13 +11,14 @@ import torch
 from torch import Tensor
 
 from undrift.cone import gram
+from undrift.kernels import slots
 
 
 class Memory(NamedTuple):
     """D[i] for up to m clients, as D[i] = beta_2^age rows[i]: the scale apart, so that an old direction never underflows.
 
     The rows may be hundreds of megabytes, so `remember` writes into them: a memory is of no use after its successor is made.
-    What decides who is remembered stays on the host.
+    What decides who is remembered stays on the host, but for a server whose steps are recorded as a CUDA graph.
     """
 
     rows: Tensor  # [m, P]
@@ -25,18 +26,26 @@ class Memory(NamedTuple):
     age: Tensor  # [m] rounds since the row was written, -1: nothing written yet
     uses: Tensor  # [m] c(i), how often the client took part since it was let in
     since: Tensor  # [m] when it was let in, a running number
-    products: Tensor  # [T, m, m] the rows' Gram matrix, one for each tensor of the model or one for all
+    products: Tensor  # [T, m, m] the rows' Gram matrix in float64, one for each tensor of the model or one for all
     evictions: Tensor  # [] so far
 
     @classmethod
-    def empty(cls, slots: int, x0: Tensor, parts: int) -> Memory:
-        """Room for `slots` updates like x0 [P], compared in `parts` parts."""
-        none = torch.zeros(slots, dtype=torch.int64)
-        products = x0.new_zeros(parts, slots, slots)
-        return cls(x0.new_zeros(slots, len(x0)), none - 1, none, none, none, products, none.sum())
+    def empty(cls, m: int, x0: Tensor, parts: int) -> Memory:
+        """Room for m updates like x0 [P], compared in `parts` parts."""
+        none = torch.zeros(m, dtype=torch.int64)
+        products = x0.new_zeros(parts, m, m, dtype=torch.float64)
+        return cls(x0.new_zeros(m, len(x0)), none - 1, none, none, none, products, none.sum())
 
-    def mem_red(self, clients: list[int]) -> tuple[Memory, Tensor]:
-        """Every client gets a row, in the order given; the least used one outside makes room. Also their rows [S]."""
+    def mem_red(self, clients: Tensor) -> tuple[Memory, Tensor]:
+        """Every client [S] gets a row, in the order given; the least used one outside makes room. Also their rows [S]."""
+        if self.ids.device.type == "cuda":
+            counters = torch.stack([self.ids, self.age, self.uses, self.since])
+            counters, place, evicted = slots.mem_red(clients, counters, self.evictions)
+            ids, age, uses, since = counters.unbind()
+            return self._replace(ids=ids, age=age, uses=uses, since=since, evictions=evicted), place
+        return self.mem_red_on_host(clients.tolist())
+
+    def mem_red_on_host(self, clients: list[int]) -> tuple[Memory, Tensor]:
         ids, age, uses, since = (t.tolist() for t in (self.ids, self.age, self.uses, self.since))
         evictions = 0
         for i in clients:
@@ -65,7 +74,7 @@ class Memory(NamedTuple):
         rows = self.rows.index_copy_(0, at, written)
         # Only the cohort's rows and columns of the Gram matrix change: S m d operations, not m m d, in one reading.
         new = torch.stack([gram(torch.cat([written[:, part], m[None, part]]), rows[:, part]) for part in segments])
-        new, along = new[:, :-1], new[:, -1]
+        new, along = new[:, :-1].to(self.products), new[:, -1]
         products = self.products.index_copy(1, at, new).index_copy(2, at, new.transpose(1, 2))
         age = (self.age + 1).index_fill(0, place, 0)
         return self._replace(rows=rows, age=age, products=products), along

@@ -26,6 +26,7 @@ from undrift.layout import Layout
 from undrift.streams import mix
 
 Loss = Callable[[Tensor, Tensor], Tensor]
+ALIGNED = 4  # entries, 16 bytes of float32: a GPU's fast products want every client's row of a stack to begin there
 
 
 class Context(NamedTuple):
@@ -148,7 +149,8 @@ class Net:
         _prepare(prepared, "", self.current, module.training, set())
         if not module.training:
             prepared.train()
-        self.layout = Layout.of((n, p) for n, p in prepared.named_parameters() if p.requires_grad)
+        trained = [(n, p) for n, p in prepared.named_parameters() if p.requires_grad]
+        self.layout = Layout.of(trained, ALIGNED)
         if not self.layout.names:
             raise BadSetting("the model has no trainable parameter; set requires_grad on what should be trained")
         tracked = [f"{n}." if n else "" for n, m in prepared.named_modules() if isinstance(m, MaskedBatchNorm)]

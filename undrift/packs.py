@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import time
 from collections.abc import Hashable, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from undrift.algorithms.base import Algorithm
 from undrift.config import RunConfig, make_algorithm, parse_stop
@@ -55,19 +56,32 @@ def set_up(config: RunConfig, dataset: Dataset, shared: Federation | None = None
     return config, simulation
 
 
-def most_at_once(config: RunConfig, processes: int) -> int:
-    """How many runs like this one fit into half of the memory that is free now, when so many processes share it."""
+class Cost(NamedTuple):
+    """What a run takes, measured before a sweep begins."""
+
+    most: int  # runs that fit into memory together
+    memory: int  # bytes of each
+    seconds: float  # of all its rounds, when it is run alone, without evaluation
+
+
+def cost(config: RunConfig, processes: int) -> Cost:
+    """How much a run like this one takes; packed runs get half of the memory that is free, shared by so many processes."""
     config, simulation = set_up(config, load_dataset(config.dataset))
     outlook = Outlook(simulation)
-    with arithmetic(config):
+    with arithmetic(config), contextlib.closing(simulation.clients):
         first = next(part for t in itertools.count() if len((part := simulation.takes_part(t)).ids))
         opening = simulation.opening(first)
         working = bytes_per_client(simulation.net, simulation.state.x, simulation.state.buffers, opening.work)
-    kept = nbytes(opening.client) // len(first.ids) * simulation.data.clients
-    # Twice what the clients keep, and thrice the server's state: copies are made when a pack begins and when a stretch ends.
-    one = outlook.clients * working + 2 * kept + 3 * nbytes(simulation.state)
-    most = int(0.5 * available_memory(simulation.device) / processes / one)
-    return max(1, min(most, config.chunk // outlook.clients) if config.chunk else most)
+        kept = nbytes(opening.client) // len(first.ids) * simulation.data.clients
+        # Twice what the clients keep, and thrice the server's state: copies are made when a pack begins and when a stretch ends.
+        one = outlook.clients * working + 2 * kept + 3 * nbytes(simulation.state)
+        most = int(0.5 * available_memory(simulation.device) / processes / one)
+        simulation.settings = replace(simulation.settings, eval_every=config.rounds + 8)
+        simulation.rounds(1)  # the first one prepares everything
+        began, made = time.perf_counter(), len(simulation.rounds(4))
+        seconds = (time.perf_counter() - began) / made * config.rounds
+    most = max(1, min(most, config.chunk // outlook.clients) if config.chunk else most)
+    return Cost(most, one, seconds)
 
 
 def split(runs: Sequence[Any], most: int) -> list[list[Any]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import os
 import platform
 import subprocess
@@ -16,6 +17,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.nn.functional as F
+from numpy.typing import NDArray
 from torch import Tensor, nn
 
 import undrift.data.federation as federation
@@ -49,6 +51,7 @@ from undrift.simulate.execute import Stacked, available_memory
 from undrift.streams import Purpose, stream
 from undrift.vec import nbytes
 
+REPAID = 50_000  # local steps: compiling takes ten to twenty seconds, and a step of a small model saves 0.1 to 0.5 ms
 Progress = Callable[[dict[str, Any], int], None]  # called with each record and the number of rounds asked for
 
 
@@ -188,9 +191,18 @@ def simulated(
     how = Settings(
         config.cohort, plan, config.seed, config.weights, config.eval_every, config.execution, config.chunk,
         config.lr_decay, parse_drops(config.lr_drops), config.lr_drop, config.sampling, config.dropout_rate,
-        parse_slow(config.slow), config.bandwidth, config.latency, config.replay, config.compile, config.client_eval_every,
+        parse_slow(config.slow), config.bandwidth, config.latency, config.replay,
+        device.type == "cuda" and config.replay and compiles(config, plan, clients.sizes), config.client_eval_every,
     )  # fmt: skip
     return Simulation(alg, net, clients, how, metrics, device)
+
+
+def compiles(config: RunConfig, plan: Plan, sizes: NDArray[np.int64]) -> bool:
+    """Whether local steps are compiled: asked for, or so many that they repay the time it takes."""
+    if config.compile != "auto":
+        return config.compile == "on"
+    steps = config.rounds * int(plan.steps_of(sizes).max())
+    return steps >= REPAID and not config.deterministic and importlib.util.find_spec("triton") is not None
 
 
 @contextlib.contextmanager
@@ -396,8 +408,10 @@ def written(config: RunConfig, simulation: Simulation) -> dict[str, Any]:
     made = {
         "undrift": __version__, "commit": commit(), "python": platform.python_version(), "torch": torch.__version__,
         "numpy": np.__version__, "device": str(simulation.device), "threads": torch.get_num_threads(),
-        "ranks": ranks.count(), "parameters": simulation.net.layout.size,
+        "ranks": ranks.count(), "parameters": simulation.net.layout.entries,
     }  # fmt: skip
+    if simulation.device.type == "cuda":
+        settings["compile"] = "on" if simulation.settings.compile else "off"
     if simulation.execution is not None:
         settings["execution"] = simulation.execution.name  # once chosen it stays, so that results can be repeated
         if isinstance(simulation.execution, Stacked):

@@ -41,7 +41,7 @@ from undrift.datasets import load_dataset
 from undrift.errors import BadRunFolder, BadSetting, MissingData, UndriftError, UnknownName
 from undrift.folder import RunFolder
 from undrift.registry import algorithm_class, module_of
-from undrift.runs import Progress, run
+from undrift.runs import Progress, pick_device, run
 
 
 class Job(NamedTuple):
@@ -117,11 +117,11 @@ def check_names(config: RunConfig) -> None:
 
 
 def run_all(
-    jobs: list[Job], out: Path, processes: int, watch: Watch, say: Callable[[str], None], pack: bool = False
+    jobs: list[Job], out: Path, processes: int, watch: Watch, say: Callable[[str], None], pack: bool | None = None
 ) -> dict[str, str]:
     """Run what is not finished yet, `processes` programs at a time; the messages of the runs that failed, by name.
 
-    On a GPU, and with `pack` elsewhere too, runs that share shapes are one program.
+    Runs that share shapes are one program on a GPU, or where `pack` says so.
     """
     failed: dict[str, str] = {}
     context = multiprocessing.get_context("spawn")
@@ -131,9 +131,12 @@ def run_all(
             waiting: dict[Future[Any], list[Job]] = {}
             try:
                 groups = [pool.submit(_programs, group, processes) for group in grouped(jobs, out, pack)]
-                programs = [program for group in groups for program in group.result()]
-                if len(programs) < len(jobs):
-                    say(f"{len(jobs)} runs in {len(programs)} programs")
+                programs = []
+                for group in groups:
+                    parts, packed = group.result()
+                    programs += parts
+                    if packed:
+                        say(packed)
                 waiting = {pool.submit(_run_program, program, out, news): program for program in programs}
                 while waiting:
                     _tell(news, watch)
@@ -164,27 +167,33 @@ def _tell(news: Any, watch: Watch) -> None:
         return
 
 
-def grouped(jobs: list[Job], out: Path, pack: bool) -> list[list[Job]]:
+def grouped(jobs: list[Job], out: Path, pack: bool | None) -> list[list[Job]]:
     """The runs that can be packed together, in the order of the first of each."""
     groups: dict[Hashable, list[Job]] = {}
     for job in jobs:
         alike = None
-        if pack:
-            with contextlib.suppress(Exception):  # a damaged folder, say: its run will tell
-                if not _finished(job, RunFolder(out / job.name)):
-                    alike = packs.kind(job.config, RunFolder(out / job.name))
+        with contextlib.suppress(Exception):  # a damaged folder, say: its run will tell
+            packing = pack or (pack is None and pick_device(job.config.device).type == "cuda")
+            if packing and not _finished(job, RunFolder(out / job.name)):
+                alike = packs.kind(job.config, RunFolder(out / job.name))
         groups.setdefault(job.name if alike is None else alike, []).append(job)
     return list(groups.values())
 
 
-def _programs(group: list[Job], processes: int) -> list[list[Job]]:
-    """The group in parts that fit in memory; one by one where even the first run cannot be made."""
+def _programs(group: list[Job], processes: int) -> tuple[list[list[Job]], str]:
+    """The group in parts that fit in memory, and what is to be said of them; one by one where even the first cannot be made."""
     if len(group) == 1:
-        return [group]
+        return [group], ""
     try:
-        return packs.split(group, packs.most_at_once(group[0].config, processes))
+        cost = packs.cost(group[0].config, processes)
+        parts = packs.split(group, cost.most)
+        largest = max(map(len, parts))
+        return parts, (
+            f"packed: {len(group)} runs in {len(parts)} programs, {group[0].name} ... {group[-1].name}; "
+            f"{largest * cost.memory / 1e9:.1f} GB at a time, {cost.seconds * len(group):.0f} s if run one after another"
+        )
     except Exception:  # which they will tell themselves
-        return [[job] for job in group]
+        return [[job] for job in group], ""
     finally:
         torch.cuda.empty_cache()
 

@@ -59,7 +59,7 @@ def different(one: Any, other: Any, rounds: int = 4, **settings: Any) -> None:
 
 def models(run: Simulation, rounds: int) -> Tensor:
     """x_0 to x_T."""
-    return torch.cat([run.state.x[None], path(run, rounds)])
+    return torch.cat([run.net.layout.sent(run.state.x)[None], path(run, rounds)])
 
 
 def fedavg_update(run: Simulation, **settings: Any) -> Tensor:
@@ -268,9 +268,9 @@ class Seen:
         self.calls: list[tuple[Tensor, Tensor, Tensor]] = []
         solve = gradma_w.project_three
 
-        def record(p: Tensor, M: Tensor, rho: float = 0.0) -> tuple[Tensor, Tensor]:
+        def record(p: Tensor, M: list[Tensor], rho: float = 0.0) -> tuple[Tensor, Tensor]:
             u, active = solve(p, M, rho)
-            self.calls.append((p, M, u))
+            self.calls.append((p, torch.stack(M, -2), u))
             return u, active
 
         patch.setattr(gradma_w, "project_three", record)

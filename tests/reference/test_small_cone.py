@@ -68,7 +68,7 @@ def test_three_constraints_agree_with_the_general_solver_and_with_nnls(
     for size in (3, 40):
         p, M = rows(kind, lead, size, dtype)
         kept = p.clone(), M.clone()
-        u, active = project_three(p, M)
+        u, active = project_three(p, M.unbind(-2))
         assert (u.shape, u.dtype, active.shape, active.dtype) == (p.shape, dtype, M.shape[:-1], torch.bool)
         assert torch.equal(p, kept[0]) and torch.equal(M, kept[1])
         for place in itertools.product(*map(range, lead)):
@@ -84,7 +84,7 @@ def test_three_constraints_agree_with_the_general_solver_and_with_nnls(
                 assert torch.equal(u[place], one)
             if kind in ("p in the cone", "all zero", "zero p"):
                 assert torch.equal(u[place], one) and not active[place].any()
-            alone, who = project_three(one, columns)  # the leading dimensions change nothing
+            alone, who = project_three(one, columns.unbind(-2))  # the leading dimensions change nothing
             assert float((alone - u[place]).norm()) <= CLOSE[dtype] * length and torch.equal(who, active[place])
 
 
@@ -92,7 +92,7 @@ def test_three_constraints_agree_with_the_general_solver_and_with_nnls(
 @pytest.mark.parametrize("kind", ["random", "twins", "collinear", "one zero", "all zero", "p against all", "zero p"])
 def test_margins_agree_with_the_general_solver_and_with_nnls(kind: str, rho: float) -> None:
     p, M = rows(kind, (6,), 20, torch.float64)
-    u, _ = project_three(p, M, rho)
+    u, _ = project_three(p, M.unbind(-2), rho)
     for i in range(6):
         length = max(float(p[i].norm()), 1e-30)
         exact, _ = plain.project(p[i].numpy(), list(M[i].numpy()), rho)
@@ -113,7 +113,7 @@ def near_antipodal(apart: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
 def test_nearly_antipodal_rows_in_float64(apart: float) -> None:
     """C-4: feasible to 1e-9 down to 1 + cos = 5e-9."""
     p, M = near_antipodal(apart, torch.float64)
-    u, _ = project_three(p, M)
+    u, _ = project_three(p, M.unbind(-2))
     unit = M / M.norm(dim=-1, keepdim=True)
     assert float((unit @ u.unsqueeze(-1)).squeeze(-1).div(p.norm(dim=-1, keepdim=True)).min()) >= -1e-9
     for i in range(len(p)):
@@ -125,7 +125,7 @@ def test_nearly_antipodal_rows_in_float64(apart: float) -> None:
 def test_nearly_antipodal_rows_in_float32(apart: float) -> None:
     """The nearest feasible point to p, of the rows as they are in float32."""
     p, M = near_antipodal(apart, torch.float32)
-    u, _ = project_three(p, M)
+    u, _ = project_three(p, M.unbind(-2))
     wide = torch.stack([cone.project(q.double(), rows.double()).u for q, rows in zip(p, M, strict=True)])
     assert float(((u - wide).norm(dim=-1) / p.norm(dim=-1)).max()) <= 1e-5
 
@@ -134,12 +134,12 @@ def test_nearly_antipodal_rows_in_float32(apart: float) -> None:
 @pytest.mark.parametrize("where", ["p", "row"])
 def test_what_is_not_finite_comes_back_and_leaves_the_others_alone(where: str, bad: float) -> None:
     p, M = rows("p against all", (4,), 12, torch.float64)
-    well, _ = project_three(p, M)
+    well, _ = project_three(p, M.unbind(-2))
     if where == "p":
         p[1, 3] = bad
     else:
         M[1, 0, 3] = bad
-    u, _ = project_three(p, M)
+    u, _ = project_three(p, M.unbind(-2))
     assert torch.equal(u[[0, 2, 3]], well[[0, 2, 3]])
     if where == "p":
         assert not bool(torch.isfinite(u[1]).all())

@@ -15,6 +15,7 @@ from torch import Tensor
 from undrift.algorithms.base import Cohort, LocalSGD, Server, at_least, below_one
 from undrift.cone import project
 from undrift.errors import BadSetting, UnknownName
+from undrift.kernels import pivots
 from undrift.layout import Layout
 from undrift.memory import Memory
 
@@ -36,7 +37,6 @@ class ServerMemory(Server):
     order: str = "id"
 
     needs_single_updates: ClassVar[bool] = True
-    needs_host: ClassVar[bool] = True
 
     class State(NamedTuple):
         m: Tensor  # m~, the projected momentum
@@ -56,7 +56,7 @@ class ServerMemory(Server):
             return x - self.server_lr * m, server._replace(m=m)
         segments = cohort.layout.segments if self.qp_scope == "tensor" else [slice(0, len(x))]
         turn = cohort.drawn.argsort() if self.order == "sampling" else torch.arange(len(cohort.ids), device=x.device)
-        memory, place = server.memory.mem_red(cohort.ids[turn].tolist())
+        memory, place = server.memory.mem_red(cohort.ids[turn])
         memory, along = memory.remember(place, up.d[turn], self.beta2, segments, m)
         D = memory.constrains(self.beta2)
         projected, active, failed = [], [], server.failed
@@ -64,9 +64,15 @@ class ServerMemory(Server):
             qp = project(m[part], memory.rows[:, part], products, self.rho, a, D, start)  # m~ = QP(m, D)
             projected.append(qp.u)
             active.append(qp.z > 0)
-            failed = failed + (not qp.solved)
+            failed = failed + ~qp.solved
         m = torch.cat(projected)
         return x - self.server_lr * m, self.State(m, memory, torch.stack(active), failed)
+
+    def needs_host(self, device: torch.device, empty: bool) -> bool:
+        return self.slots > 0 and (empty or not pivots.available(device, self.slots))
+
+    def settled(self, before: State, after: State) -> Tensor:
+        return after.failed == before.failed
 
     def facts(self, server: State) -> dict[str, Tensor]:
         return {"qp_active": server.active.sum(), "qp_failed": server.failed, "evictions": server.memory.evictions}

@@ -70,9 +70,9 @@ class ProjectedGradients(Worker):
 
     def local_step(self, down: Down, client: Client, work: Any, oracle: GradientOracle) -> Any:
         g, M1, M2 = oracle.grads(work.x, work.prev, down.x)
-        M = torch.stack([M1, M2, (work.x - down.x).expand_as(g)], -2)
+        M = [M1, M2, (work.x - down.x).expand_as(g)]
         parts = oracle.layout.segments if self.qp_scope == "tensor" else [slice(0, g.shape[-1])]
-        solved = [project_three(g[..., part], M[..., part], self.rho) for part in parts]
+        solved = [project_three(g[..., part], [row[..., part] for row in M], self.rho) for part in parts]
         projected = torch.cat([u for u, _ in solved], -1)
         active = torch.cat([on for _, on in solved], -1).sum(-1, keepdim=True)
         return self.move(work, projected, oracle)._replace(prev=work.x, active=work.active + active)

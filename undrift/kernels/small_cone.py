@@ -11,23 +11,30 @@ from __future__ import annotations
 
 import functools
 import itertools
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
+from undrift.kernels import three
 from undrift.kernels.products import combination, inner_products
 
 SETS = [[i in s for i in range(3)] for size in range(4) for s in itertools.combinations(range(3), size)]
 
 
-def project_three(p: Tensor, M: Tensor, rho: float | Tensor = 0.0) -> tuple[Tensor, Tensor]:
-    """The nearest u to p [..., P] with <u, M_i> >= rho |p| |M_i| for the rows of M [..., 3, P]; also who is active [..., 3].
+def project_three(p: Tensor, rows: Sequence[Tensor], rho: float | Tensor = 0.0) -> tuple[Tensor, Tensor]:
+    """The nearest u to p [..., P] with <u, M_i> >= rho |p| |M_i| for three rows M_i [..., P]; also who is active [..., 3].
 
     rho is a number, or [..., 1] like every number that meets vectors.
 
     Rows that are exactly zero do not count. Where nothing is active, or the input is not finite, u is p bit for bit.
     """
-    vectors = torch.cat([M, p.unsqueeze(-2)], -2)
+    if three.available(p):
+        flat = [v.expand(p.shape).reshape(-1, p.shape[-1]) for v in (p, *rows)]
+        each = rho.expand(*p.shape[:-1], 1).reshape(-1) if isinstance(rho, Tensor) else p.new_full((len(flat[0]),), rho)
+        u, active = three.project(flat[0], flat[1:], each)
+        return u.view(p.shape), active.view(*p.shape[:-1], 3)
+    vectors = torch.stack([*rows, p], -2)
     R, size, finite = coordinates(vectors)  # [..., 4, 4], its columns are the unit rows and p; [..., 4]; [..., 1]
     there = size > 0
     there = there[..., :3] & there[..., 3:]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
@@ -49,7 +50,7 @@ class Settings:
     slow: tuple[float, float] = (0.0, 1.0)  # how often a client makes only that share of its steps
     bandwidth: float = 0.0  # Mbit/s of each client's link, for simulated seconds; 0: infinite
     latency: float = 0.0  # seconds of each message
-    replay: bool = False  # on a GPU, replay rounds as CUDA graphs
+    replay: bool = True  # on a GPU, replay rounds as CUDA graphs
     compile: bool = False  # fuse the local step's kernels with torch.compile, where rounds are replayed
     client_eval_every: int = 0  # rounds between scores on the clients' own samples; 0: only in the last round
 
@@ -187,11 +188,14 @@ class Simulation:
             down = alg.broadcast(state.x, state.companion, invited)
         answers = over_ranks(self.execution)(alg, down, client, self.state.buffers, work)
 
-        bytes_up = nbytes(answers.up) + nbytes(answers.buffers) + (0 if sent is None else nbytes(sent))
+        layout = self.net.layout
+        bytes_up = nbytes(layout.sent(answers.up)) + nbytes(answers.buffers)
+        bytes_up += 0 if sent is None else nbytes(layout.sent(sent))
         # In the first round nobody lacks anything of a round before.
         returning = len(np.intersect1d(invited_ids, self.last_cohort)) if self.t else len(invited_ids)
         asked = len(invited_ids)
-        bytes_down = alg.bytes_down(down, asked, returning, self.data.clients) + asked * nbytes(self.state.buffers)
+        bytes_down = alg.bytes_down(layout.sent(down), asked, returning, self.data.clients)
+        bytes_down += asked * nbytes(self.state.buffers)
 
         # A client whose update is not finite is dropped: its state stays as it was, the others' weights add up to one.
         good = finite(answers) & fine
@@ -242,7 +246,11 @@ class Simulation:
         if self.replay is None:
             return [self.round(last and most == 1)]
         began = time.perf_counter()
-        records, cohort = self.replay.rounds(min(most, self.until_scores()))
+        try:
+            records, cohort = self.replay.rounds(min(most, self.until_scores()))
+        except RuntimeError as error:  # what was changed has been put back
+            warnings.warn(f"rounds are run one by one, because they could not be replayed: {error}", stacklevel=2)
+            self.replay, self.replays, records = None, False, []
         if not records:
             return [self.round(last and most == 1)]
         records = self.scored(records, cohort, last and len(records) == most)

@@ -20,30 +20,30 @@ def recorded(play: Callable[[], T], changed: Sequence[Tensor], device: torch.dev
     """
     before = [t.clone() for t in changed]
 
-    def put_back() -> None:
-        for tensor, old in zip(changed, before, strict=True):
-            tensor.copy_(old)
+    def once() -> T:
+        try:
+            return play()
+        finally:
+            for tensor, old in zip(changed, before, strict=True):
+                tensor.copy_(old)
 
-    play()
-    put_back()
+    once()
     if device.type != "cuda":
         return play
     aside = torch.cuda.Stream()
     aside.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(aside):
         for _ in range(WARM_UPS):
-            play()
-            put_back()
+            once()
     torch.cuda.current_stream().wait_stream(aside)
     gc.collect()  # a graph that is thrown away during a recording spoils it
     gc.disable()
     try:
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
+        with torch.cuda.graph(graph):  # records, and changes nothing
             results = play()
     finally:
         gc.enable()
-    put_back()
 
     def replay(_: object = play) -> T:  # the graph reads tensors that only `play` may hold
         graph.replay()

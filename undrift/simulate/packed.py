@@ -25,8 +25,8 @@ from undrift.net import Net
 from undrift.round import Answers, RoundRecord, State, server_part
 from undrift.simulate.clients import ClientTable
 from undrift.simulate.engine import Simulation
-from undrift.simulate.program import Ahead, Program, Shape
-from undrift.simulate.replay import Block, Outlook, Replay
+from undrift.simulate.program import Ahead, Now, Program, Shape
+from undrift.simulate.replay import Block, Outlook, Replay, filled
 from undrift.vec import leaves, map_leaves
 
 BRANCHED = ("weight_decay", "clip")  # real fields that every method asks whether they are zero
@@ -92,51 +92,66 @@ class PackedProgram(Program):
     """The rounds of R runs. Client i of run r stands in row r N + i of all tables."""
 
     def __init__(
-        self, algs: list[Algorithm], net: Net, data: Federation, state: State, width: int, by_size: bool, compile: bool
+        self,
+        algs: list[Algorithm],
+        net: Net,
+        data: Federation,
+        state: State,
+        width: int,
+        by_size: bool,
+        empty: bool,
+        compile: bool,
     ) -> None:
-        super().__init__(joined(algs, state.x, 3), net, data, state, width, by_size, compile)
+        super().__init__(joined(algs, state.x, 3), net, data, state, width, by_size, empty, compile)
         runs = len(algs)
         self.lead, self.algs, self.server_alg = (runs,), algs, joined(algs, state.x, 2)
         self.total = data.clients // runs
         self.first_row = torch.arange(runs, device=state.x.device).view(-1, 1) * self.total
-        # A server part that decides by values, or keeps numbers of slots or clients, is not written for more dimensions.
-        plain = all(t.is_floating_point() or not t.numel() for t in leaves((state.server, state.companion)))
-        self.apart = self.apart or not plain
+        # A server part that keeps numbers of slots or clients is not written for more dimensions, nor for empty places.
+        kept = leaves((state.server, state.companion))
+        self.by_run = not all(t.is_floating_point() or not t.numel() for t in kept)
+        self.apart = self.apart or (self.by_run and empty)
+        self.holds: Tensor | None = None  # [R] which server steps that were made run by run hold
+        self.fuses_end = self.fuses_end and not self.by_run
 
-    def on_clients(self) -> Algorithm:
-        return self.at_rate(self.alg, 3)
+    def on_clients(self, rate: Any) -> Algorithm:
+        return super().on_clients(rate.view(-1, 1, 1) if isinstance(rate, Tensor) else rate)
 
-    def on_server(self) -> Algorithm:
-        return self.at_rate(self.server_alg, 2)
-
-    def at_rate(self, alg: Algorithm, dimensions: int) -> Algorithm:
-        if not len(self.ahead.rate):
-            return alg
-        rate = self.now(self.ahead.rate).view(-1, *(1,) * (dimensions - 1))
-        return dataclasses.replace(alg, lr=cast(float, rate))
+    def on_server(self, rate: Any) -> Algorithm:
+        return super().on_server(rate.view(-1, 1) if isinstance(rate, Tensor) else rate)
 
     def rows(self, ids: Tensor) -> Tensor:
         return self.first_row + ids
 
-    def served_apart(self, companion: Any, answers: Answers, clients: Sequence[int]) -> State:
-        """Run by run, each with its own plain algorithm."""
-        cohort = self.cohort(max(clients))
+    def served(self, state: State, answers: Answers, cohort: Cohort) -> State:
+        if not self.by_run:
+            return super().served(state, answers, cohort)
+        return self.served_by_run(state, answers, cohort, [cohort.ids.shape[-1]] * len(self.algs))
+
+    def served_apart(self, state: State, answers: Answers, now: Now, clients: Sequence[int]) -> State:
+        return self.served_by_run(state, answers, self.cohort(now), clients)
+
+    def served_by_run(self, state: State, answers: Answers, cohort: Cohort, clients: Sequence[int]) -> State:
+        """Run by run, each with its own plain algorithm; what is large is written where it is."""
+        holds: list[Any] = []
         for r, count in enumerate(clients):
-            place = of_run(self.state, r)
-            alg, mine = self.own(r), map_leaves(lambda t, r=r, count=count: t[r, :count], answers)
+            before, place = of_run(state, r), of_run(self.state, r)
+            mine = map_leaves(lambda t, r=r, count=count: t[r, :count], answers)
             ids, drawn, weight, steps = (t[r, :count] for t in cohort[:4])
+            alg = self.algs[r]
+            if isinstance(cohort.lr, Tensor):
+                alg = dataclasses.replace(alg, lr=cast(float, cohort.lr.expand(len(clients), 1)[r, 0]))
             own = Cohort(ids, drawn, weight / weight.sum(), steps, alg.lr, self.total, self.net.layout)
-            state = server_part(alg, self.net, place._replace(companion=of_run(companion, r)), mine, own)
-            for old, new in zip(leaves(place), leaves(state), strict=True):
+            after = server_part(alg, self.net, before, mine, own)
+            holds.append(alg.settled(before.server, after.server))
+            for old, new in zip(leaves(place), leaves(after), strict=True):
                 if old.data_ptr() != new.data_ptr():  # GradMA's memory was written where it is
                     old.copy_(new)
+        self.holds = None if None in holds else torch.stack(holds)
         return self.state
 
-    def own(self, run: int) -> Algorithm:
-        """A run's algorithm, with this round's rate."""
-        if not len(self.ahead.rate):
-            return self.algs[run]
-        return dataclasses.replace(self.algs[run], lr=cast(float, self.now(self.ahead.rate)[run]))
+    def settled(self, before: Any, after: Any) -> Tensor | None:
+        return self.holds if self.by_run else super().settled(before, after)
 
     def facts(self, server: Any) -> dict[str, Tensor]:
         each = [alg.facts(of_run(server, r)) for r, alg in enumerate(self.algs)]
@@ -188,7 +203,8 @@ class Pack:
         state: State = stacked([s.state for s in self.simulations])
         program = PackedProgram(
             [s.alg for s in self.simulations], first.net, united([s.data for s in self.simulations]), state,
-            self.outlooks[0].width, first.settings.weights == "size", first.settings.compile,
+            self.outlooks[0].width, first.settings.weights == "size",
+            not all(outlook.always_whole for outlook in self.outlooks), first.settings.compile,
         )  # fmt: skip
         program.captures = first.settings.replay
         return program
@@ -218,8 +234,9 @@ class Pack:
         for now in zip(*parts, strict=True):
             shapes = [outlook.shape(part) for outlook, part in zip(self.outlooks, now, strict=True)]
             shape = Shape(*(max(sizes) for sizes in zip(*shapes, strict=True)))
-            program.run(shape, [len(part.ids) for part in now], max(int(part.steps.max()) for part in now))
-        left = {name: values[at : at + count].T.tolist() for name, values in program.left.items()}  # [R, rounds]
+            live = zip(*(outlook.live(part) for outlook, part in zip(self.outlooks, now, strict=True)), strict=True)
+            program.run(shape, [len(part.ids) for part in now], [max(counts) for counts in live])
+        left = {name: values.T.tolist() for name, values in program.numbers(at, count).items()}  # [R, rounds]
         fine = [all(of_rounds) for of_rounds in left.pop("fine")]
         made: list[list[RoundRecord]] = []
         for r, (simulation, outlook, table) in enumerate(zip(self.simulations, self.outlooks, tables, strict=True)):
@@ -229,14 +246,15 @@ class Pack:
                 table.columns = [column.clone() for column in table.columns]  # no part of the pack's any more
                 made.append([])
                 continue
-            simulation.state = map_leaves(lambda t: t.clone(), of_run(program.state, r))
+            mine = of_run(program.state, r)
+            simulation.state = map_leaves(lambda t, old: t.to(old.device, copy=True), mine, simulation.state)
             if table.columns:
                 table.row |= {i: i for i in touched[r].tolist()}
             for part in parts[r]:
                 simulation.position[part.ids] += part.steps
             told = [{name: values[r][n] for name, values in left.items()} for n in range(count)]
             down = of_run(program.down, r)
-            records = [outlook.record(*each, program, down) for each in zip(parts[r], told, strict=True)]
+            records = [filled(outlook.record(part, program, down), n) for part, n in zip(parts[r], told, strict=True)]
             made.append(simulation.scored(records, parts[r][-1].ids, last and count == most))
         seconds = (time.perf_counter() - began) / (count * len(made))  # each run's share
         return [[record._replace(seconds=seconds) for record in records] for records in made]

@@ -11,15 +11,16 @@ and the engine runs it round by round.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
 from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from undrift.algorithms.base import Algorithm, Cohort, Worker
+from undrift.algorithms.base import Algorithm, Cohort, Server, Worker
 from undrift.data.federation import Federation
 from undrift.net import Net
 from undrift.oracle import Oracle
@@ -28,6 +29,7 @@ from undrift.simulate.execute import LocalWhole, mini_batch
 from undrift.simulate.graphs import recorded
 from undrift.vec import leaves, map_leaves, nbytes
 
+T = TypeVar("T")
 LONGEST_UNROLLED = 16  # local steps of one graph; with more, a step is a graph of its own
 
 
@@ -36,10 +38,23 @@ def uses_whole(alg: Algorithm) -> bool:
     return alg.measures or type(alg).prepare is not Worker.prepare
 
 
+def row_times(a: Tensor, b: Tensor) -> Tensor:
+    """A single row times a matrix, as a sum that can be fused with what comes before and after it."""
+    return (a.mT * b).sum(-2, keepdim=True) if a.shape[-2] == 1 else NotImplemented
+
+
+AS_SUMS = {torch.ops.aten.mm.default: row_times, torch.ops.aten.bmm.default: row_times}
+
+
 class Ahead(NamedTuple):
-    """The inputs of R rounds. Where a round has fewer than S clients, the places behind them are empty."""
+    """The inputs of R rounds. Where a round has fewer than S clients, the places behind them are empty.
+
+    Where clients make different numbers of steps, they stand in the order of these, so that those that still have a batch are
+    always the first ones.
+    """
 
     ids: Tensor  # [R, S]
+    back: Tensor  # [R, S] where in this order the clients stand in the order of their ids
     drawn: Tensor  # [R, S] places in the order of sampling
     steps: Tensor  # [R, S] K_i
     samples: Tensor  # [R, S, K, B] rows of the training set
@@ -70,6 +85,17 @@ class Inputs(NamedTuple):
     augment: Tensor  # [S] keys
 
 
+class Now(NamedTuple):
+    """What is known of a round before it begins; () where a field is not needed."""
+
+    ids: Tensor  # [..., S]
+    drawn: Tensor  # [..., S]
+    weight: Tensor  # [..., S, 1]
+    steps: Tensor  # [..., S, 1]
+    there: Any  # [..., S, 1] 1 for a client, 0 for an empty place
+    rate: Any  # [...] eta_l, where it changes
+
+
 class Here(NamedTuple):
     """Where the clients stand in a round."""
 
@@ -78,9 +104,32 @@ class Here(NamedTuple):
     client: Any
     work: Any
     buffers: Tensor
-    loss: Tensor  # [S, 1] summed over the steps made
-    made: Tensor  # [S, 1] steps made
-    fine: Tensor  # [1] whether the first exchange was finite
+    loss: Tensor  # [..., S, 1] summed over the steps made
+    made: Tensor  # [..., S, 1] steps made
+    fine: Tensor  # [...] whether the first exchange was finite
+
+
+class Standing(NamedTuple):
+    """A round under way."""
+
+    now: Now
+    here: Here
+
+
+class Graphs(NamedTuple):
+    """A round, or its beginning, one local step for each of some numbers of clients, and its end."""
+
+    first: Callable[[], Any]
+    steps: dict[int, Callable[[], Any]]
+    last: Callable[[], Any] | None
+
+
+class After(NamedTuple):
+    """What a round leaves."""
+
+    state: State
+    client: Any
+    numbers: Tensor  # [n, ...] for the record, in float64
 
 
 class Program:
@@ -93,23 +142,36 @@ class Program:
     lead: tuple[int, ...] = ()  # runs that are packed
 
     def __init__(
-        self, alg: Algorithm, net: Net, data: Federation, state: State, width: int, by_size: bool, compile: bool
+        self,
+        alg: Algorithm,
+        net: Net,
+        data: Federation,
+        state: State,
+        width: int,
+        by_size: bool,
+        empty: bool,
+        compile: bool,
     ) -> None:
         self.alg, self.net, self.data, self.width, self.by_size = alg, net, data, width, by_size
+        self.server_alg = alg  # for the server's vectors [..., P]
         self.total = data.clients  # N
-        self.apart = alg.needs_host  # the server's part is no part of a graph
+        device = state.x.device
+        self.apart = alg.needs_host(device, empty)  # the server's part is no part of a graph
         self.captures = True  # False: play rounds as they are written, on a GPU too
         self.compile = compile
-        self.compiled: dict[tuple[int, bool], Callable[..., list[Tensor]]] = {}  # local steps
-        self.state = map_leaves(lambda t: t.clone(), state)
-        device = state.x.device
+        self.compiled: dict[tuple[Any, ...], tuple[Callable[..., list[Tensor]], Any]] = {}
+        self.fuses_end = type(alg).needs_host is Server.needs_host  # a server that may need the host writes in place
+        self.state = map_leaves(lambda t: t.clone() if self.apart else t.to(device, copy=True), state)
         self.sizes, self.start = (torch.from_numpy(v).to(device) for v in (data.sizes, data.start))
-        self.ahead: Ahead
+        self.ahead: Tensor  # [R, ...] the inputs of R rounds
+        self.rates: Tensor  # [R, ...] their rates
+        self.forms: list[torch.Size] = []  # of the inputs of one round
         self.columns: list[Tensor] = []  # the clients' table, [N + 1, ...] each; the last row is that of empty places
         self.known = torch.zeros(data.clients + 1, dtype=torch.bool, device=device)  # whose row holds a state
         self.turn, self.at = (torch.zeros(1, dtype=torch.int64, device=device) for _ in range(2))  # round, local step
-        self.left: dict[str, Tensor] = {}  # what each round leaves for its record, [R] each
-        self.graphs: dict[Shape, list[Callable[[], Any]]] = {}
+        self.left: Tensor  # [R, n, ...] what each round leaves for its record
+        self.told: list[str] = []  # its names
+        self.graphs: dict[Shape, Graphs] = {}
         # What every round has alike, found out by playing one.
         self.down: Any = None
         self.bytes_measured = self.bytes_answered = 0  # what one client sends up in the two exchanges
@@ -117,12 +179,22 @@ class Program:
         self.passes = 0  # over a client's whole data
 
     def take(self, ahead: Ahead) -> None:
-        """The inputs of the next R rounds."""
+        """The inputs of the next R rounds: whole numbers side by side, so that a round reads them at once."""
+        numbers = ahead._replace(rate=ahead.ids[..., :0])
+        self.forms = [t.shape[1:] for t in numbers]
+        flat = torch.cat([t.flatten(1) for t in numbers], 1)
         if hasattr(self, "ahead"):
-            for old, new in zip(leaves(self.ahead), leaves(ahead), strict=True):
-                old.copy_(new)
+            self.ahead.copy_(flat)
+            self.rates.copy_(ahead.rate)
         else:
-            self.ahead = ahead
+            self.ahead, self.rates = flat, ahead.rate
+
+    def read(self) -> Ahead:
+        """The inputs of the present round."""
+        row = self.ahead.index_select(0, self.turn).squeeze(0)
+        parts = row.split([form.numel() for form in self.forms])
+        this = Ahead(*(part.view(form) for part, form in zip(parts, self.forms, strict=True)))
+        return this._replace(rate=self.rates.index_select(0, self.turn).squeeze(0) if len(self.rates) else self.rates)
 
     def load(self, state: State, columns: list[Tensor], known: Collection[int], turn: int) -> None:
         """Begin with this state of server and clients at one of the rounds ahead."""
@@ -136,58 +208,83 @@ class Program:
             self.known[torch.tensor(list(known), device=self.known.device)] = True
         self.turn.fill_(turn)
 
-    def run(self, shape: Shape, clients: Sequence[int], steps: int) -> None:
-        """The next round, of so many clients (in each run); none takes more steps."""
+    def run(self, shape: Shape, clients: Sequence[int], live: Sequence[int]) -> None:
+        """The next round, of so many clients (in each run), of whom `live[k]` make a k-th step."""
         if shape not in self.graphs:
             self.graphs[shape] = self.captured(shape)
-        first, *rest = self.graphs[shape]
-        here = first()
-        if rest:
-            one_step, last = rest
-            for _ in range(steps):
-                one_step()
-            here = last()
+        graphs = self.graphs[shape]
+        end = graphs.first()
+        for count in filter(None, live):
+            graphs.steps[min(width for width in graphs.steps if width >= count)]()
+        if graphs.last is not None:
+            end = graphs.last()
         if self.apart:
-            companion, answers, fine = here
-            self.keep(self.served_apart(companion, answers, clients), answers, fine, shape)
+            now, companion, answers, fine = end
+            state = self.served_apart(self.state._replace(companion=companion), answers, now, clients)
+            self.keep(now, self.after(state, answers, fine, self.cohort(now)))
 
-    def captured(self, shape: Shape) -> list[Callable[[], Any]]:
-        """The round as one graph, or as three: its beginning, one step, its end."""
-
-        def close(here: Here) -> Any:
-            companion, answers, fine = closed = self.close(here)
-            if not self.apart:
-                self.keep(
-                    self.served(companion, answers, self.cohort(shape.clients, shape.empty)), answers, fine, shape
-                )
-            return closed
-
+    def captured(self, shape: Shape) -> Graphs:
+        """The round as one graph, or as several: its beginning, a step of so many clients, its end."""
         if shape.steps:
 
             def whole() -> Any:
-                here, batches = self.open(shape), self.batches(shape)
+                this = self.read()
+                now = self.look(this, shape)
+                here = self.open(now, shape)
                 for k in range(shape.steps):
-                    here = self.advance(here, batches[k], shape)
-                return close(here)
+                    here = self.advance(now, here, self.batch(this, shape.clients, k), shape)
+                return self.close(now, here)
 
-            return [self.recorded(whole)]
+            return Graphs(self.recorded(whole), {}, None)
 
-        here = map_leaves(lambda t: t.clone(), self.open(shape))
+        now = self.look(self.read(), shape)
+        held = map_leaves(lambda t: t.clone(), Standing(now, self.open(now, shape)))
         self.at.zero_()
 
-        def keep(now: Here) -> None:
-            for old, new in zip(leaves(here), leaves(now), strict=True):
-                old.copy_(new)
+        def hold(new: Any, place: Any) -> None:
+            for old, tensor in zip(leaves(place), leaves(new), strict=True):
+                old.copy_(tensor)
 
         def opening() -> None:
-            keep(self.open(shape))
+            now = self.look(self.read(), shape)
+            hold((now, self.open(now, shape)), held)
             self.at.zero_()
 
-        def one_step() -> None:
-            keep(self.advance(here, self.batch(shape), shape))
+        def one_step(width: int) -> None:
+            """A step of the first clients."""
+            here = held.here
+            moving = (here.client, here.work, here.buffers, here.loss, here.made)
+            first = [map_leaves(lambda t: t.narrow(len(self.lead), 0, width), part) for part in moving]
+            part = here._replace(client=first[0], work=first[1], buffers=first[2], loss=first[3], made=first[4])
+            new = self.advance(held.now, part, self.batch(self.read(), width, None), shape)
+            hold((new.work, new.buffers, new.loss, new.made), first[1:])
             self.at.add_(1)
 
-        return [self.recorded(opening), self.recorded(one_step), self.recorded(lambda: close(here))]
+        def closing() -> Any:
+            """The clients' work in the order of their ids."""
+            ordered = functools.partial(self.reordered, self.read().back[..., : shape.clients])
+            now, here = held
+            now = now._replace(
+                **{name: ordered(getattr(now, name)) for name in ("ids", "drawn", "weight", "steps", "there")}
+            )
+            moved = {name: ordered(getattr(here, name)) for name in ("client", "work", "buffers", "loss", "made")}
+            return self.close(now, here._replace(**moved))
+
+        steps = {width: self.recorded(functools.partial(one_step, width)) for width in self.widths(shape.clients)}
+        return Graphs(self.recorded(opening), steps, self.recorded(closing))
+
+    def widths(self, clients: int) -> list[int]:
+        """How many clients a step is recorded for: some numbers up to all of them, or because compiling takes time only that."""
+        return [clients] if self.compile else sorted({-(-clients * tenths // 10) for tenths in (1, 2, 3, 5, 7, 10)})
+
+    def reordered(self, order: Tensor, state: T) -> T:
+        """A state of clients [..., S, ...] with its clients in another order [..., S]."""
+
+        def moved(t: Tensor) -> Tensor:
+            index = order.view(*order.shape, *(1,) * (t.dim() - order.dim()))
+            return t.take_along_dim(index.expand(t.shape), len(self.lead))
+
+        return map_leaves(moved, state)
 
     def recorded(self, play: Callable[[], Any]) -> Callable[[], Any]:
         if not self.captures:
@@ -196,39 +293,41 @@ class Program:
         return recorded(play, changed, self.turn.device)
 
     # The parts of a round. None of them asks the host for anything, but for a server step that says so.
-    def now(self, of_all: Tensor) -> Tensor:
-        """The present round's part of what is laid out for the rounds ahead."""
-        return of_all.index_select(0, self.turn).squeeze(0)
-
-    def on_clients(self) -> Algorithm:
+    def on_clients(self, rate: Any) -> Algorithm:
         """The algorithm with this round's rate, for the clients' vectors [..., S, P]."""
-        return replace(self.alg, lr=cast(float, self.now(self.ahead.rate))) if len(self.ahead.rate) else self.alg
+        return replace(self.alg, lr=cast(float, rate)) if isinstance(rate, Tensor) else self.alg
 
-    def on_server(self) -> Algorithm:
+    def on_server(self, rate: Any) -> Algorithm:
         """The same for the server's vectors [..., P]."""
-        return self.on_clients()
+        return replace(self.server_alg, lr=cast(float, rate)) if isinstance(rate, Tensor) else self.server_alg
 
     def rows(self, ids: Tensor) -> Tensor:
         """Where clients ids [..., S] stand in all tables."""
         return ids
 
-    def cohort(self, clients: int, empty: bool = False) -> Cohort:
-        """The round's first clients, among them perhaps empty places."""
-        ids, drawn, steps = (self.now(t)[..., :clients] for t in self.ahead[:3])
-        x, there = self.state.x, None
+    def look(self, this: Ahead, shape: Shape) -> Now:
+        """The round's clients, among them perhaps empty places."""
+        x, ids = self.state.x, this.ids[..., : shape.clients]
+        there: Any = ()
         weight = (self.sizes[self.rows(ids)] if self.by_size else torch.ones_like(ids)).to(x.dtype).unsqueeze(-1)
-        if empty:
-            place = torch.arange(clients, device=x.device)
-            there = (place < self.now(self.ahead.clients)).to(x.dtype).unsqueeze(-1)
+        if shape.empty:
+            place = torch.arange(shape.clients, device=x.device)
+            there = (place < this.clients).to(x.dtype).unsqueeze(-1)
             weight = weight * there
         weight = weight / weight.sum(-2, keepdim=True)
-        steps = steps.to(x.dtype).unsqueeze(-1)
-        return Cohort(ids, drawn, weight, steps, self.on_server().lr, self.total, self.net.layout, there)
+        steps = this.steps[..., : shape.clients].to(x.dtype).unsqueeze(-1)
+        rate: Any = this.rate if this.rate.numel() else ()
+        return Now(ids, this.drawn[..., : shape.clients], weight, steps, there, rate)
 
-    def open(self, shape: Shape) -> Here:
+    def cohort(self, now: Now) -> Cohort:
+        ids, drawn, weight, steps, there, rate = now
+        empty = there if isinstance(there, Tensor) else None
+        return Cohort(ids, drawn, weight, steps, self.on_server(rate).lr, self.total, self.net.layout, empty)
+
+    def open(self, now: Now, shape: Shape) -> Here:
         """Up to the first local step."""
-        alg, server, state, fine = self.on_clients(), self.on_server(), self.state, self.turn >= 0
-        cohort, buffers = self.cohort(shape.clients, shape.empty), state.buffers.unsqueeze(-2)
+        alg, server, state, fine = self.on_clients(now.rate), self.on_server(now.rate), self.state, self.turn >= 0
+        cohort, buffers = self.cohort(now), state.buffers.unsqueeze(-2)
         ids, rows = cohort.ids, self.rows(cohort.ids)
         start, sizes = self.start[rows], self.sizes[rows]
         whole = LocalWhole(self.net, self.data, ids, start, sizes, self.width, shape.batches, buffers)
@@ -244,7 +343,7 @@ class Program:
         )
         if alg.measures:  # two exchanges
             sent = alg.measure(shared, whole)
-            self.bytes_measured = nbytes(sent) // ids.numel()
+            self.bytes_measured = nbytes(self.net.layout.sent(sent)) // ids.numel()
             fine = sent.isfinite().flatten(len(self.lead)).all(-1).view(-1)
             companion = server.measured(companion, sent, cohort)
             down = server.broadcast(state.x, companion, cohort)
@@ -255,47 +354,44 @@ class Program:
         nothing = torch.zeros_like(work.x[..., :1])
         return Here(companion, shared, client, work, buffers, nothing, nothing, fine)
 
-    def batches(self, shape: Shape) -> list[Inputs]:
-        """What the local steps are made on: their clients, samples and keys."""
-        everything = (self.ahead.samples, self.ahead.real, self.ahead.dropout, self.ahead.augment)
-        ids, (samples, real, dropout, augment) = self.now(self.ahead.ids), map(self.now, everything)
-        some = (..., slice(0, shape.clients))
-        return [
-            Inputs(ids[some], samples[*some, k, :], real[*some, k], dropout[*some, k], augment[*some, k])
-            for k in range(shape.steps)
-        ]
+    def batch(self, this: Ahead, clients: int, k: int | None) -> Inputs:
+        """What the first clients make their k-th local step on; None: the one that is next."""
+        everything, dim = (this.samples, this.real, this.dropout, this.augment), len(self.lead)
+        some = [t.narrow(dim, 0, clients) for t in everything]
+        if k is None:
+            return Inputs(this.ids[..., :clients], *(t.index_select(dim + 1, self.at).squeeze(dim + 1) for t in some))
+        return Inputs(this.ids[..., :clients], *(t.select(dim + 1, k) for t in some))
 
-    def batch(self, shape: Shape) -> Inputs:
-        """The same of the local step that is next."""
-        everything = (self.ahead.samples, self.ahead.real, self.ahead.dropout, self.ahead.augment)
-        ids, clients, step = self.now(self.ahead.ids), shape.clients, len(self.lead) + 1
-        some = (self.now(t).narrow(step - 1, 0, clients) for t in everything)
-        return Inputs(ids[..., :clients], *(t.index_select(step, self.at).squeeze(step) for t in some))
+    def advance(self, now: Now, here: Here, inputs: Inputs, shape: Shape) -> Here:
+        """One local step."""
+        play = functools.partial(self.one_step, ragged=shape.ragged)
+        made: Here = self.fused(("step", inputs.ids.shape[-1], shape.ragged), play, now.rate, here, inputs)
+        return made
 
-    def advance(self, here: Here, inputs: Inputs, shape: Shape) -> Here:
-        """One local step, compiled where that was asked for."""
+    def fused(self, name: tuple[Any, ...], play: Callable[..., T], *given: Any) -> T:
+        """play(*given), compiled where that was asked for: a function of states that returns a state and changes nothing."""
         if not self.compile:
-            return self.one_step(here, inputs, shape)
-        rate = self.on_clients().lr
-        tensors = [*leaves((here, inputs)), *([rate] if isinstance(rate, Tensor) else [])]
-        key = (shape.clients, shape.ragged)
-        if key not in self.compiled:
+            return play(*given)
+        if name not in self.compiled:
+            made: list[T] = []
 
             def flat(*tensors: Tensor) -> list[Tensor]:
-                given = iter(tensors)
-                inside = map_leaves(lambda _: next(given), here), map_leaves(lambda _: next(given), inputs)
-                return leaves(self.one_step(*inside, shape, *given))
+                rest = iter(tensors)
+                made[:] = [play(*(map_leaves(lambda _: next(rest), state) for state in given))]
+                return leaves(made[0])
 
-            self.compiled[key] = torch.compile(make_fx(flat)(*tensors), dynamic=False)
-        made = iter(self.compiled[key](*tensors))
-        return map_leaves(lambda _: next(made), here)
+            graph = make_fx(flat, decomposition_table=AS_SUMS)(*leaves(given))
+            self.compiled[name] = torch.compile(graph, dynamic=False, options={"max_pointwise_cat_inputs": 32}), made[0]
+        compiled, form = self.compiled[name]
+        results = iter(compiled(*leaves(given)))
+        return cast(T, map_leaves(lambda _: next(results), form))
 
-    def one_step(self, here: Here, inputs: Inputs, shape: Shape, rate: Tensor | None = None) -> Here:
+    def one_step(self, rate: Any, here: Here, inputs: Inputs, ragged: bool) -> Here:
         """One local step as it is written."""
-        alg = self.on_clients() if rate is None else replace(self.alg, lr=cast(float, rate))
+        alg = self.on_clients(rate)
         ids, samples, real, dropout, augment = inputs
-        batch = mini_batch(self.net, self.data, ids, samples, real if shape.ragged else None, dropout, augment)
-        live = (real > 0).unsqueeze(-1) if shape.ragged else None
+        batch = mini_batch(self.net, self.data, ids, samples, real if ragged else None, dropout, augment)
+        live = (real > 0).unsqueeze(-1) if ragged else None
         oracle = Oracle(self.net, batch, here.buffers)
         work, buffers, loss = step(alg, here.down, here.client, here.work, here.buffers, oracle, live)
         self.calls = oracle.calls
@@ -303,45 +399,77 @@ class Program:
         loss = loss if live is None else torch.where(live, loss, 0.0)
         return here._replace(work=work, buffers=buffers, loss=here.loss + loss, made=here.made + made)
 
-    def close(self, here: Here) -> tuple[Any, Answers, Tensor]:
-        """The server's companion, what comes back from the clients, and whether it is all finite."""
+    def close(self, now: Now, here: Here) -> Any:
+        """The end of a round; where the server's part is made apart from it, what that needs."""
+        if self.apart:
+            return now, here.companion, *self.answers(now, here)
+        name, given = ("end", now.ids.shape[-1]), (now, here, self.state)
+        return self.keep(now, self.fused(name, self.end, *given) if self.fuses_end else self.end(*given))
+
+    def end(self, now: Now, here: Here, state: State) -> After:
+        """What comes back from the clients, and the server's step."""
+        (answers, fine), cohort = self.answers(now, here), self.cohort(now)
+        new = self.served(state._replace(companion=here.companion), answers, cohort)
+        settled = self.settled(state.server, new.server)
+        return self.after(new, answers, fine if settled is None else fine & settled, cohort)
+
+    def answers(self, now: Now, here: Here) -> tuple[Answers, Tensor]:
+        """What comes back from the clients, and whether it is all finite."""
         loss = here.loss / here.made.clamp(min=1)
-        answers = end(self.on_clients(), here.down, here.client, here.work, here.buffers, loss)
+        answers = end(self.on_clients(now.rate), here.down, here.client, here.work, here.buffers, loss)
         sums = torch.stack([t.flatten(len(self.lead)).sum(-1) for t in (*leaves(answers.up), answers.buffers)])
-        self.bytes_answered = (nbytes(answers.up) + nbytes(answers.buffers)) // loss.numel()
-        return here.companion, answers, here.fine & sums.isfinite().all(0)
+        sent = nbytes(self.net.layout.sent(answers.up)) + nbytes(answers.buffers)
+        self.bytes_answered = sent // loss.numel()
+        return answers, here.fine & sums.isfinite().all(0)
 
-    def served(self, companion: Any, answers: Answers, cohort: Cohort) -> State:
+    def served(self, state: State, answers: Answers, cohort: Cohort) -> State:
         """The server's step."""
-        return server_part(self.on_server(), self.net, self.state._replace(companion=companion), answers, cohort)
+        return server_part(replace(self.server_alg, lr=cohort.lr), self.net, state, answers, cohort)
 
-    def served_apart(self, companion: Any, answers: Answers, clients: Sequence[int]) -> State:
+    def served_apart(self, state: State, answers: Answers, now: Now, clients: Sequence[int]) -> State:
         """The same on the first clients alone, without empty places."""
         (count,) = clients
-        return self.served(companion, map_leaves(lambda t: t[:count], answers), self.cohort(count))
+        first = now._replace(
+            **{name: getattr(now, name)[:count] for name in ("ids", "drawn", "weight", "steps")}, there=()
+        )
+        return self.served(state, map_leaves(lambda t: t[:count], answers), self.cohort(first))
+
+    def settled(self, before: Any, after: Any) -> Tensor | None:
+        """[...] whether the server's step between these states holds."""
+        settled = self.alg.settled(before, after)
+        return None if settled is None else settled.view(-1)
 
     def facts(self, server: Any) -> dict[str, Tensor]:
         """The server part's own numbers."""
         return self.alg.facts(server)
 
-    def keep(self, state: State, answers: Answers, fine: Tensor, shape: Shape) -> None:
-        """The round's end: the states of server and clients, and the numbers for the record."""
-        cohort = self.cohort(shape.clients, shape.empty)
-        for old, new in zip(leaves(self.state), leaves(state), strict=True):
-            old.copy_(new)
-        rows = self.rows(cohort.ids)
-        if cohort.there is not None:
-            rows = torch.where(cohort.there.squeeze(-1) > 0, rows, len(self.sizes))
-        rows = rows.flatten()
-        self.known.index_fill_(0, rows, True)
-        for column, new in zip(self.columns, leaves(answers.client), strict=True):
-            column.index_copy_(0, rows, new.reshape(len(rows), *column.shape[1:]))
+    def after(self, state: State, answers: Answers, fine: Tensor, cohort: Cohort) -> After:
+        """The states of server and clients, and the numbers for the record."""
         share, clients = cohort.uniform, (-2, -1)
         tells = {"train_loss": (answers.loss * share).sum(clients), "consistency": consistency(answers, share)}
         tells |= {name: (fact * share).sum(clients) for name, fact in answers.facts._asdict().items()}
-        for name, value in (tells | {"fine": fine} | self.facts(state.server)).items():
-            if name not in self.left:
-                shaped = (len(self.ahead.ids), *self.lead)
-                self.left[name] = torch.zeros(shaped, dtype=torch.float64, device=rows.device)
-            self.left[name].index_copy_(0, self.turn, value.reshape(1, *self.lead).to(self.left[name]))
+        tells |= {"fine": fine} | self.facts(state.server)
+        self.told = list(tells)
+        numbers = [value.reshape(self.lead).to(share.device, torch.float64) for value in tells.values()]
+        return After(state, answers.client, torch.stack(numbers))
+
+    def keep(self, now: Now, after: After) -> None:
+        """Put what a round leaves where the next one finds it."""
+        for old, new in zip(leaves(self.state), leaves(after.state), strict=True):
+            old.copy_(new)
+        if self.columns:
+            rows = self.rows(now.ids)
+            if isinstance(now.there, Tensor):
+                rows = torch.where(now.there.squeeze(-1) > 0, rows, len(self.sizes))
+            rows = rows.flatten()
+            self.known.index_fill_(0, rows, True)
+            for column, new in zip(self.columns, leaves(after.client), strict=True):
+                column.index_copy_(0, rows, new.reshape(len(rows), *column.shape[1:]))
+        if not hasattr(self, "left"):
+            self.left = after.numbers.new_zeros((len(self.ahead), *after.numbers.shape))
+        self.left.index_copy_(0, self.turn, after.numbers.unsqueeze(0))
         self.turn.add_(1)
+
+    def numbers(self, first: int, count: int) -> dict[str, Tensor]:
+        """What each of some rounds left for its record, [count, ...] under each name."""
+        return dict(zip(self.told, self.left[first : first + count].cpu().unbind(1), strict=True))

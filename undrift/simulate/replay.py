@@ -57,6 +57,7 @@ class Outlook:
         self.always_whole = settings.sampling == "fixed" and not settings.dropout_rate
         self.clients = largest_cohort(settings, data.clients)
         self.longest = self.fitting(1)
+        self.unrolled = 0 < self.plan.steps <= LONGEST_UNROLLED  # a round is one graph
         self.scheduled = settings.lr_decay != 1.0 or bool(settings.lr_drops)
         full = self.plan.steps and not settings.slow[0] and self.plan.batch == self.width
         self.ragged = not (full and self.always_whole and not (data.sizes % self.width).any())
@@ -72,13 +73,18 @@ class Outlook:
         device, position = simulation.device, position.copy()
         parts = [simulation.takes_part(t) for t in range(first, first + R)]
         ids, drawn, steps, clients = (np.zeros(shape, dtype=np.int64) for shape in ((R, S), (R, S), (R, S), (R, 1)))
+        back = np.tile(np.arange(S), (R, 1))
         taken = []
         for n, part in enumerate(parts):
-            some = slice(0, min(S, len(part.ids)))  # with more than S clients, the round is not replayed
-            taken.append(position[part.ids[some]])
+            order = np.arange(min(S, len(part.ids)))  # with more than S clients, the round is not replayed
+            if not self.unrolled:
+                order = order[np.argsort(-part.steps[order], kind="stable")]
+            taken.append(position[part.ids[order]])
             position[part.ids] += part.steps
-            ids[n], steps[n], clients[n] = part.ids[0] if len(part.ids) else 0, 1, some.stop
-            ids[n, some], drawn[n, some], steps[n, some] = part.ids[some], part.drawn[some], part.steps[some]
+            some = slice(0, len(order))
+            ids[n], steps[n], clients[n] = part.ids[order[0]] if len(order) else 0, 1, len(order)
+            ids[n, some], drawn[n, some], steps[n, some] = part.ids[order], part.drawn[order], part.steps[order]
+            back[n, order] = np.arange(len(order))
         there, place = np.nonzero(np.arange(S) < clients)
         batches = self.data.table(self.plan, seed, first + there, ids[there, place], np.concatenate(taken))
         batches = batches.shortened(steps[there, place])
@@ -103,7 +109,7 @@ class Outlook:
             first,
             parts,
             Ahead(
-                ids=where, drawn=self.put(drawn), steps=self.put(steps),
+                ids=where, back=self.put(back), drawn=self.put(drawn), steps=self.put(steps),
                 samples=samples.view(R, S, self.steps, self.width), real=self.put(real),
                 rate=self.put(np.array(rates)).to(simulation.state.x.dtype), clients=self.put(clients),
                 dropout=dropout, augment=augment,
@@ -119,19 +125,23 @@ class Outlook:
 
     def shape(self, part: Part) -> Shape:
         """The graph for a round. Sizes are rounded up to a few, so that few are captured."""
-        steps = self.plan.steps if self.plan.steps <= LONGEST_UNROLLED else 0
+        steps = self.plan.steps if self.unrolled else 0
         clients = self.clients if self.always_whole else rounded_up(len(part.ids), self.clients)
         batches = 0
         if uses_whole(self.alg):
             batches = rounded_up(int(-(-self.data.sizes[part.ids].max() // self.width)), self.largest)
         return Shape(clients, steps, not self.always_whole, self.ragged, batches)
 
-    def record(self, part: Part, told: dict[str, float], program: Program, down: Any) -> RoundRecord:
-        """The record of the next round, in which `down` was sent to each client."""
+    def live(self, part: Part) -> list[int]:
+        """How many clients make a first step, a second, and so on."""
+        return [] if self.unrolled else (part.steps[:, None] > np.arange(self.steps)).sum(0).tolist()
+
+    def record(self, part: Part, program: Program, down: Any) -> RoundRecord:
+        """The record of the next round, in which `down` was sent to each client; without what the device has to tell."""
         simulation, invited, clients = self.simulation, len(part.invited), len(part.ids)
         # In the first round nobody lacks anything of a round before.
         returning = len(np.intersect1d(part.invited, simulation.last_cohort)) if simulation.t else invited
-        bytes_down = self.alg.bytes_down(down, invited, returning, self.data.clients)
+        bytes_down = self.alg.bytes_down(simulation.net.layout.sent(down), invited, returning, self.data.clients)
         bytes_down += invited * nbytes(simulation.state.buffers)
         bytes_up = clients * (program.bytes_measured + program.bytes_answered)
         passes = program.passes * int((-(-self.data.sizes[part.ids] // self.width)).sum())
@@ -140,9 +150,15 @@ class Outlook:
         simulation.t += 1
         return RoundRecord(
             round=simulation.t, loss=None, accuracy=None, bytes_down=bytes_down, bytes_up=bytes_up,
-            gradients=program.calls * int(part.steps.sum()) + passes, consistency=told.pop("consistency"), seconds=0.0,
-            train_loss=told.pop("train_loss"), clients=invited, dropped=invited - clients, more=told | network,
+            gradients=program.calls * int(part.steps.sum()) + passes, consistency=0.0, seconds=0.0,
+            train_loss=0.0, clients=invited, dropped=invited - clients, more=network,
         )  # fmt: skip
+
+
+def filled(record: RoundRecord, told: dict[str, float]) -> RoundRecord:
+    """The record with what the device has told of the round."""
+    loss, consistency = told.pop("train_loss"), told.pop("consistency")
+    return record._replace(train_loss=loss, consistency=consistency, more=told | record.more)
 
 
 class Replay:
@@ -153,8 +169,9 @@ class Replay:
         settings, outlook = simulation.settings, self.outlook
         weighted = settings.weights == "size"
         self.program = Program(
-            simulation.alg, simulation.net, simulation.data, simulation.state, outlook.width, weighted, settings.compile
-        )
+            simulation.alg, simulation.net, simulation.data, simulation.state, outlook.width, weighted,
+            not outlook.always_whole, settings.compile,
+        )  # fmt: skip
         self.block: Block | None = None
         self.following: Block | None = None  # laid out while the device was busy
 
@@ -192,26 +209,36 @@ class Replay:
         rows = torch.from_numpy(touched).to(simulation.device)
         before = [column[rows] for column in table.columns]
         program.load(simulation.state, table.columns, table.row.keys(), at)
-        for part in parts:
-            program.run(outlook.shape(part), [len(part.ids)], int(part.steps.max()))
+
+        def take_back() -> None:
+            for column, old in zip(table.columns, before, strict=True):
+                column[rows] = old
+
+        try:
+            for part in parts:
+                program.run(outlook.shape(part), [len(part.ids)], outlook.live(part))
+        except RuntimeError:
+            take_back()
+            raise
         position = simulation.position.copy()
         for part in parts:
             position[part.ids] += part.steps
         if at + len(parts) == len(block.parts):  # lay out what follows while the device is busy
             self.following = outlook.laid_out(block.first + len(block.parts), position)
-        left = {name: values[at : at + len(parts)].tolist() for name, values in program.left.items()}
+        before_records = simulation.t, simulation.last_cohort
+        records = [outlook.record(part, program, program.down) for part in parts]  # and the records
+        left = {name: values.tolist() for name, values in program.numbers(at, len(parts)).items()}
         if not all(left.pop("fine")):
-            for column, old in zip(table.columns, before, strict=True):
-                column[rows] = old
+            take_back()
+            simulation.t, simulation.last_cohort = before_records
             self.block = self.following = None
             return [], nobody
-        simulation.state = map_leaves(lambda t: t.clone(), program.state)
+        simulation.state = map_leaves(lambda t, old: t.to(old.device, copy=True), program.state, simulation.state)
         simulation.position = position
         if table.columns:
             table.row |= {i: i for i in touched.tolist()}
         told = [{name: values[n] for name, values in left.items()} for n in range(len(parts))]
-        made = zip(parts, told, strict=True)
-        return [outlook.record(part, numbers, program, program.down) for part, numbers in made], parts[-1].ids
+        return [filled(record, numbers) for record, numbers in zip(records, told, strict=True)], parts[-1].ids
 
     def due(self) -> Block:
         """The block that holds the next round."""

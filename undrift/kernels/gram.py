@@ -1,0 +1,62 @@
+"""Inner products of a few long float32 rows with many, on a GPU, summed up in float64 over stretches of the rows."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+try:
+    import triton
+    import triton.language as tl
+except ImportError:  # no Triton here: the plain form serves
+    triton = None
+
+
+def inner_products(rows: Tensor, others: Tensor) -> Tensor:
+    """[a, b] in float64 for rows [a, P] and others [b, P]; the plain form is `rows @ others.T`.
+
+    Three products of TF32's ten bits make up for one of float32's, and a stretch is short: a noise of about 1e-8 remains.
+    """
+    found: Tensor = torch.ops.undrift.gram(rows, others).sum(0, dtype=torch.float64)
+    return found
+
+
+def available(rows: Tensor) -> bool:
+    return triton is not None and rows.device.type == "cuda" and rows.dtype == torch.float32
+
+
+if triton is not None:
+    STRETCH = 1024
+
+    @triton.jit  # type: ignore[untyped-decorator]
+    def _gram(  # type: ignore[no-untyped-def]
+        a, b, out, a_apart, b_apart, a_count, b_count, length,
+        STRETCH: tl.constexpr, A: tl.constexpr, B: tl.constexpr, DEPTH: tl.constexpr,
+    ):  # fmt: skip
+        part = tl.program_id(0).to(tl.int64)
+        i, j = tl.program_id(1) * A + tl.arange(0, A), tl.program_id(2) * B + tl.arange(0, B)
+        total = tl.zeros([A, B], tl.float32)
+        for first in range(0, STRETCH, DEPTH):
+            k = part * STRETCH + first + tl.arange(0, DEPTH)
+            here = (k < length)[None, :]
+            x = tl.load(a + i[:, None] * a_apart + k[None, :], mask=(i < a_count)[:, None] & here, other=0.0)
+            y = tl.load(b + j[:, None] * b_apart + k[None, :], mask=(j < b_count)[:, None] & here, other=0.0)
+            total = tl.dot(x, tl.trans(y), total, input_precision="tf32x3")
+        out += part * a_count * b_count
+        inside = (i < a_count)[:, None] & (j < b_count)[None, :]
+        tl.store(out + i[:, None] * b_count + j[None, :], total, mask=inside)
+
+    @torch.library.custom_op("undrift::gram", mutates_args=())
+    def gram(rows: Tensor, others: Tensor) -> Tensor:
+        rows, others = (t if t.stride(1) == 1 else t.contiguous() for t in (rows, others))
+        (a, length), b = rows.shape, len(others)
+        parts = triton.cdiv(length, STRETCH)
+        out = rows.new_empty(parts, a, b)
+        grid = (parts, triton.cdiv(a, 16), triton.cdiv(b, 128))
+        apart = rows.stride(0), others.stride(0)
+        _gram[grid](rows, others, out, *apart, a, b, length, STRETCH=STRETCH, A=16, B=128, DEPTH=32)
+        return out
+
+    @gram.register_fake
+    def _(rows: Tensor, others: Tensor) -> Tensor:
+        return rows.new_empty(-(-rows.shape[1] // STRETCH), len(rows), len(others))
