@@ -19,13 +19,13 @@ import torch
 from torch import Tensor
 
 from undrift.algorithms.base import Algorithm, Cohort
-from undrift.data.federation import Federation
+from undrift.data.federation import Federation, Ids
 from undrift.errors import BadSetting
 from undrift.net import Net
 from undrift.round import Answers, RoundRecord, State, server_part
 from undrift.simulate.clients import ClientTable
 from undrift.simulate.engine import Simulation
-from undrift.simulate.program import Ahead, Now, Program, Shape
+from undrift.simulate.program import COMPILED_FROM, Ahead, Now, Program, Shape
 from undrift.simulate.replay import Block, Outlook, Replay, filled
 from undrift.vec import leaves, map_leaves
 
@@ -179,6 +179,7 @@ class Pack:
         self.program: PackedProgram | None = None  # made for the first round in which somebody takes part in every run
         self.columns: list[Tensor] = []  # the clients' tables, run after run, and a last row that is nobody's
         self.blocks: list[Block] = []  # what is laid out, for each run
+        self.following: list[Block] = []  # laid out while the device was busy
         self.ahead: Ahead | None = None  # the same together, until the program takes it
 
     def begin(self) -> PackedProgram:
@@ -204,7 +205,8 @@ class Pack:
         program = PackedProgram(
             [s.alg for s in self.simulations], first.net, united([s.data for s in self.simulations]), state,
             self.outlooks[0].width, first.settings.weights == "size",
-            not all(outlook.always_whole for outlook in self.outlooks), first.settings.compile,
+            not all(outlook.always_whole for outlook in self.outlooks),
+            first.settings.compile and first.t >= COMPILED_FROM,
         )  # fmt: skip
         program.captures = first.settings.replay
         return program
@@ -215,6 +217,8 @@ class Pack:
         None, and nothing changed, for a run with an answer that was not finite: it is to leave the pack.
         """
         began, first = time.perf_counter(), self.simulations[0]
+        if self.program is not None and first.settings.compile:
+            most = self.program.compiled_in_time(first.t, most)
         at, count = self.due(min(most, first.until_scores()))
         if not count:  # nobody comes in one of the runs, or more than there is room for: everybody on their own
             self.blocks = []
@@ -236,34 +240,50 @@ class Pack:
             shape = Shape(*(max(sizes) for sizes in zip(*shapes, strict=True)))
             live = zip(*(outlook.live(part) for outlook, part in zip(self.outlooks, now, strict=True)), strict=True)
             program.run(shape, [len(part.ids) for part in now], [max(counts) for counts in live])
+        # While the device is busy: what follows, and the records.
+        stood = [(s.t, s.last_cohort) for s in self.simulations]
+        positions = [simulation.position.copy() for simulation in self.simulations]
+        for position, mine in zip(positions, parts, strict=True):
+            for part in mine:
+                position[part.ids] += part.steps
+        if at + count == len(self.blocks[0].parts):
+            self.following = self.laid_out(first.t + count, positions)
+        made = [
+            [outlook.record(part, program, of_run(program.down, r)) for part in parts[r]]
+            for r, outlook in enumerate(self.outlooks)
+        ]
         left = {name: values.T.tolist() for name, values in program.numbers(at, count).items()}  # [R, rounds]
         fine = [all(of_rounds) for of_rounds in left.pop("fine")]
-        made: list[list[RoundRecord]] = []
-        for r, (simulation, outlook, table) in enumerate(zip(self.simulations, self.outlooks, tables, strict=True)):
+        for r, (simulation, table) in enumerate(zip(self.simulations, tables, strict=True)):
             if not fine[r]:
                 for column, old in zip(self.columns, before[r], strict=True):
                     column[rows[r]] = old
                 table.columns = [column.clone() for column in table.columns]  # no part of the pack's any more
-                made.append([])
+                simulation.t, simulation.last_cohort = stood[r]
+                made[r] = []
                 continue
             mine = of_run(program.state, r)
             simulation.state = map_leaves(lambda t, old: t.to(old.device, copy=True), mine, simulation.state)
             if table.columns:
                 table.row |= {i: i for i in touched[r].tolist()}
-            for part in parts[r]:
-                simulation.position[part.ids] += part.steps
+            simulation.position = positions[r]
             told = [{name: values[r][n] for name, values in left.items()} for n in range(count)]
-            down = of_run(program.down, r)
-            records = [filled(outlook.record(part, program, down), n) for part, n in zip(parts[r], told, strict=True)]
-            made.append(simulation.scored(records, parts[r][-1].ids, last and count == most))
+            records = [filled(record, numbers) for record, numbers in zip(made[r], told, strict=True)]
+            made[r] = simulation.scored(records, parts[r][-1].ids, last and count == most)
         seconds = (time.perf_counter() - began) / (count * len(made))  # each run's share
         return [[record._replace(seconds=seconds) for record in records] for records in made]
+
+    def laid_out(self, t: int, positions: Sequence[Ids]) -> list[Block]:
+        return [o.laid_out(t, position) for o, position in zip(self.outlooks, positions, strict=True)]
 
     def due(self, most: int) -> tuple[int, int]:
         """Where the next round stands in what is laid out, and how many of the rounds there can be run together."""
         t = self.simulations[0].t
         if not self.blocks or not self.blocks[0].first <= t < self.blocks[0].first + len(self.blocks[0].parts):
-            self.blocks = [o.laid_out(t, o.simulation.position) for o in self.outlooks]
+            blocks = self.following if self.following and self.following[0].first == t else None
+            blocks = blocks or self.laid_out(t, [simulation.position for simulation in self.simulations])
+            self.blocks = [outlook.ready(block) for outlook, block in zip(self.outlooks, blocks, strict=True)]
+            self.following = []
             self.ahead = map_leaves(lambda *each: torch.stack(each, 1), *(block.ahead for block in self.blocks))
         at, room = t - self.blocks[0].first, self.outlooks[0].clients
         rounds = list(zip(*(block.parts for block in self.blocks), strict=True))[at : at + most]

@@ -30,20 +30,13 @@ from undrift.simulate.graphs import recorded
 from undrift.vec import leaves, map_leaves, nbytes
 
 T = TypeVar("T")
+COMPILED_FROM = 64  # round: compiling takes twenty seconds, in which somebody would wait for the first one
 LONGEST_UNROLLED = 16  # local steps of one graph; with more, a step is a graph of its own
 
 
 def uses_whole(alg: Algorithm) -> bool:
     """Whether the method makes passes over a client's whole data."""
     return alg.measures or type(alg).prepare is not Worker.prepare
-
-
-def row_times(a: Tensor, b: Tensor) -> Tensor:
-    """A single row times a matrix, as a sum that can be fused with what comes before and after it."""
-    return (a.mT * b).sum(-2, keepdim=True) if a.shape[-2] == 1 else NotImplemented
-
-
-AS_SUMS = {torch.ops.aten.mm.default: row_times, torch.ops.aten.bmm.default: row_times}
 
 
 class Ahead(NamedTuple):
@@ -207,6 +200,15 @@ class Program:
         if columns and known:
             self.known[torch.tensor(list(known), device=self.known.device)] = True
         self.turn.fill_(turn)
+
+    def compiled_in_time(self, t: int, most: int) -> int:
+        """Compile from round COMPILED_FROM on; how many of the next rounds come before or after that together."""
+        if t < COMPILED_FROM:
+            return min(most, COMPILED_FROM - t)
+        if not self.compile:
+            self.compile = True
+            self.graphs.clear()
+        return most
 
     def run(self, shape: Shape, clients: Sequence[int], live: Sequence[int]) -> None:
         """The next round, of so many clients (in each run), of whom `live[k]` make a k-th step."""
@@ -380,7 +382,7 @@ class Program:
                 made[:] = [play(*(map_leaves(lambda _: next(rest), state) for state in given))]
                 return leaves(made[0])
 
-            graph = make_fx(flat, decomposition_table=AS_SUMS)(*leaves(given))
+            graph = make_fx(flat)(*leaves(given))
             self.compiled[name] = torch.compile(graph, dynamic=False, options={"max_pointwise_cat_inputs": 32}), made[0]
         compiled, form = self.compiled[name]
         results = iter(compiled(*leaves(given)))

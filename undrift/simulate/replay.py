@@ -14,7 +14,7 @@ from undrift.data.federation import Ids
 from undrift.round import RoundRecord
 from undrift.simulate.clients import ClientTable
 from undrift.simulate.execute import Stacked, available_memory
-from undrift.simulate.program import LONGEST_UNROLLED, Ahead, Program, Shape, uses_whole
+from undrift.simulate.program import COMPILED_FROM, LONGEST_UNROLLED, Ahead, Program, Shape, uses_whole
 from undrift.streams import Purpose, fold, signed, stream
 from undrift.vec import map_leaves, nbytes
 
@@ -62,13 +62,27 @@ class Outlook:
         full = self.plan.steps and not settings.slow[0] and self.plan.batch == self.width
         self.ragged = not (full and self.always_whole and not (data.sizes % self.width).any())
         self.largest = int(-(-data.sizes.max() // self.width))  # batches of the largest client
+        self.aside = None  # a stream of its own, so that the next rounds are laid out while these are run
+        if simulation.device.type == "cuda":
+            torch.cuda.synchronize()  # the samples are in place
+            self.aside = torch.cuda.Stream()
 
     def fitting(self, runs: int) -> int:
         """How many rounds of so many runs are laid out together."""
         return max(1, min(LONGEST, ROOM // (8 * runs * self.clients * self.steps * self.width)))
 
+    def ready(self, block: Block) -> Block:
+        """The block, for use by what follows on the device."""
+        if self.aside is not None:
+            torch.cuda.current_stream().wait_stream(self.aside)
+        return block
+
     def laid_out(self, first: int, position: Ids) -> Block:
-        """The rounds from `first` on, where the clients have taken `position` batches before."""
+        """The rounds from `first` on, where the clients have taken `position` batches before; not `ready` yet."""
+        with torch.cuda.stream(self.aside):
+            return self._laid_out(first, position)
+
+    def _laid_out(self, first: int, position: Ids) -> Block:
         simulation, seed, R, S = self.simulation, self.simulation.settings.seed, self.longest, self.clients
         device, position = simulation.device, position.copy()
         parts = [simulation.takes_part(t) for t in range(first, first + R)]
@@ -170,7 +184,7 @@ class Replay:
         weighted = settings.weights == "size"
         self.program = Program(
             simulation.alg, simulation.net, simulation.data, simulation.state, outlook.width, weighted,
-            not outlook.always_whole, settings.compile,
+            not outlook.always_whole, settings.compile and simulation.t >= COMPILED_FROM,
         )  # fmt: skip
         self.block: Block | None = None
         self.following: Block | None = None  # laid out while the device was busy
@@ -197,6 +211,7 @@ class Replay:
         None, and nothing changed, where it did not work out: nobody came, or somebody's answer was not finite.
         """
         simulation, program, outlook = self.simulation, self.program, self.outlook
+        most = program.compiled_in_time(simulation.t, most) if simulation.settings.compile else most
         block, nobody = self.due(), np.zeros(0, dtype=np.int64)
         at = simulation.t - block.first
         parts = block.parts[at : at + most]
@@ -246,7 +261,7 @@ class Replay:
         if block is None or not block.first <= t < block.first + len(block.parts):
             block = self.following if self.following is not None and self.following.first == t else None
             block = self.outlook.laid_out(t, self.simulation.position) if block is None else block
-            self.block, self.following = block, None
+            self.block, self.following = self.outlook.ready(block), None
             self.program.take(block.ahead)
         return block
 
