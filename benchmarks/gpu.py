@@ -1,6 +1,6 @@
 """Rounds on one GPU: undrift beside a bare captured loop, the plain per-client loop and pfl-research, in one run.
 
-    python benchmarks/gpu.py [--rivals bare,plain,pfl] [--methods all] [--packs] [--ragged] [--real] [--json FILE]
+    python benchmarks/gpu.py [--rivals bare,plain,pfl] [--methods all] [--packs mlp,lenet5] [--ragged] [--real] [--json FILE]
 
 100 clients, 5 local steps, batch 64, CIFAR-shaped data (the MLP has 3072 inputs), TF32 on for all. undrift's round is
 whole: sampling the cohort and its batches, uint8 to normalised floats, training, the server's step and the record,
@@ -130,7 +130,7 @@ def methods(chosen: list[str], clients: int = 10) -> list[dict[str, Any]]:
     return rows
 
 
-def packs(runs: int = 16) -> list[dict[str, Any]]:
+def packs(chosen: list[str], runs: int = 16) -> list[dict[str, Any]]:
     """Runs of a sweep packed into one program, beside one of them alone."""
     from undrift.models import lenet5, mlp
     from undrift.simulate.packed import Pack
@@ -144,6 +144,8 @@ def packs(runs: int = 16) -> list[dict[str, Any]]:
         ("mlp, 784 inputs", mlp.build, (1, 28, 28), "gradma-s"),
         ("lenet5", lenet5.build, SHAPE, "gradma-s"),
     ):
+        if model.split(",")[0] not in chosen:
+            continue
         data = federation(shape)
 
         def one(
@@ -267,7 +269,7 @@ def main() -> None:
     parser.add_argument("--clients", default="10,100", help="cohorts of the comparison")
     parser.add_argument("--models", default=",".join(MODELS), help="of the comparison")
     parser.add_argument("--methods", default="", help="time and capture of these methods, or of all")
-    parser.add_argument("--packs", action="store_true", help="16 runs as one program")
+    parser.add_argument("--packs", default="", help="16 runs as one program, of mlp,lenet5,resnet20-gn")
     parser.add_argument("--ragged", action="store_true", help="clients of very different sizes")
     parser.add_argument("--real", action="store_true", help="CIFAR-10 from UNDRIFT_DATA")
     parser.add_argument("--json", help="file to write the numbers to")
@@ -281,7 +283,7 @@ def main() -> None:
     if chosen.methods:
         found["methods"] = methods(names("algorithms") if chosen.methods == "all" else chosen.methods.split(","))
     if chosen.packs:
-        found["packs"] = packs()
+        found["packs"] = packs(chosen.packs.split(","))
     if chosen.ragged:
         found["ragged"] = ragged()
     if chosen.real and os.environ.get("UNDRIFT_DATA"):

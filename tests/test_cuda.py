@@ -9,8 +9,10 @@ import pytest
 import torch
 
 import undrift
+from undrift import cone
 from undrift.folder import RunFolder
 from undrift.registry import names
+from undrift.vec import leaves, map_leaves
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 QUICK = {"clients": 20, "cohort": 6, "batch": 16, "rounds": 4, "eval_every": 2, "execution": "stacked"}
@@ -102,3 +104,88 @@ def test_packed_runs_agree_with_the_cpu(name: str, replay: bool, tmp_path: Path)
         found = load_file(folder / "model.safetensors")
         for n, tensor in run("cpu", **each).model.items():
             torch.testing.assert_close(found[n], tensor, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("constraints", [1, 7, 100, 128])
+def test_the_cone_on_the_gpu_is_that_on_the_host(constraints: int, dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(constraints)
+    rows, p = (torch.randn(*s, 3000, generator=generator, dtype=torch.float64) for s in ((constraints,), ()))
+    p = p - 0.4 * rows.sum(0) / constraints**0.5  # many constraints are broken
+    rows, p = rows.to(dtype), p.to(dtype)
+    rows[constraints // 2] *= 0 if constraints > 1 else 1
+    counts = torch.rand(constraints, generator=generator) < 0.9
+    counts[0] = True
+    for rho in (0.0, 0.02):
+        host = cone.project(p, rows, None, rho, None, counts)
+        there = cone.project(p.cuda(), rows.cuda(), None, rho, None, counts.cuda())
+        assert bool(host.solved) and bool(there.solved) and bool((host.z > 0).any())
+        close = {"rtol": 1e-5, "atol": 1e-5} if dtype == torch.float32 else {"rtol": 1e-10, "atol": 1e-10}
+        torch.testing.assert_close(there.u.cpu(), host.u, **close)
+        torch.testing.assert_close(there.z.cpu(), host.z, **close)
+
+
+def test_columns_that_are_too_much_alike_are_left_to_the_host() -> None:
+    generator = torch.Generator().manual_seed(0)
+    row, other, p = (torch.randn(500, generator=generator) for _ in range(3))
+    rows = torch.stack([row, -row + 1e-4 * other])
+    p = p - row * 10
+    everything = torch.ones(2, dtype=torch.bool)
+    assert cone.project(p, rows, None, 0.3, None, everything).solved
+    assert not cone.project(p.cuda(), rows.cuda(), None, 0.3, None, everything.cuda()).solved
+    spoilt = rows.clone()
+    spoilt[0, 0] = torch.nan
+    found = cone.project(p.cuda(), spoilt.cuda(), None, 0.0, None, everything.cuda())
+    assert not found.solved and torch.equal(found.u.cpu(), p)
+
+
+def test_products_of_long_rows_keep_float32s_digits() -> None:
+    a, b = torch.randn(11, 70_001, device="cuda"), torch.randn(100, 70_001, device="cuda")
+    torch.backends.cuda.matmul.fp32_precision = "tf32"
+    exact = a.double() @ b.double().T
+    assert float((cone.gram(a, b) - exact).abs().max()) < 2e-7 * 70_001
+    torch.backends.cuda.matmul.fp32_precision = "ieee"
+
+
+def test_three_constraints_on_the_gpu_are_those_on_the_host() -> None:
+    from tests.reference.test_small_cone import KINDS
+    from tests.reference.test_small_cone import rows as made
+    from undrift.kernels.small_cone import project_three
+
+    for kind in KINDS:
+        for size in (3, 40, 5000):
+            p, M = made(kind, (6,), size, torch.float32)
+            for rho in (0.0, 0.1) if kind in ("random", "twins", "collinear", "one zero") else (0.0,):
+                u, active = project_three(p, M.unbind(-2), rho)
+                there, _ = project_three(p.cuda(), M.cuda().unbind(-2), torch.full((6, 1), rho, device="cuda"))
+                length = p.norm(dim=-1, keepdim=True).clamp(min=1e-30)
+                assert float(((there.cpu() - u) / length).abs().max()) < 2e-6, kind
+                assert torch.equal(there.cpu()[~active.any(-1)], u[~active.any(-1)])
+
+
+def test_who_is_remembered_on_the_gpu() -> None:
+    from undrift.memory import Memory
+
+    generator = torch.Generator().manual_seed(0)
+    host = Memory.empty(12, torch.zeros(8), 1)
+    there = map_leaves(lambda t: t.cuda(), host)
+    for _ in range(40):
+        clients = torch.randperm(40, generator=generator)[:5]
+        updates = torch.randn(5, 8, generator=generator)
+        host, place = host.let_in(clients)
+        there, at = there.let_in(clients.cuda())
+        assert torch.equal(at.cpu(), place)
+        host, _ = host.remember(place, updates, 0.5, [slice(0, 8)], updates[0])
+        there, _ = there.remember(at, updates.cuda(), 0.5, [slice(0, 8)], updates[0].cuda())
+        for a, b in zip(leaves(host), leaves(there), strict=True):
+            torch.testing.assert_close(b.cpu(), a, rtol=1e-5, atol=1e-5)
+    assert host.evictions > 20
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch's own, when the compiler is first imported
+@pytest.mark.parametrize("name", ["fedavg", "gradma-s", "gradma", "scaffold"])
+def test_compiled_rounds_agree_with_others(name: str) -> None:
+    how = {"algorithm": name, "rounds": 70, "eval_every": 100, "precision": "fp32"}
+    plain, compiled = run("cuda", **how, replay=False), run("cuda", **how, compile="on")
+    for n, tensor in plain.model.items():
+        torch.testing.assert_close(compiled.model[n], tensor, rtol=5e-3, atol=5e-4)

@@ -139,7 +139,7 @@ def test_only_trainable_parameters_enter_x_and_the_wire() -> None:
     for p in module[0].parameters():  # type: ignore[index]
         p.requires_grad_(False)
     run = simulation(FedAvg(), module)
-    assert run.net.layout.names == ("2.weight", "2.bias") and len(run.state.x) == 15
+    assert run.net.layout.names == ("2.weight", "2.bias") and run.net.layout.entries == 15
     before = run.model()
     record = run.round()
     after = run.model()

@@ -36,16 +36,17 @@ class Memory(NamedTuple):
         products = x0.new_zeros(parts, m, m, dtype=torch.float64)
         return cls(x0.new_zeros(m, len(x0)), none - 1, none, none, none, products, none.sum())
 
-    def mem_red(self, clients: Tensor) -> tuple[Memory, Tensor]:
-        """Every client [S] gets a row, in the order given; the least used one outside makes room. Also their rows [S]."""
-        if self.ids.device.type == "cuda":
-            counters = torch.stack([self.ids, self.age, self.uses, self.since])
-            counters, place, evicted = slots.mem_red(clients, counters, self.evictions)
-            ids, age, uses, since = counters.unbind()
-            return self._replace(ids=ids, age=age, uses=uses, since=since, evictions=evicted), place
-        return self.mem_red_on_host(clients.tolist())
+    def let_in(self, clients: Tensor) -> tuple[Memory, Tensor]:
+        """Every client [S] gets a row, by mem_red; also their rows [S]."""
+        if self.ids.device.type != "cuda":
+            return self.mem_red(clients.tolist())
+        counters = torch.stack([self.ids, self.age, self.uses, self.since])
+        counters, place, evictions = slots.mem_red(clients, counters, self.evictions)
+        ids, age, uses, since = counters.unbind()
+        return self._replace(ids=ids, age=age, uses=uses, since=since, evictions=evictions), place
 
-    def mem_red_on_host(self, clients: list[int]) -> tuple[Memory, Tensor]:
+    def mem_red(self, clients: list[int]) -> tuple[Memory, Tensor]:
+        """Every client gets a row, in the order given; the least used one outside makes room. Also their rows [S]."""
         ids, age, uses, since = (t.tolist() for t in (self.ids, self.age, self.uses, self.since))
         evictions = 0
         for i in clients:

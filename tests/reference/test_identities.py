@@ -73,14 +73,15 @@ def fedavg_update(run: Simulation, **settings: Any) -> Tensor:
 def full_gradient(x: Tensor, run: Simulation) -> Tensor:
     """The mean over clients of their full gradients at x, by autograd on the module."""
     module, fed = tiny_mlp().double(), run.data
-    torch.nn.utils.vector_to_parameters(x, module.parameters())
+    torch.nn.utils.vector_to_parameters(run.net.layout.sent(x), module.parameters())
     held = fed.train.held
     assert held is not None
     total = torch.zeros((), dtype=torch.float64)
     for i in range(fed.clients):
         rows = fed.members[fed.start[i] : fed.start[i] + fed.sizes[i]]
         total = total + F.cross_entropy(module(held[rows].double()), fed.train.targets[rows]) / fed.clients
-    return torch.cat([g.flatten() for g in torch.autograd.grad(total, list(module.parameters()))])
+    gradient = torch.cat([g.flatten() for g in torch.autograd.grad(total, list(module.parameters()))])
+    return F.pad(gradient, (0, run.net.layout.padding))
 
 
 class Heard:

@@ -56,7 +56,7 @@ class ServerMemory(Server):
             return x - self.server_lr * m, server._replace(m=m)
         segments = cohort.layout.segments if self.qp_scope == "tensor" else [slice(0, len(x))]
         turn = cohort.drawn.argsort() if self.order == "sampling" else torch.arange(len(cohort.ids), device=x.device)
-        memory, place = server.memory.mem_red(cohort.ids[turn])
+        memory, place = server.memory.let_in(cohort.ids[turn])  # mem_red
         memory, along = memory.remember(place, up.d[turn], self.beta2, segments, m)
         D = memory.constrains(self.beta2)
         projected, active, failed = [], [], server.failed
