@@ -1,11 +1,14 @@
-"""Small training loops for several ranks: `torchrun ... -m tests.dp_cases FOLDER` runs them and saves what came out."""
+"""Small training loops for several ranks: `python -m tests.dp_cases FOLDER 2 3` runs them on two, then on three, and saves."""
 
 from __future__ import annotations
 
 import contextlib
 import os
+import signal
+import socket
 import sys
 import time
+import traceback
 import warnings
 from datetime import timedelta
 from pathlib import Path
@@ -19,10 +22,15 @@ from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from torch.nn.parallel import DistributedDataParallel
 
 import undrift
+from undrift import cli
 from undrift.errors import LostRank, UndriftError
 
 STEPS, LR, MOMENTUM, DECAY = 12, 0.2, 0.9, 0.01
 SHARED: dict[str, Any] = {"lr": LR, "momentum": MOMENTUM, "weight_decay": DECAY, "seed": 3}
+PARALLEL = [
+    "--dtype", "float64", "--model", "mlp", "--batch", "4", "--steps", "5", "--ratio", "16", "--weight-decay", "0.001",
+    "--eval-every", "2", "--checkpoint-every", "3", "--lr-drops", "3", "--warmup", "1",
+]  # fmt: skip
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "def": ("DEF", {"ratio": 7}),
     "def auto": ("DEF", {"ratio": 7, "lam": "auto"}),
@@ -277,22 +285,56 @@ def lost(rank: int) -> str:
     return "not noticed"
 
 
+def commanded(count: int, folder: Path) -> int:
+    """`undrift dp` as torchrun would start it, stopped half way and resumed; the exit code."""
+    settings = ["dp", *PARALLEL, "--out", str(folder / f"dp{count}")]
+    return cli.main([*settings, "--rounds", "2"]) or cli.main([*settings, "--rounds", "4", "--resume"])
+
+
 def everything(rank: int, folder: Path) -> dict[str, Any]:
-    found: dict[str, Any] = {case: path(case, rank) for case in CASES}
-    if dist.get_world_size() == 2:
+    count = dist.get_world_size()
+    found: dict[str, Any] = {case: path(case, rank) for case in (CASES if count < 4 else ["def", "def topk"])}
+    found["dp"] = commanded(count, folder)
+    if count == 2:
         found["socket"] = socket_bytes(rank)
         found |= {"disagreements": disagreements(rank), "resumed": resumed(rank, folder), "scaled": scaled(rank)}
         found |= {"narrow": narrow(rank), "plain": as_in_a_loop(rank, False), "ddp": as_in_a_loop(rank, True)}
-    else:
+    if count == 3:
         found["other number"] = other_number(rank, folder / "whole.pt")
         found["lost"] = lost(rank)
     return found
 
 
-if __name__ == "__main__":
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", timeout=timedelta(seconds=60))
-    where, mine = Path(sys.argv[1]), dist.get_rank()
-    torch.save(everything(mine, where), where / f"{dist.get_world_size()}-{mine}.pt")
-    sys.stdout.flush()
+def be_a_rank(rank: int, count: int, port: int, folder: Path) -> None:
+    """Run everything in this process, and end it."""
+    signal.alarm(120)
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(count)}
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "GLOO_SOCKET_IFNAME": "lo"}
+    try:
+        dist.init_process_group("gloo", timeout=timedelta(seconds=60))
+        torch.save(everything(rank, folder), folder / f"{count}-{rank}.pt")
+    except BaseException:
+        traceback.print_exc()
+        sys.stderr.flush()
+        os._exit(1)
     os._exit(0)  # a group in which a rank was lost cannot be taken down in order
+
+
+if __name__ == "__main__":
+    import torch._dynamo  # what every rank would import
+    import torch.distributed.checkpoint
+
+    torch.set_num_threads(1)
+    for ranks_wanted in map(int, sys.argv[2:]):  # forked, because importing torch takes longer than the cases
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            place = free.getsockname()[1]
+        children = []
+        for number in range(ranks_wanted):
+            child = os.fork()
+            if child == 0:
+                be_a_rank(number, ranks_wanted, place, Path(sys.argv[1]))
+            children.append(child)
+        codes = [os.waitpid(child, 0)[1] for child in children]
+        if any(codes):
+            sys.exit(f"of {ranks_wanted} ranks, some failed: {codes}")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import json
 import os
 import shutil
 import subprocess
@@ -15,11 +16,26 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import Tensor, nn
 
 import undrift
-from tests.dp_cases import CASES, DECAY, LR, MOMENTUM, SHARED, STEPS, gradient, learn, network, samples, vector
+from tests.dp_cases import (
+    CASES,
+    DECAY,
+    LR,
+    MOMENTUM,
+    PARALLEL,
+    SHARED,
+    STEPS,
+    gradient,
+    learn,
+    network,
+    samples,
+    vector,
+)
 from tests.reference import dp as plain
+from undrift import cli
 from undrift.compress import Exchanged, LargestEntries, kept, make_compressor
 from undrift.dp.def_ import Detached, Rates
 from undrift.dp.workers import Ranks, Stacked
@@ -39,24 +55,26 @@ def alone_on_the_network() -> list[str]:
 
 
 @pytest.fixture(scope="module")
-def on_ranks(tmp_path_factory: pytest.TempPathFactory) -> Outcome:
-    folder, found = tmp_path_factory.mktemp("ranks"), {}
-    for count in (2, 3):  # the three go on from what the two leave
-        launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(count)]
-        prefix = alone_on_the_network() if count == 2 else []
-        done = subprocess.run(
-            [*prefix, *launch, "-m", "tests.dp_cases", str(folder)],
-            cwd=ROOT,
-            env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
-            capture_output=True,
-            text=True,
-            timeout=150,
-        )
-        assert done.returncode == 0, done.stderr
-        found[count] = [torch.load(folder / f"{count}-{rank}.pt") for rank in range(count)]
-        if count == 2 and not prefix:  # other programs' bytes would be counted too
-            for each in found[2]:
-                each["socket"] = None
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("ranks")
+
+
+@pytest.fixture(scope="module")
+def on_ranks(folder: Path) -> Outcome:
+    """What two, three and sixteen real processes made of the cases; the three go on from what the two leave."""
+    prefix = alone_on_the_network()
+    done = subprocess.run(
+        [*prefix, sys.executable, "-m", "tests.dp_cases", str(folder), "2", "3", "4", "16"],
+        cwd=ROOT,
+        env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=400,
+    )
+    assert done.returncode == 0, done.stderr
+    found = {n: [torch.load(folder / f"{n}-{rank}.pt") for rank in range(n)] for n in (2, 3, 4, 16)}
+    for each in found[2] if not prefix else []:  # other programs' bytes would be counted too
+        each["socket"] = None
     return found
 
 
@@ -89,11 +107,10 @@ def reference(case: str, workers: int) -> tuple[Tensor, Tensor]:
 
 
 def apart(a: Tensor, b: Tensor) -> float:
-    return float((a - b).norm() / b.norm())
+    return float((a - b).norm() / b.norm().clamp(min=1e-300))
 
 
-@pytest.mark.parametrize("workers", [2, 3])
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(("case", "workers"), [(c, w) for w in (2, 3) for c in CASES] + [("def", 4), ("def", 16)])
 def test_real_ranks_equal_the_reference(on_ranks: Outcome, case: str, workers: int) -> None:
     x, y = reference(case, workers)
     for each in on_ranks[workers]:
@@ -153,9 +170,10 @@ def test_bytes_are_those_of_the_block(on_ranks: Outcome) -> None:
     for workers, ranks in on_ranks.items():
         each = 8 * 2 * b * (workers - 1)  # 8 bytes a number in float64: 16 b (W - 1) / W on each of W ranks
         assert ranks[0]["def"]["sent"].tolist() == [each] * STEPS
-        assert ranks[0]["def randk"]["sent"].tolist() == [each] * STEPS
-        whole = 8 * 2 * d * (workers - 1)
-        assert ranks[0]["ef21"]["sent"].tolist() == [whole] + [each] * (STEPS - 1)
+        if workers < 4:
+            assert ranks[0]["def randk"]["sent"].tolist() == [each] * STEPS
+            whole = 8 * 2 * d * (workers - 1)
+            assert ranks[0]["ef21"]["sent"].tolist() == [whole] + [each] * (STEPS - 1)
         assert ranks[0]["def topk"]["sent"].tolist() == [workers * (workers - 1) * b * (8 + 4)] * STEPS
 
 
@@ -221,7 +239,7 @@ def test_half_precision(on_ranks: Outcome) -> None:
 def test_simulated_workers_equal_real_ranks(on_ranks: Outcome) -> None:
     """The same lines on vectors [W, d]: bit for bit with two workers."""
     for workers, ranks in on_ranks.items():
-        for case in ("def", "def tensor", "def topk", "def auto", "saef"):
+        for case in ("def", "def tensor", "def topk", "def auto", "saef") if workers < 4 else ("def", "def topk"):
             settings = CASES[case][1]
             method = Detached({"saef": 1.0}.get(case, settings.get("lam", 0.3)))
             made = make_compressor(
@@ -238,6 +256,41 @@ def test_simulated_workers_equal_real_ranks(on_ranks: Outcome) -> None:
                 assert apart(seen, wanted) < 1e-12
                 assert workers > 2 or torch.equal(seen, wanted), (case, t)
             assert together.sent == int(ranks[0][case]["sent"].sum())
+
+
+def stored(folder: Path) -> tuple[dict[str, Tensor], dict[str, Tensor], list[dict[str, Any]]]:
+    """A run folder's model, checkpoint and records."""
+    (checkpoint,) = (folder / "checkpoint").glob("*.safetensors")
+    lines = [json.loads(line) for line in (folder / "rounds.jsonl").read_text().splitlines()]
+    records = [{k: v for k, v in line.items() if k != "seconds"} for line in lines]
+    return load_file(folder / "model.safetensors"), load_file(checkpoint), records
+
+
+@pytest.mark.parametrize("workers", [2, 3, 4, 16])
+def test_undrift_dp_on_real_ranks_equals_simulated_workers(
+    on_ranks: Outcome, folder: Path, workers: int, tmp_path: Path
+) -> None:
+    """The ranks were stopped half way and resumed; the simulation is one run."""
+    assert all(each["dp"] == 0 for each in on_ranks[workers])
+    command = ["dp", *PARALLEL, "--workers", str(workers), "--rounds", "4", "--out", str(tmp_path / "one")]
+    assert cli.main(command) == 0
+    (model, state, records), (other, their_state, their_records) = (
+        stored(tmp_path / "one"),
+        stored(folder / f"dp{workers}"),
+    )
+    assert state.keys() == their_state.keys() == {"x", "m", "e", "products", "buffers"}
+    for name, tensor in (model | state).items():
+        theirs = (other | their_state)[name]
+        assert tensor.shape == theirs.shape
+        assert torch.equal(tensor, theirs) if workers == 2 else apart(tensor, theirs) < 1e-12, name
+    assert len(records) == 4 and state["e"].shape[0] == workers and state["e"].norm() > 0
+    for mine, theirs_ in zip(records, their_records, strict=True):
+        assert mine.keys() == theirs_.keys()
+        for name, value in mine.items():
+            assert value == theirs_[name] or value == pytest.approx(theirs_[name], rel=1e-10), name
+    d = sum(tensor.numel() for tensor in model.values())
+    assert {r["bytes_up"] for r in records} == {5 * 8 * 2 * (workers - 1) * kept(d, 16)}
+    assert records[-1]["accuracy"] == records[-1]["y_accuracy"] and records[0]["accuracy"] is None
 
 
 @pytest.mark.parametrize("settings", [{}, {"compressor": "topk"}, {"block": "shuffle"}, {"compressor": "randk"}])
@@ -440,5 +493,5 @@ def test_random_entries_are_drawn_evenly() -> None:
 
 
 def test_the_optimizers_are_there_without_being_imported_first() -> None:
-    code = "import undrift, sys; assert 'undrift.dp' not in sys.modules; undrift.DEF; assert 'DEF' in undrift.__all__"
+    code = "import undrift, sys; assert 'undrift.dp.optimizer' not in sys.modules; undrift.DEF; assert 'DEF' in undrift.__all__"
     subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)

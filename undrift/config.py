@@ -131,17 +131,23 @@ TYPES = get_type_hints(RunConfig)
 
 def from_mapping(settings: Mapping[str, Any]) -> RunConfig:
     """A RunConfig from plain values; unknown names and values of the wrong kind are errors."""
-    checked: dict[str, Any] = {}
-    for name, value in settings.items():
-        if name not in FIELDS:
-            raise UnknownName("setting", name, FIELDS)
-        if name == "set" and not isinstance(value, Mapping):
-            raise BadSetting(f"set must be a table of the algorithm's fields, not {value!r}")
-        checked[name] = dict(value) if name == "set" else as_type(name, value, TYPES[name])
+    given = dict(settings)
+    fields = given.pop("set", {})
+    if not isinstance(fields, Mapping):
+        raise BadSetting(f"set must be a table of the algorithm's fields, not {fields!r}")
+    checked = typed(given, {n: t for n, t in TYPES.items() if n != "set"}) | {"set": dict(fields)}
     for name, other in (("steps", "epochs"), ("epochs", "steps")):
         if name in checked and not checked[name] and not checked.get(other):
             raise BadSetting(f"{name} must be greater than 0")
     return RunConfig(**checked)
+
+
+def typed(settings: Mapping[str, Any], types: Mapping[str, Any]) -> dict[str, Any]:
+    """The values as the types that their names have."""
+    for name in settings:
+        if name not in types:
+            raise UnknownName("setting", name, types)
+    return {name: as_type(name, value, types[name]) for name, value in settings.items()}
 
 
 def from_toml(path: Path) -> dict[str, Any]:

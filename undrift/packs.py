@@ -59,7 +59,7 @@ def most_at_once(config: RunConfig, processes: int) -> int:
     """How many runs like this one fit into half of the memory that is free now, when so many processes share it."""
     config, simulation = set_up(config, load_dataset(config.dataset))
     outlook = Outlook(simulation)
-    with arithmetic(config):
+    with arithmetic(config.precision, config.deterministic):
         first = next(part for t in itertools.count() if len((part := simulation.takes_part(t)).ids))
         opening = simulation.opening(first)
         working = bytes_per_client(simulation.net, simulation.state.x, simulation.state.buffers, opening.work)
@@ -85,7 +85,7 @@ def run_packed(configs: Sequence[RunConfig], folders: Sequence[Path], progress: 
     """Run to their end what begins together or stands at the same round, each run with a folder of its own."""
     dataset, shared, courses = load_dataset(configs[0].dataset), None, []
     with contextlib.ExitStack() as stack:
-        stack.enter_context(arithmetic(configs[0]))
+        stack.enter_context(arithmetic(configs[0].precision, configs[0].deterministic))
         for config, path, tell in zip(configs, folders, progress, strict=True):
             config, simulation = set_up(config, dataset, shared)
             shared = simulation.data
@@ -97,9 +97,9 @@ def run_packed(configs: Sequence[RunConfig], folders: Sequence[Path], progress: 
         drive_together(courses)
 
 
-def drive_together(courses: list[Course]) -> None:
+def drive_together(courses: list[Course[Simulation]]) -> None:
     """All runs to their end: together those that can, and afterwards alone those that had to leave the pack."""
-    alone: list[Course] = []
+    alone: list[Course[Simulation]] = []
     while len(together := [c for c in courses if c not in alone and c.ahead()[0]]) > 1:
         pack, whole = Pack([course.simulation for course in together]), True
         while whole:
