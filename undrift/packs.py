@@ -32,7 +32,7 @@ def kind(config: RunConfig, folder: RunFolder) -> Hashable:
     The round at which they stand is a part of it: what was interrupted is packed again with those at the same round.
     """
     execution = folder.settings().get("execution", "auto") if folder.exists() else config.execution
-    if execution == "pool" or config.client_state == "disk" or "time" in parse_stop(config.stop_at):
+    if config.compress or execution == "pool" or config.client_state == "disk" or "time" in parse_stop(config.stop_at):
         return None
     same = {name: value for name, value in asdict(config).items() if name not in DIFFER}
     seed = config.seed if config.colour else None  # a client's colour is drawn under the seed

@@ -193,6 +193,7 @@ def simulated(
         config.cohort, plan, config.seed, config.weights, config.eval_every, config.execution, config.chunk,
         config.lr_decay, parse_drops(config.lr_drops), config.lr_drop, config.sampling, config.dropout_rate,
         parse_slow(config.slow), config.bandwidth, config.latency, config.replay, config.compile, config.client_eval_every,
+        config.compress,
     )  # fmt: skip
     return Simulation(alg, net, clients, how, metrics, device)
 

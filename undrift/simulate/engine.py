@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 import torch
@@ -26,6 +26,7 @@ from undrift.simulate.execute import Execution, RoundWork, check_labels, check_r
 from undrift.simulate.graphs import recorded
 from undrift.simulate.ranks import agreed, over_ranks
 from undrift.simulate.replay import Part, Replay
+from undrift.simulate.uplink import Compressed, Uplink, check_summed
 from undrift.streams import Purpose, fold, sample, stream, uniform
 from undrift.vec import map_leaves, nbytes
 
@@ -52,6 +53,7 @@ class Settings:
     replay: bool = False  # on a GPU, replay rounds as CUDA graphs
     compile: bool = False  # fuse the local step's kernels with torch.compile, where rounds are replayed
     client_eval_every: int = 0  # rounds between scores on the clients' own samples; 0: only in the last round
+    compress: str = ""  # of the uploads, with error feedback: rbgs:R, randk:R, topk:R or fp16
 
     def schedule(self, t: int) -> float:
         """What the local rate of round t (counted from 0) is multiplied by."""
@@ -90,6 +92,9 @@ class Simulation:
             )
         self.alg, self.net, self.data, self.settings, self.metrics = alg, net.to(device), data, settings, metrics
         self.device = device
+        self.uplink = Uplink(settings.compress, settings.seed, net.layout.size) if settings.compress else None
+        if self.uplink is not None:
+            check_summed(alg)
         self.t = 0
         x0, buffers = (v.to(device) for v in net.start())
         self.state = server_init(alg, net, x0, buffers, data.clients)
@@ -186,8 +191,10 @@ class Simulation:
                 state = state._replace(companion=alg.measured(state.companion, sent[fine], measuring))
             down = alg.broadcast(state.x, state.companion, invited)
         answers = over_ranks(self.execution)(alg, down, client, self.state.buffers, work)
-
+        # Bytes are those of what travels; the server sees it unpacked.
         bytes_up = nbytes(answers.up) + nbytes(answers.buffers) + (0 if sent is None else nbytes(sent))
+        if isinstance(alg, Compressed):
+            answers = answers._replace(up=alg.received(answers.up, answers.client.error))
         # In the first round nobody lacks anything of a round before.
         returning = len(np.intersect1d(invited_ids, self.last_cohort)) if self.t else len(invited_ids)
         asked = len(invited_ids)
@@ -289,7 +296,8 @@ class Simulation:
     def algorithm(self) -> Algorithm:
         """The algorithm with this round's local rate."""
         rate = self.settings.schedule(self.t)
-        return self.alg if rate == 1.0 else replace(self.alg, lr=self.alg.lr * rate)
+        alg = self.alg if rate == 1.0 else replace(self.alg, lr=self.alg.lr * rate)
+        return alg if self.uplink is None else cast(Algorithm, Compressed(alg, self.uplink, self.t))
 
     def cohort(self, alg: Algorithm, ids: Tensor, drawn: Tensor, steps: Tensor) -> Cohort:
         size = torch.from_numpy(self.data.sizes)[ids.cpu()].to(self.state.x).unsqueeze(-1)
