@@ -33,6 +33,8 @@ def test_stacked_workers_equal_workers_in_turn(name: str) -> None:
     """Also with BatchNorm, whose statistics are each worker's own, dropout and samples that are cropped."""
     how = {"method": name, "model": "tests.test_parallel:normed", "dataset": "tests.test_parallel:pictures"}
     stacked, turns = (trained(execution=e, **how) for e in ("stacked", "pool"))
+    replayed = trained(execution="stacked", replay=True, **how)
+    assert all(torch.equal(tensor, replayed.model[key]) for key, tensor in stacked.model.items())
     for key, tensor in stacked.model.items():
         assert apart(tensor.double(), turns.model[key].double()) < 1e-11, key
     assert stacked.records[-1]["train_loss"] == pytest.approx(turns.records[-1]["train_loss"], rel=1e-11)

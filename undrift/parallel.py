@@ -64,6 +64,7 @@ class ParallelConfig:
     execution: str = field(
         default="auto", metadata={"help": "of simulated workers: stacked, pool (in turn), or auto (stacked on a GPU)"}
     )
+    replay: bool = field(default=False, metadata={"help": "on a GPU, replay stacked gradients as a CUDA graph"})
     precision: str = field(default="fp32", metadata={"help": "of products on a GPU: fp32, or tf32 (10 bits, faster)"})
     deterministic: bool = field(default=False, metadata={"help": "make CUDA runs repeatable"})
     eval_every: int = field(default=1, metadata={"help": "rounds between evaluations"})
@@ -199,5 +200,14 @@ def made_of(config: ParallelConfig) -> Training:
     )  # fmt: skip
     how = method(config.method, config.lam, config.average_every)
     return Training(
-        how, compressor, net, data, schedule, workers, config.execution == "stacked", {"accuracy": accuracy}, device
+        how,
+        compressor,
+        net,
+        data,
+        schedule,
+        workers,
+        config.execution == "stacked",
+        config.replay,
+        {"accuracy": accuracy},
+        device,
     )

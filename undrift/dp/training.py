@@ -7,7 +7,7 @@ same lines, so that both give the same bits up to the order of sums.
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,6 +25,7 @@ from undrift.oracle import Oracle
 from undrift.round import RoundRecord
 from undrift.simulate.evaluate import Metric, means, sample_scores
 from undrift.simulate.execute import mini_batch
+from undrift.simulate.graphs import recorded
 from undrift.streams import Purpose, fold, stream
 
 STATISTICS_BATCH = 500  # samples of a batch from which BatchNorm's statistics are taken anew
@@ -65,6 +66,7 @@ class Training:
         schedule: Schedule,
         workers: Stacked | Ranks,
         stacked: bool,
+        replay: bool,
         metrics: Mapping[str, Metric],
         device: torch.device,
     ) -> None:
@@ -72,6 +74,8 @@ class Training:
         self.method: Any = method
         self.compressor, self.net, self.data, self.schedule = compressor, net.to(device), data, schedule
         self.workers, self.stacked, self.metrics, self.device = workers, stacked, metrics, device
+        self.replay = replay and stacked and isinstance(workers, Stacked)
+        self.recording: Callable[[], tuple[Tensor, Tensor]] | None = None
         self.total = workers.count * schedule.batch
         if len(data.members) < self.total:
             raise BadSetting(
@@ -88,6 +92,11 @@ class Training:
         self.z = x0.expand(*workers.lead, len(x0)).clone()  # where gradients are taken
         self.ids = torch.arange(workers.count, device=device)
         self.order: tuple[int, Tensor] = (-1, data.members)
+        # What an iteration is told, in the same place each time: its samples and the keys of its random numbers.
+        self.told = (
+            torch.zeros(workers.count, schedule.batch, dtype=torch.int64, device=device),
+            self.ids.expand(2, -1).clone(),
+        )
 
     def rows(self, iteration: int) -> Tensor:
         """[W, B] the samples of every worker in an iteration: each pass deals all samples out anew."""
@@ -103,8 +112,19 @@ class Training:
 
     def gradients(self, iteration: int) -> tuple[Tensor, Tensor]:
         """The gradients [..., d] of every worker at its point, and the losses [..., 1]."""
-        rows, seed = self.rows(iteration), self.schedule.seed
-        dropout, augment = (fold(stream(seed, p, iteration), self.ids) for p in (Purpose.DROPOUT, Purpose.AUGMENT))
+        rows, keys = self.told
+        rows.copy_(self.rows(iteration))
+        for place, purpose in enumerate((Purpose.DROPOUT, Purpose.AUGMENT)):
+            keys[place] = fold(stream(self.schedule.seed, purpose, iteration), self.ids)
+        if self.replay:
+            if self.recording is None:
+                self.recording = recorded(self.play, [self.buffers], self.device)
+            return self.recording()
+        return self.play()
+
+    def play(self) -> tuple[Tensor, Tensor]:
+        """The gradients and losses of the iteration that `told` describes; on a GPU it can be recorded as a graph."""
+        rows, (dropout, augment) = self.told
 
         def of(who: Any, z: Tensor, buffers: Tensor) -> tuple[Tensor, Tensor, Tensor]:
             batch = mini_batch(self.net, self.data, self.ids[who], rows[who], None, dropout[who], augment[who])
@@ -112,12 +132,13 @@ class Training:
             return oracle.grad(z), oracle.loss, oracle.buffers
 
         if isinstance(self.workers, Ranks):
-            g, loss, self.buffers = of(self.workers.rank, self.z, self.buffers)
+            g, loss, after = of(self.workers.rank, self.z, self.buffers)
         elif self.stacked:
-            g, loss, self.buffers = of(slice(None), self.z, self.buffers)
+            g, loss, after = of(slice(None), self.z, self.buffers)
         else:
             each = [of(k, self.z[k], self.buffers[k]) for k in range(self.workers.count)]
-            g, loss, self.buffers = (torch.stack(parts) for parts in zip(*each, strict=True))
+            g, loss, after = (torch.stack(parts) for parts in zip(*each, strict=True))
+        self.buffers.copy_(after)
         return g, loss
 
     def round(self, last: bool = False) -> RoundRecord:
