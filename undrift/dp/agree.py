@@ -13,7 +13,7 @@ from undrift.errors import BadSetting
 
 def agree(workers: Ranks, facts: Mapping[str, object]) -> None:
     """Raise on every rank where one has another value than rank 0, and say what and who."""
-    if workers.count == 1:
+    if not workers.joined:
         return
     everybody: list[Any] = [None] * workers.count
     dist.all_gather_object(everybody, dict(facts), group=workers.group)

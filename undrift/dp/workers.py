@@ -32,23 +32,23 @@ class Ranks:
     """This process is one worker of a process group; without a group it is alone."""
 
     def __init__(self, group: dist.ProcessGroup | None = None) -> None:
-        together = dist.is_available() and dist.is_initialized()
+        self.joined = dist.is_available() and dist.is_initialized()
         self.group = group
-        self.count = dist.get_world_size(group) if together else 1
-        self.rank = dist.get_rank(group) if together else 0
+        self.count = dist.get_world_size(group) if self.joined else 1
+        self.rank = dist.get_rank(group) if self.joined else 0
         self.lead: tuple[int, ...] = ()
         self.sent = 0  # bytes that all workers sent, as a ring sends them
 
     def mean(self, v: Tensor) -> Tensor:
         self.sent += ring_all_reduce(v, self.count)
-        if self.count > 1:
+        if self.joined:
             v = v.contiguous()
             self._together(lambda: dist.all_reduce(v, group=self.group))
         return v / self.count
 
     def gather(self, v: Tensor) -> Tensor:
         self.sent += ring_all_gather(v, self.count)
-        if self.count == 1:
+        if not self.joined:
             return v.unsqueeze(0)
         rows = [torch.empty_like(v) for _ in range(self.count)]
         self._together(lambda: dist.all_gather(rows, v.contiguous(), group=self.group))
@@ -56,7 +56,7 @@ class Ranks:
 
     def from_first(self, v: Tensor) -> None:
         """Rank 0's values, in place."""
-        if self.count > 1:
+        if self.joined:
             self._together(lambda: dist.broadcast(v, group=self.group, group_src=0))
 
     def _together(self, collective: Callable[[], object]) -> None:
