@@ -29,6 +29,7 @@ from undrift.dp.workers import Workers
 from undrift.errors import BadSetting
 from undrift.vec import dot
 
+ALL = slice(None)
 MEMORY = 0.99  # of the running products behind lambda = "auto"
 
 
@@ -78,7 +79,7 @@ class Detached:
         """One iteration, given the gradients g [..., d] at z_k."""
         x, m, e, products = state
         for part, lr, momentum in rates:
-            m[..., part].mul_(momentum).add_(g[..., part])  # m_k <- mu m_k + g_k
+            torch.add(g[..., part], m[..., part], alpha=momentum, out=m[..., part])  # m_k <- mu m_k + g_k
             e[..., part].add_(m[..., part], alpha=lr)  # p_k = eta m_k + e_k, in the place of e_k
         c = compressor.exchange(e, t, workers, remember=self.lam == "auto")  # e_k <- p_k - C(p_k)
         c.add_to(x, alpha=-1.0)  # x <- x - mean_k C(p_k)
@@ -87,11 +88,12 @@ class Detached:
         if self.average_every and (t + 1) % self.average_every == 0:
             e.copy_(workers.mean(e.clone()))  # e_k <- mean_j e_j
 
-    def point(self, state: Errors, out: Tensor) -> Tensor:
-        """z_k = x - lambda e_k [..., d], written to `out`."""
+    def point(self, state: Errors, out: Tensor, part: slice = ALL) -> Tensor:
+        """z_k = x - lambda e_k [..., d], or a part of it, written to `out`."""
+        x, e = state.x[part], state.e[..., part]
         if self.lam == "auto":
-            return torch.addcmul(state.x, state.e, self.estimate(state), value=-1.0, out=out)
-        return torch.sub(state.x, state.e, alpha=float(self.lam), out=out)
+            return torch.addcmul(x, e, self.estimate(state), value=-1.0, out=out)
+        return torch.sub(x, e, alpha=float(self.lam), out=out)
 
     def estimate(self, state: Errors) -> Tensor:
         """[..., 1] lambda = <mean p, p_k> / |p_k|^2, which minimises |mean e - lambda e_k| as far as the blocks show it.

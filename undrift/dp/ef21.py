@@ -20,7 +20,7 @@ from typing import ClassVar, NamedTuple
 from torch import Tensor
 
 from undrift.compress import Compressor
-from undrift.dp.def_ import Rates
+from undrift.dp.def_ import ALL, Rates
 from undrift.dp.workers import Workers
 
 PAPER = """@inproceedings{richtarik2021ef21,
@@ -70,8 +70,8 @@ class EF21Method:
             m[part].mul_(momentum).add_(mean_h[part])
             x[part].sub_(m[part], alpha=lr)
 
-    def point(self, state: Beliefs, out: Tensor) -> Tensor:
-        return out.copy_(state.x)
+    def point(self, state: Beliefs, out: Tensor, part: slice = ALL) -> Tensor:
+        return out.copy_(state.x[part])
 
     def returned(self, state: Beliefs, workers: Workers, which: str = "") -> Tensor:
         return state.x

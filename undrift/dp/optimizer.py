@@ -121,7 +121,11 @@ class CompressedOptimizer(torch.optim.Optimizer):
     def to_point(self) -> None:
         """The parameters at the point where the next gradient is taken."""
         assert self.flat is not None
-        self.flat.write(self.method.point(self.vectors, self.flat.scratch))  # type: ignore[arg-type]
+        if self.flat.direct:  # in one pass over memory
+            for part, p in self.flat.stretches():
+                self.method.point(self.vectors, p.view(-1), part)  # type: ignore[arg-type]
+        else:
+            self.flat.write(self.method.point(self.vectors, self.flat.scratch))  # type: ignore[arg-type]
 
     @contextlib.contextmanager
     def evaluating(self, which: str = "") -> Iterator[None]:
@@ -214,6 +218,19 @@ class Flat:
             )
         wide = torch.float64 if any(p.dtype == torch.float64 for p in params) else torch.float32
         return cls(params, torch.zeros(sum(p.numel() for p in params), dtype=wide, device=params[0].device))
+
+    @property
+    def direct(self) -> bool:
+        """Whether a vector's stretches can be computed where the parameters lie; on a GPU that is many small kernels."""
+        like = self.scratch.dtype
+        return self.scratch.device.type == "cpu" and all(p.is_contiguous() and p.dtype == like for p in self.params)
+
+    def stretches(self) -> Iterator[tuple[slice, Tensor]]:
+        """Where each parameter lies in the vectors."""
+        begin = 0
+        for p in self.params:
+            yield slice(begin, begin + p.numel()), p.detach()
+            begin += p.numel()
 
     def empty(self) -> Tensor:
         return torch.zeros_like(self.scratch)

@@ -12,7 +12,7 @@ from typing import ClassVar, NamedTuple
 from torch import Tensor
 
 from undrift.compress import Compressor
-from undrift.dp.def_ import Rates
+from undrift.dp.def_ import ALL, Rates
 from undrift.dp.workers import Workers
 
 PAPER = ""
@@ -47,8 +47,8 @@ class SGDMethod:
             m[part].mul_(momentum).add_(mean[part])
             x[part].sub_(m[part], alpha=lr)
 
-    def point(self, state: Shared, out: Tensor) -> Tensor:
-        return out.copy_(state.x)
+    def point(self, state: Shared, out: Tensor, part: slice = ALL) -> Tensor:
+        return out.copy_(state.x[part])
 
     def returned(self, state: Shared, workers: Workers, which: str = "") -> Tensor:
         return state.x
