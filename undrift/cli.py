@@ -20,7 +20,7 @@ from undrift.config import CHOICES, FIELDS, TYPES, parse_value
 from undrift.errors import BadSetting, LostRank, UndriftError, UnknownName
 from undrift.simulate import ranks
 
-KINDS = ("algorithms", "datasets", "models", "partitions")
+KINDS = ("algorithms", "methods", "datasets", "models", "partitions")
 
 
 class Parser(argparse.ArgumentParser):
@@ -92,7 +92,9 @@ def parser() -> Parser:
         "--out", type=Path, metavar="FILE", help="prepare: where NAME.npz goes; show: a .png or .svg picture"
     )
 
-    cite = commands.add_parser("cite", help="the BibTeX entry of an algorithm's paper", allow_abbrev=False)
+    cite = commands.add_parser(
+        "cite", help="the BibTeX entry of an algorithm's or a method's paper", allow_abbrev=False
+    )
     cite.add_argument("name")
     return top
 
@@ -279,10 +281,13 @@ def list_command(arguments: argparse.Namespace) -> None:
 def listed(kind: str) -> list[dict[str, Any]]:
     """What `undrift list KIND --json` prints."""
     from undrift.data.partition import PARTITIONS
+    from undrift.dp.methods import FILES
     from undrift.registry import algorithm_class, describe, names
 
     if kind not in KINDS:
         raise UnknownName("kind of list", kind, KINDS)
+    if kind == "methods":
+        return [{"name": n, "about": (file.__doc__ or "").splitlines()[0]} for n, file in FILES.items()]
     if kind == "partitions":
         return [{"name": n, "about": (inspect.getdoc(f) or "").splitlines()[0]} for n, f in PARTITIONS.items()]
     entries: list[dict[str, Any]] = [{"name": n, "about": describe(kind, n)} for n in names(kind)]
@@ -319,9 +324,10 @@ def data_command(arguments: argparse.Namespace) -> None:
 
 
 def cite_command(arguments: argparse.Namespace) -> None:
+    from undrift.dp.methods import FILES
     from undrift.registry import algorithm_class
 
-    print(algorithm_class(arguments.name).paper)
+    print(FILES[arguments.name].PAPER if arguments.name in FILES else algorithm_class(arguments.name).paper)
 
 
 def progress_bar() -> Any:

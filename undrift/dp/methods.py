@@ -20,14 +20,7 @@ METHODS: dict[str, Method] = {
     "def": Detached(returns="y"),
     "def-a": Detached(returns="x"),
 }
-PAPERS = {
-    "ef": ef.PAPER,
-    "saef": saef.PAPER,
-    "psync": psync.PAPER,
-    "ef21": ef21.PAPER,
-    "def": def_.PAPER,
-    "def-a": def_.PAPER,
-}
+FILES = {"sgd": sgd, "ef": ef, "saef": saef, "psync": psync, "ef21": ef21, "def": def_, "def-a": def_}
 
 
 def method(name: str, lam: str, average_every: int) -> Method:

@@ -15,7 +15,15 @@ from undrift.compress import Compressor
 from undrift.dp.def_ import ALL, Rates
 from undrift.dp.workers import Workers
 
-PAPER = ""
+PAPER = """@article{robbins1951stochastic,
+  title={A Stochastic Approximation Method},
+  author={Robbins, Herbert and Monro, Sutton},
+  journal={The Annals of Mathematical Statistics},
+  volume={22},
+  number={3},
+  pages={400--407},
+  year={1951}
+}"""
 
 
 class Shared(NamedTuple):
