@@ -18,6 +18,7 @@ import contextlib
 import json
 import os
 import shutil
+import signal
 import statistics
 import subprocess
 import sys
@@ -29,7 +30,7 @@ from typing import Any
 
 BURST = {"100mbit": "64kb", "1gbit": "256kb"}
 METHODS = ["ddp", "fp16", "powersgd1", "powersgd2", "powersgd4", "topk64", "def16", "def64", "def256", "def1024"]
-WARM, STEPS, TURNS = 3, 4, 3  # steps before the clock runs, in a turn, and turns
+WARM, STEPS = 3, 4  # steps before the clock runs, and in a turn
 
 
 @contextlib.contextmanager
@@ -77,6 +78,7 @@ def measured(rate: str, arguments: argparse.Namespace, converge: bool) -> dict[s
                 arguments.methods,
             ]
             command += ["--lr", str(arguments.lr), "--target", str(arguments.target), "--most", str(arguments.most)]
+            command += ["--turns", str(arguments.turns)]
             environment = os.environ | {
                 "GLOO_SOCKET_IFNAME": device, "MASTER_ADDR": "10.77.0.1", "MASTER_PORT": "29521", "WORLD_SIZE": "2",
                 "RANK": str(rank), "OMP_NUM_THREADS": "1", "DEVICE": device,
@@ -117,7 +119,7 @@ def be_a_rank(arguments: argparse.Namespace) -> None:
 
     found: dict[str, Any] = {name: {"ms": [], "bytes": 0, "steps": None, "loss": None} for name in methods}
     made = {name: trainer(name, arguments.lr) for name in methods}
-    for turn in range(TURNS):
+    for turn in range(arguments.turns):
         for name in methods:
             model, optimizer = made[name]
             for t in range(WARM if turn == 0 else 1):
@@ -128,7 +130,7 @@ def be_a_rank(arguments: argparse.Namespace) -> None:
                 began = time.perf_counter()
                 step(model, optimizer, 100 * turn + t)
                 found[name]["ms"].append((time.perf_counter() - began) * 1e3)
-            found[name]["bytes"] += (passed() - before) / (STEPS * TURNS)
+            found[name]["bytes"] += (passed() - before) / (STEPS * arguments.turns)
     for name in methods if arguments.converge else []:
         del made[name]
         model, optimizer = trainer(name, arguments.lr)
@@ -197,7 +199,7 @@ def table(found: dict[str, dict[str, Any]], rates: list[str], shown: Callable[[s
         ms = [statistics.median(found[rate][name]["ms"]) for rate in rates]
         steps = first[name]["steps"]
         ends = [f"{steps * each / 1e3:.1f}" if steps else "–" for each in ms]
-        reached = steps or f"not ({first[name]['loss']:.2f})"
+        reached = steps or ("–" if first[name]["loss"] is None else f"not ({first[name]['loss']:.2f})")
         cells = [name, f"{first[name]['bytes'] / 1e3:,.0f}", reached, *(f"{each:.0f}" for each in ms), *ends]
         shown("| " + " | ".join(map(str, cells)) + " |")
 
@@ -209,6 +211,8 @@ def main() -> int:
     options.add_argument("--lr", type=float, default=0.02)
     options.add_argument("--target", type=float, default=0.3)
     options.add_argument("--most", type=int, default=400, help="steps after which the target counts as not reached")
+    options.add_argument("--turns", type=int, default=3, help="how often each method is timed")
+    options.add_argument("--no-target", action="store_true", help="only milliseconds and bytes")
     options.add_argument("--json", default="")
     options.add_argument("--rank", type=int, default=-1, help=argparse.SUPPRESS)
     options.add_argument("--converge", action="store_true", help=argparse.SUPPRESS)
@@ -219,9 +223,10 @@ def main() -> int:
     if os.geteuid() or not shutil.which("ip") or not shutil.which("tc"):
         print("skipped: a link with a limited rate needs root, ip and tc (package iproute2)")
         return 0
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that the namespaces are taken down
     rates = arguments.rates.split(",")
     try:
-        found = {rate: measured(rate, arguments, converge=rate == rates[0]) for rate in rates}
+        found = {rate: measured(rate, arguments, not arguments.no_target and rate == rates[0]) for rate in rates}
     except OSError as error:
         print(f"skipped: {error}")
         return 0
