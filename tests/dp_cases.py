@@ -293,7 +293,7 @@ def commanded(count: int, folder: Path) -> int:
 
 def everything(rank: int, folder: Path) -> dict[str, Any]:
     count = dist.get_world_size()
-    found: dict[str, Any] = {case: path(case, rank) for case in (CASES if count < 4 else ["def", "def topk"])}
+    found: dict[str, Any] = {case: path(case, rank) for case in (CASES if count < 4 else ["def"])}
     found["dp"] = commanded(count, folder)
     if count == 2:
         found["socket"] = socket_bytes(rank)
