@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +13,7 @@ import torch
 import undrift
 from undrift import cone
 from undrift.folder import RunFolder
+from undrift.parallel import run_parallel
 from undrift.registry import names
 from undrift.vec import leaves, map_leaves
 
@@ -189,3 +192,29 @@ def test_compiled_rounds_agree_with_others(name: str) -> None:
     plain, compiled = run("cuda", **how, replay=False), run("cuda", **how, compile="on")
     for n, tensor in plain.model.items():
         torch.testing.assert_close(compiled.model[n], tensor, rtol=5e-3, atol=5e-4)
+
+
+@pytest.mark.parametrize("replay", [False, True])
+@pytest.mark.parametrize("method", ["sgd", "saef", "ef21", "def"])
+def test_data_parallel_workers_agree_with_the_cpu(method: str, replay: bool) -> None:
+    settings = {
+        "method": method,
+        "workers": 4,
+        "rounds": 2,
+        "steps": 6,
+        "dtype": "float64",
+        "model": "gradma-nn",
+        "lr": 0.02,
+    }
+    here = run_parallel(settings, device="cpu", execution="stacked")
+    there = run_parallel(settings, device="cuda", replay=replay)
+    for n, tensor in here.model.items():
+        torch.testing.assert_close(there.model[n], tensor, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize(("backend", "ranks"), [("nccl", 1), ("gloo", 2)])
+def test_def_over_a_process_group(backend: str, ranks: int) -> None:
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+    done = subprocess.run([*launch, "-m", "tests.dp_cuda", backend], capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("5 ways as on the CPU") == ranks

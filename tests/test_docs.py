@@ -10,8 +10,10 @@ from pathlib import Path
 
 import pytest
 
+from undrift import parallel
 from undrift.cli import parser
 from undrift.config import FIELDS, from_mapping, make_algorithm, parse_value
+from undrift.dp.methods import FILES
 from undrift.registry import algorithm_class, names
 from undrift.sweep import plan
 
@@ -167,8 +169,10 @@ def test_commands_parse(where: str, line: str) -> None:
             built = make_algorithm(algorithm_class(chosen.algorithm), chosen.algorithm, fields)
             built.check(chosen.clients, chosen.cohort)
             built.check_server(chosen.clients, chosen.cohort)
+    if arguments.command == "dp":
+        parallel.from_mapping({n: v for n in parallel.FIELDS if (v := getattr(arguments, n)) is not None})
     if arguments.command == "cite":
-        assert algorithm_class(arguments.name).paper
+        assert arguments.name in FILES or algorithm_class(arguments.name).paper
     if arguments.command in ("run", "sweep"):
         file = arguments.config if arguments.command == "run" else arguments.file
         assert file is None or file.parts[0] == "runs" or (ROOT / file).exists()

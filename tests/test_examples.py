@@ -52,7 +52,7 @@ def trained(algorithm: Any, **settings: Any) -> Tensor:
 
 
 def test_there_are_examples() -> None:
-    assert {"my_algorithm.py", "own_model_and_data.py"} <= {path.name for path in EXAMPLES}
+    assert {"ddp_def.py", "my_algorithm.py", "own_model_and_data.py"} <= {path.name for path in EXAMPLES}
 
 
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.name)
@@ -66,6 +66,13 @@ def test_runs_and_prints_a_result(path: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.name)
 def test_is_short(path: Path) -> None:
     assert len(path.read_text().splitlines()) < 60
+
+
+def test_ddp_with_def_on_two_ranks(tmp_path: Path) -> None:
+    launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    printed = command(*launch, str(ROOT / "examples" / "ddp_def.py"), cwd=tmp_path)
+    assert "2 ranks, accuracy 0.9" in printed
+    assert "940 bytes sent" in printed  # 8 b (W - 1) / W with b = ceil(15010 / 64)
 
 
 def test_own_algorithm_on_the_command_line(tmp_path: Path) -> None:

@@ -1,25 +1,26 @@
-"""The command line: `undrift run | sweep | report | list | data | cite`. No logic of its own."""
+"""The command line: `undrift run | dp | sweep | report | list | data | cite`. No logic of its own."""
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
+import functools
 import inspect
 import json
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
 from safetensors import SafetensorError
 
-from undrift import __version__
+from undrift import __version__, parallel
 from undrift.config import CHOICES, FIELDS, TYPES, parse_value
 from undrift.errors import BadSetting, LostRank, UndriftError, UnknownName
 from undrift.simulate import ranks
 
-KINDS = ("algorithms", "datasets", "models", "partitions")
+KINDS = ("algorithms", "methods", "datasets", "models", "partitions")
 
 
 class Parser(argparse.ArgumentParser):
@@ -49,21 +50,16 @@ def parser() -> Parser:
     commands = top.add_subparsers(dest="command", required=True, parser_class=Parser, metavar="COMMAND")
 
     run = commands.add_parser("run", help="simulate one federated training run", allow_abbrev=False)
-    run.add_argument("config", nargs="?", type=Path, metavar="CONFIG.toml", help="settings; flags override them")
-    for name, field in FIELDS.items():
-        flag, about = f"--{name.replace('_', '-')}", str(field.metadata["help"])
-        if name == "set":
-            run.add_argument(flag, action="append", default=None, metavar="FIELD=VALUE", help=about)
-        elif TYPES[name] is bool:
-            action = argparse.BooleanOptionalAction if field.default else "store_true"  # what is on can be switched off
-            run.add_argument(flag, action=action, default=None, help=about)
-        else:
-            shown = "|".join(CHOICES[name]) if name in CHOICES else name.upper()
-            run.add_argument(flag, type=TYPES[name], default=None, metavar=shown, help=f"{about} [{field.default}]")
+    add_settings(run, FIELDS, TYPES, CHOICES)
     run.add_argument("--local", metavar="NAME", help="the clients' part of this algorithm, with --server")
     run.add_argument("--server", metavar="NAME", help="the server's part of this algorithm, with --local")
     run.add_argument("--out", type=Path, metavar="DIR", help="the run's folder [runs/ALGORITHM-DATASET-seedN]")
     run.add_argument("--resume", action="store_true", help="go on from the folder's last checkpoint")
+
+    dp = commands.add_parser("dp", help="train one model with compressed data-parallel workers", allow_abbrev=False)
+    add_settings(dp, parallel.FIELDS, parallel.TYPES, parallel.CHOICES)
+    dp.add_argument("--out", type=Path, metavar="DIR", help="the run's folder [runs/METHOD-DATASET-seedN]")
+    dp.add_argument("--resume", action="store_true", help="go on from the folder's last checkpoint")
 
     sweep = commands.add_parser("sweep", help="run algorithms x settings x seeds", allow_abbrev=False)
     sweep.add_argument("file", type=Path, metavar="FILE.toml")
@@ -99,9 +95,31 @@ def parser() -> Parser:
         "--out", type=Path, metavar="FILE", help="prepare: where NAME.npz goes; show: a .png or .svg picture"
     )
 
-    cite = commands.add_parser("cite", help="the BibTeX entry of an algorithm's paper", allow_abbrev=False)
+    cite = commands.add_parser(
+        "cite", help="the BibTeX entry of an algorithm's or a method's paper", allow_abbrev=False
+    )
     cite.add_argument("name")
     return top
+
+
+def add_settings(
+    command: argparse.ArgumentParser,
+    fields: Mapping[str, dataclasses.Field[Any]],
+    types: Mapping[str, Any],
+    choices: Mapping[str, tuple[str, ...]],
+) -> None:
+    """A file of settings, and a flag for each."""
+    command.add_argument("config", nargs="?", type=Path, metavar="CONFIG.toml", help="settings; flags override them")
+    for name, field in fields.items():
+        flag, about = f"--{name.replace('_', '-')}", str(field.metadata["help"])
+        if name == "set":
+            command.add_argument(flag, action="append", default=None, metavar="FIELD=VALUE", help=about)
+        elif types[name] is bool:
+            action = argparse.BooleanOptionalAction if field.default else "store_true"  # what is on can be switched off
+            command.add_argument(flag, action=action, default=None, help=about)
+        else:
+            shown = "|".join(choices[name]) if name in choices else name.upper()
+            command.add_argument(flag, type=types[name], default=None, metavar=shown, help=f"{about} [{field.default}]")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -109,8 +127,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         with ranks.joined():
             arguments = parser().parse_args(argv)
-            if ranks.count() > 1 and arguments.command != "run":
-                raise BadSetting(f"torchrun is for 'undrift run'; start 'undrift {arguments.command}' without it")
+            if ranks.count() > 1 and arguments.command not in ("run", "dp"):
+                raise BadSetting(
+                    f"torchrun is for 'undrift run' and 'undrift dp'; start 'undrift {arguments.command}' without it"
+                )
             return int(COMMANDS[arguments.command](arguments) or 0)
     except UndriftError as error:
         if ranks.speaks() or isinstance(error, LostRank):
@@ -158,8 +178,24 @@ def run_command(arguments: argparse.Namespace) -> None:
     out = arguments.out or Path("runs") / "-".join(
         (str(named.get("algorithm", "fedavg")), str(named.get("dataset", "digits")), f"seed{named.get('seed', 0)}")
     ).replace("/", "_").replace(":", "_")
+    tell(str(named.get("algorithm", "fedavg")), out, functools.partial(run, config, **settings), arguments.resume)
+
+
+def dp_command(arguments: argparse.Namespace) -> None:
+    from undrift.config import from_toml
+
+    config = {} if arguments.config is None else from_toml(arguments.config)
+    settings = {n: v for n in parallel.FIELDS if (v := getattr(arguments, n)) is not None}
+    named = {"method": "def", "dataset": "digits", "seed": 0} | config | settings
+    name = f"{named['method']}-{named['dataset']}-seed{named['seed']}"
+    out = arguments.out or Path("runs") / name.replace("/", "_").replace(":", "_")
+    tell(str(named["method"]), out, functools.partial(parallel.run_parallel, config, **settings), arguments.resume)
+
+
+def tell(name: str, out: Path, run: Callable[..., Any], resume: bool) -> None:
+    """Run with a bar of progress, and say what came of it."""
     bar = progress_bar()
-    task = bar.add_task(str(named.get("algorithm", "fedavg")), total=None, accuracy="")
+    task = bar.add_task(name, total=None, accuracy="")
 
     def show(record: dict[str, Any], rounds: int) -> None:
         bar.start()  # with the first round: a mistake in the settings needs no bar
@@ -167,7 +203,7 @@ def run_command(arguments: argparse.Namespace) -> None:
         bar.update(task, completed=record["round"], total=rounds, **known)
 
     try:
-        result = run(config, out=out, resume=arguments.resume, progress=show, **settings)
+        result = run(out=out, resume=resume, progress=show)
     finally:
         if bar.live.is_started:
             bar.stop()
@@ -249,10 +285,13 @@ def list_command(arguments: argparse.Namespace) -> None:
 def listed(kind: str) -> list[dict[str, Any]]:
     """What `undrift list KIND --json` prints."""
     from undrift.data.partition import PARTITIONS
+    from undrift.dp.methods import FILES
     from undrift.registry import algorithm_class, describe, names
 
     if kind not in KINDS:
         raise UnknownName("kind of list", kind, KINDS)
+    if kind == "methods":
+        return [{"name": n, "about": (file.__doc__ or "").splitlines()[0]} for n, file in FILES.items()]
     if kind == "partitions":
         return [{"name": n, "about": (inspect.getdoc(f) or "").splitlines()[0]} for n, f in PARTITIONS.items()]
     entries: list[dict[str, Any]] = [{"name": n, "about": describe(kind, n)} for n in names(kind)]
@@ -289,9 +328,10 @@ def data_command(arguments: argparse.Namespace) -> None:
 
 
 def cite_command(arguments: argparse.Namespace) -> None:
+    from undrift.dp.methods import FILES
     from undrift.registry import algorithm_class
 
-    print(algorithm_class(arguments.name).paper)
+    print(FILES[arguments.name].PAPER if arguments.name in FILES else algorithm_class(arguments.name).paper)
 
 
 def progress_bar() -> Any:
@@ -318,6 +358,7 @@ def default_processes(device: str) -> int:
 
 COMMANDS = {
     "run": run_command,
+    "dp": dp_command,
     "sweep": sweep_command,
     "report": report_command,
     "list": list_command,

@@ -34,6 +34,9 @@ class RunConfig:
     lr_decay: float = field(default=1.0, metadata={"help": "multiplies the local rate after every round"})
     lr_drops: str = field(default="", metadata={"help": "rounds after which the local rate drops, such as 120,160"})
     lr_drop: float = field(default=0.1, metadata={"help": "what it is multiplied by at each of --lr-drops"})
+    compress: str = field(
+        default="", metadata={"help": "of what clients send, with error feedback: rbgs:64, randk:64, topk:64 or fp16"}
+    )
     weights: str = field(default="uniform", metadata={"help": "of the clients' updates: uniform or size"})
     dropout_rate: float = field(default=0.0, metadata={"help": "probability that an invited client fails to answer"})
     slow: str = field(
@@ -92,6 +95,7 @@ class RunConfig:
         if not 0.0 <= self.dropout_rate < 1.0:
             raise BadSetting(f"dropout_rate must lie in [0, 1), not {self.dropout_rate}")
         parse_slow(self.slow)
+        check_compress(self.compress)
         for name in ("epochs", "val_fraction", "colour", "bandwidth", "latency"):
             if not 0.0 <= getattr(self, name) < float("inf"):
                 raise BadSetting(f"{name} must be a finite number of at least 0, not {getattr(self, name)}")
@@ -130,17 +134,23 @@ TYPES = get_type_hints(RunConfig)
 
 def from_mapping(settings: Mapping[str, Any]) -> RunConfig:
     """A RunConfig from plain values; unknown names and values of the wrong kind are errors."""
-    checked: dict[str, Any] = {}
-    for name, value in settings.items():
-        if name not in FIELDS:
-            raise UnknownName("setting", name, FIELDS)
-        if name == "set" and not isinstance(value, Mapping):
-            raise BadSetting(f"set must be a table of the algorithm's fields, not {value!r}")
-        checked[name] = dict(value) if name == "set" else as_type(name, value, TYPES[name])
+    given = dict(settings)
+    fields = given.pop("set", {})
+    if not isinstance(fields, Mapping):
+        raise BadSetting(f"set must be a table of the algorithm's fields, not {fields!r}")
+    checked = typed(given, {n: t for n, t in TYPES.items() if n != "set"}) | {"set": dict(fields)}
     for name, other in (("steps", "epochs"), ("epochs", "steps")):
         if name in checked and not checked[name] and not checked.get(other):
             raise BadSetting(f"{name} must be greater than 0")
     return RunConfig(**checked)
+
+
+def typed(settings: Mapping[str, Any], types: Mapping[str, Any]) -> dict[str, Any]:
+    """The values as the types that their names have."""
+    for name in settings:
+        if name not in types:
+            raise UnknownName("setting", name, types)
+    return {name: as_type(name, value, types[name]) for name, value in settings.items()}
 
 
 def from_toml(path: Path) -> dict[str, Any]:
@@ -199,6 +209,23 @@ def parse_stop(text: str) -> dict[str, float]:
         if name not in ("accuracy", "time") or not stop[name] > 0 or (name == "accuracy" and stop[name] > 1):
             raise BadSetting(f"stop_at {part!r} is not understood; write accuracy=0.9 or time=10m")
     return stop
+
+
+def check_compress(text: str) -> None:
+    """Raise unless --compress is understood.
+
+    >>> check_compress("rbgs:64"), check_compress("fp16"), check_compress("")
+    (None, None, None)
+    """
+    name, _, ratio = text.partition(":")
+    if text and name not in ("rbgs", "randk", "topk", "fp16"):
+        raise UnknownName("value of compress", name, ("rbgs", "randk", "topk", "fp16"))
+    try:
+        understood = text in ("", "fp16") or (name != "fp16" and 1.0 <= float(ratio) < float("inf"))
+    except ValueError:
+        understood = False
+    if not understood:
+        raise BadSetting(f"compress takes rbgs:R, randk:R, topk:R with R of at least 1, or fp16, not {text!r}")
 
 
 def parse_slow(text: str) -> tuple[float, float]:

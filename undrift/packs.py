@@ -33,7 +33,7 @@ def kind(config: RunConfig, folder: RunFolder) -> Hashable:
     The round at which they stand is a part of it: what was interrupted is packed again with those at the same round.
     """
     execution = folder.settings().get("execution", "auto") if folder.exists() else config.execution
-    if execution == "pool" or config.client_state == "disk" or "time" in parse_stop(config.stop_at):
+    if config.compress or execution == "pool" or config.client_state == "disk" or "time" in parse_stop(config.stop_at):
         return None
     same = {name: value for name, value in asdict(config).items() if name not in DIFFER}
     seed = config.seed if config.colour else None  # a client's colour is drawn under the seed
@@ -68,7 +68,7 @@ def cost(config: RunConfig, processes: int) -> Cost:
     """How much a run like this one takes; packed runs get half of the memory that is free, shared by so many processes."""
     config, simulation = set_up(config, load_dataset(config.dataset))
     outlook = Outlook(simulation)
-    with arithmetic(config), contextlib.closing(simulation.clients):
+    with arithmetic(config.precision, config.deterministic), contextlib.closing(simulation.clients):
         first = next(part for t in itertools.count() if len((part := simulation.takes_part(t)).ids))
         opening = simulation.opening(first)
         working = bytes_per_client(simulation.net, simulation.state.x, simulation.state.buffers, opening.work)
@@ -99,7 +99,7 @@ def run_packed(configs: Sequence[RunConfig], folders: Sequence[Path], progress: 
     """Run to their end what begins together or stands at the same round, each run with a folder of its own."""
     dataset, shared, courses = load_dataset(configs[0].dataset), None, []
     with contextlib.ExitStack() as stack:
-        stack.enter_context(arithmetic(configs[0]))
+        stack.enter_context(arithmetic(configs[0].precision, configs[0].deterministic))
         for config, path, tell in zip(configs, folders, progress, strict=True):
             config, simulation = set_up(config, dataset, shared)
             shared = simulation.data
@@ -111,9 +111,9 @@ def run_packed(configs: Sequence[RunConfig], folders: Sequence[Path], progress: 
         drive_together(courses)
 
 
-def drive_together(courses: list[Course]) -> None:
+def drive_together(courses: list[Course[Simulation]]) -> None:
     """All runs to their end: together those that can, and afterwards alone those that had to leave the pack."""
-    alone: list[Course] = []
+    alone: list[Course[Simulation]] = []
     while len(together := [c for c in courses if c not in alone and c.ahead()[0]]) > 1:
         pack, whole = Pack([course.simulation for course in together]), True
         while whole:

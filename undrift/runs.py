@@ -12,7 +12,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 import torch
@@ -37,6 +37,7 @@ from undrift.data.batches import Plan
 from undrift.data.dataset import Dataset
 from undrift.data.own import dataset_from
 from undrift.datasets import load_dataset
+from undrift.dp.training import Training
 from undrift.errors import BadRunFolder, BadSetting, UndriftError
 from undrift.folder import ReadOnlyFolder, RunFolder
 from undrift.net import Loss, Net
@@ -53,6 +54,9 @@ from undrift.vec import nbytes
 
 REPAID = 50_000  # local steps: compiling takes ten to twenty seconds, and a step of a small model saves 0.1 to 0.5 ms
 Progress = Callable[[dict[str, Any], int], None]  # called with each record and the number of rounds asked for
+Trained = TypeVar(
+    "Trained", Simulation, Training
+)  # what goes round after round: a federation, or data-parallel workers
 
 
 @dataclass(frozen=True)
@@ -61,9 +65,9 @@ class Result:
 
     records: list[dict[str, Any]]  # one a round, as in rounds.jsonl
     model: dict[str, Tensor]  # a plain state_dict
-    config: RunConfig
+    config: Any  # a RunConfig, or a ParallelConfig
     folder: Path | None
-    stopped: str  # why it ended: "rounds", "accuracy" or "time"
+    stopped: str  # why it ended: "rounds", "accuracy", "time" or "diverged"
 
     @property
     def accuracy(self) -> float | None:
@@ -159,7 +163,7 @@ def run(
     simulation = simulated(chosen, alg, dataset, chosen.model if model is None else model, device, loss, metrics)
     ranks.all_well()  # before anything is written
     try:
-        with arithmetic(chosen):
+        with arithmetic(chosen.precision, chosen.deterministic):
             if folder is not None:
                 folder.make(resume)
                 with folder.locked():
@@ -193,6 +197,7 @@ def simulated(
         config.lr_decay, parse_drops(config.lr_drops), config.lr_drop, config.sampling, config.dropout_rate,
         parse_slow(config.slow), config.bandwidth, config.latency, config.replay,
         device.type == "cuda" and config.replay and compiles(config, plan, clients.sizes), config.client_eval_every,
+        config.compress,
     )  # fmt: skip
     return Simulation(alg, net, clients, how, metrics, device)
 
@@ -206,16 +211,16 @@ def compiles(config: RunConfig, plan: Plan, sizes: NDArray[np.int64]) -> bool:
 
 
 @contextlib.contextmanager
-def arithmetic(config: RunConfig) -> Iterator[None]:
+def arithmetic(precision: str, deterministic: bool) -> Iterator[None]:
     """PyTorch's switches for how a GPU computes, as the settings want them; afterwards as they were."""
     products, convolutions = torch.backends.cuda.matmul, torch.backends.cudnn.conv  # type: ignore[attr-defined]
     before = torch.are_deterministic_algorithms_enabled(), torch.backends.cudnn.benchmark
     precisions = products.fp32_precision, convolutions.fp32_precision
-    if config.deterministic:
+    if deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True)
-    products.fp32_precision = convolutions.fp32_precision = "tf32" if config.precision == "tf32" else "ieee"
-    torch.backends.cudnn.benchmark = not config.deterministic  # time the convolutions and take the fastest
+    products.fp32_precision = convolutions.fp32_precision = "tf32" if precision == "tf32" else "ieee"
+    torch.backends.cudnn.benchmark = not deterministic  # time the convolutions and take the fastest
     try:
         yield
     finally:
@@ -224,28 +229,29 @@ def arithmetic(config: RunConfig) -> Iterator[None]:
         products.fp32_precision, convolutions.fp32_precision = precisions
 
 
-class Course:
+class Course(Generic[Trained]):
     """A run on its way: its records and checkpoints, from where it stands to its end."""
 
     def __init__(
         self,
-        simulation: Simulation,
-        config: RunConfig,
+        simulation: Trained,
+        config: Any,
         folder: RunFolder | None,
         resume: bool,
         progress: Progress | None,
     ) -> None:
-        self.simulation, self.config, self.folder, self.progress = simulation, config, folder, progress
+        self.simulation: Trained = simulation
+        self.config, self.folder, self.progress = config, folder, progress
         self.stop, self.elapsed = parse_stop(config.stop_at), 0.0
         self.records: list[dict[str, Any]] = []
-        simulation.clients = client_table(config, simulation, folder)
+        self.place_clients()
         if folder is not None and not resume:
             folder.create(written(config, simulation))
         if folder is not None and resume:
             checkpoint = folder.load()
             if checkpoint is not None:
                 tensors, facts = checkpoint
-                simulation.clients = client_table(config, simulation, folder, tensors, facts["round"])
+                self.place_clients(tensors, facts["round"])
                 try:
                     simulation.restore(tensors, facts["round"])
                 except (KeyError, ValueError) as error:
@@ -259,6 +265,10 @@ class Course:
         last = self.records[-1] if self.records else {}
         self.reached = ranks.first_rank_says(_reached(self.stop, last, self.elapsed))  # why it ends early, or nothing
 
+    def place_clients(self, tensors: Mapping[str, Tensor] = {}, round: int = 0) -> None:
+        if isinstance(self.simulation, Simulation):
+            self.simulation.clients = client_table(self.config, self.simulation, self.folder, tensors, round)
+
     def ahead(self) -> tuple[int, bool]:
         """Rounds up to the next checkpoint, and whether the run ends there; no rounds where it has ended."""
         left, every = self.config.rounds - self.simulation.t, self.config.checkpoint_every
@@ -269,13 +279,16 @@ class Course:
 
     def take(self, made: list[RoundRecord]) -> None:
         """Write down the rounds that were made."""
-        simulation, folder = self.simulation, self.folder
+        simulation: Any = self.simulation
+        folder = self.folder
         for each in made:
             record = each.as_dict()
             self.records.append(record)
             self.elapsed = time.perf_counter() - self.began
             if self.stop:
                 self.reached = ranks.first_rank_says(_reached(self.stop, record, self.elapsed))
+            if isinstance(simulation, Training) and simulation.diverged:  # on all ranks alike
+                self.reached = "diverged"
             if folder is not None:
                 if record["round"] == 1:
                     folder.write_settings(written(self.config, simulation))  # now the execution is chosen
@@ -296,17 +309,18 @@ class Course:
         return Result(self.records, simulation.model(), self.config, folder.path if folder else None, stopped)
 
 
-def drive(course: Course) -> Result:
+def drive(course: Course[Any]) -> Result:
     """All rounds from where the run stands to its end."""
     while (ahead := course.ahead())[0]:
         course.take(course.simulation.rounds(*ahead))
     return course.end()
 
 
-def save(simulation: Simulation, folder: RunFolder, facts: dict[str, Any]) -> None:
+def save(simulation: Simulation | Training, folder: RunFolder, facts: dict[str, Any]) -> None:
     """A checkpoint, and then word of it to the clients' table, which may forget how to go back to the one before."""
     folder.save(simulation.tensors(), {"round": simulation.t} | facts)
-    simulation.clients.saved(simulation.t)
+    if isinstance(simulation, Simulation):
+        simulation.clients.saved(simulation.t)
 
 
 def client_table(
@@ -400,7 +414,7 @@ def pick_device(name: str) -> torch.device:
     return torch.device("cuda" if name != "cpu" and torch.cuda.is_available() else "cpu")
 
 
-def written(config: RunConfig, simulation: Simulation) -> dict[str, Any]:
+def written(config: Any, simulation: Simulation | Training) -> dict[str, Any]:
     """What run.toml says: every resolved setting, and under [made] what it was made with."""
     from undrift import __version__
 
@@ -410,13 +424,13 @@ def written(config: RunConfig, simulation: Simulation) -> dict[str, Any]:
         "numpy": np.__version__, "device": str(simulation.device), "threads": torch.get_num_threads(),
         "ranks": ranks.count(), "parameters": simulation.net.layout.entries,
     }  # fmt: skip
-    if simulation.device.type == "cuda":
+    if isinstance(simulation, Simulation) and simulation.device.type == "cuda":
         settings["compile"] = "on" if simulation.settings.compile else "off"
-    if simulation.execution is not None:
+    if isinstance(simulation, Simulation) and simulation.execution is not None:
         settings["execution"] = simulation.execution.name  # once chosen it stays, so that results can be repeated
         if isinstance(simulation.execution, Stacked):
             settings["chunk"] = min(simulation.execution.chunk, config.cohort)
-    return settings | {"set": settings.pop("set"), "made": made}
+    return settings | {"set": settings.pop("set", {}), "made": made}
 
 
 def commit() -> str:

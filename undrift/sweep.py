@@ -12,6 +12,8 @@ target = 0.9                  # for "rounds to a target" in the report
 lr = [0.1, 0.05]
 [sweep.only.fedprox]          # for one algorithm alone; lists are tried one by one
 mu = [0.01, 0.1]
+
+With `methods` in place of `algorithms` the settings are those of `undrift dp`, and there is no [set].
 """
 
 from __future__ import annotations
@@ -33,13 +35,14 @@ from typing import Any, NamedTuple
 
 import torch
 
-from undrift import packs
+from undrift import packs, parallel
 from undrift.algorithms.base import check
 from undrift.config import FIELDS, RESUMABLE, RunConfig, from_mapping, make_algorithm, read_toml
 from undrift.data.partition import PARTITIONS
 from undrift.datasets import load_dataset
 from undrift.errors import BadRunFolder, BadSetting, MissingData, UndriftError, UnknownName
 from undrift.folder import RunFolder
+from undrift.parallel import ParallelConfig
 from undrift.registry import algorithm_class, module_of
 from undrift.runs import Progress, pick_device, run
 
@@ -48,10 +51,10 @@ class Job(NamedTuple):
     """One run of a sweep."""
 
     name: str  # of its folder
-    config: RunConfig
+    config: RunConfig | ParallelConfig
 
 
-KEYS = ("algorithms", "seeds", "target", "else_dataset", "grid", "only")
+KEYS = ("algorithms", "methods", "seeds", "target", "else_dataset", "grid", "only")
 Watch = Callable[[str, int, int], None]  # a job's name, rounds done, rounds asked for
 
 
@@ -64,9 +67,13 @@ def plan(path: Path) -> tuple[list[Job], dict[str, Any]]:
             raise UnknownName("key of [sweep]", name, KEYS)
     if "else_dataset" in sweep and not there(settings.get("dataset", FIELDS["dataset"].default)):
         settings["dataset"] = sweep["else_dataset"]
-    algorithms = sweep.get("algorithms") or [settings.get("algorithm", FIELDS["algorithm"].default)]
+    what = "method" if "methods" in sweep or "method" in settings else "algorithm"
+    if "algorithms" in sweep and what == "method":
+        raise BadSetting("a sweep has algorithms, of undrift run, or methods, of undrift dp, not both")
+    fields = parallel.FIELDS if what == "method" else FIELDS
+    algorithms = sweep.get(f"{what}s") or [settings.get(what, fields[what].default)]
     seeds = sweep.get("seeds") or [settings.get("seed", 0)]
-    for name, values, kind in (("algorithms", algorithms, str), ("seeds", seeds, int)):
+    for name, values, kind in ((f"{what}s", algorithms, str), ("seeds", seeds, int)):
         if (
             not isinstance(values, list)
             or not all(isinstance(v, kind) for v in values)
@@ -80,22 +87,34 @@ def plan(path: Path) -> tuple[list[Job], dict[str, Any]]:
             raise BadSetting(f"[sweep] {name} is an empty list; give at least one value")
     for name in sweep.get("only", {}):
         if name not in algorithms:
-            raise UnknownName("algorithm of [sweep.only]", name, algorithms)
+            raise UnknownName(f"{what} of [sweep.only]", name, algorithms)
     jobs = []
     for algorithm in algorithms:
         grid = sweep.get("grid", {}) | sweep.get("only", {}).get(algorithm, {})
         for values in _combinations(grid):
             for seed in seeds:
-                chosen = settings | {"algorithm": algorithm, "seed": seed, "set": dict(settings.get("set", {}))}
-                for name, value in values.items():
-                    _put(chosen, name, value)
-                config = from_mapping(chosen)
-                built = make_algorithm(algorithm_class(algorithm), algorithm, config.set)
-                check(built, config.clients, config.clients if config.sampling == "bernoulli" else config.cohort)
+                chosen = settings | {what: algorithm, "seed": seed}
+                config = _parallel(chosen | values) if what == "method" else _federated(chosen, values)
                 check_names(config)
                 varied = [f"{n}={v}" for n, v in values.items() if isinstance(grid[n], list)]
                 jobs.append(Job(_folder_name(algorithm, *varied, f"seed={seed}"), config))
     return jobs, sweep
+
+
+def _federated(chosen: dict[str, Any], values: Mapping[str, Any]) -> RunConfig:
+    """The settings of a run of `undrift run`, with what varies: settings of the run, or fields of the algorithm."""
+    chosen["set"] = dict(chosen.get("set", {}))
+    for name, value in values.items():
+        (chosen if name in FIELDS and name != "set" else chosen["set"])[name] = value
+    config = from_mapping(chosen)
+    built = make_algorithm(algorithm_class(config.algorithm), config.algorithm, config.set)
+    check(built, config.clients, config.clients if config.sampling == "bernoulli" else config.cohort)
+    return config
+
+
+def _parallel(chosen: dict[str, Any]) -> ParallelConfig:
+    """The settings of a run of `undrift dp`."""
+    return parallel.resolved(parallel.from_mapping(chosen))
 
 
 def there(dataset: str) -> bool:
@@ -107,12 +126,12 @@ def there(dataset: str) -> bool:
     return True
 
 
-def check_names(config: RunConfig) -> None:
+def check_names(config: RunConfig | ParallelConfig) -> None:
     """Raise UnknownName for a data set, model or partition that is not there."""
     for kind, name in (("datasets", config.dataset), ("models", config.model)):
         if ":" not in name:
             module_of(kind, name)
-    if config.partition.partition(":")[0] not in PARTITIONS:
+    if isinstance(config, RunConfig) and config.partition.partition(":")[0] not in PARTITIONS:
         raise UnknownName("partition", config.partition.partition(":")[0], PARTITIONS)
 
 
@@ -174,7 +193,7 @@ def grouped(jobs: list[Job], out: Path, pack: bool | None) -> list[list[Job]]:
         alike = None
         with contextlib.suppress(Exception):  # a damaged folder, say: its run will tell
             packing = pack or (pack is None and pick_device(job.config.device).type == "cuda")
-            if packing and not _finished(job, RunFolder(out / job.name)):
+            if packing and isinstance(job.config, RunConfig) and not _finished(job, RunFolder(out / job.name)):
                 alike = packs.kind(job.config, RunFolder(out / job.name))
         groups.setdefault(job.name if alike is None else alike, []).append(job)
     return list(groups.values())
@@ -185,7 +204,7 @@ def _programs(group: list[Job], processes: int) -> tuple[list[list[Job]], str]:
     if len(group) == 1:
         return [group], ""
     try:
-        cost = packs.cost(group[0].config, processes)
+        cost = packs.cost(_packable(group)[0], processes)
         parts = packs.split(group, cost.most)
         largest = max(map(len, parts))
         return parts, (
@@ -204,7 +223,7 @@ def _run_program(program: list[Job], out: Path, news: Any) -> tuple[dict[str, st
     if len(program) > 1:
         try:
             packs.run_packed(
-                [job.config for job in program], [out / job.name for job in program],
+                _packable(program), [out / job.name for job in program],
                 [_progress(job, news) for job in program],
             )  # fmt: skip
         except Exception as error:
@@ -219,6 +238,11 @@ def _run_program(program: list[Job], out: Path, news: Any) -> tuple[dict[str, st
     return failed, note
 
 
+def _packable(program: list[Job]) -> list[RunConfig]:
+    """The settings of runs that are packed, which are all of `undrift run`."""
+    return [job.config for job in program if isinstance(job.config, RunConfig)]
+
+
 def _message(error: Exception) -> str:
     return str(error) if isinstance(error, UndriftError) else repr(error)
 
@@ -231,7 +255,11 @@ def _run_one(job: Job, folder: Path, news: Any) -> None:
     """One run: begin, go on, or find it finished."""
     stored = RunFolder(folder)
     if not _finished(job, stored):  # a finished run is not run again
-        run(job.config, out=folder, resume=stored.exists(), progress=_progress(job, news))
+        how: dict[str, Any] = {"out": folder, "resume": stored.exists(), "progress": _progress(job, news)}
+        if isinstance(job.config, ParallelConfig):
+            parallel.run_parallel(job.config, **how)
+        else:
+            run(job.config, **how)
     news.put((job.name, job.config.rounds, job.config.rounds))
 
 
@@ -244,7 +272,9 @@ def _finished(job: Job, stored: RunFolder) -> bool:
     for name in now.keys() - {"set", *RESUMABLE}:
         if was.get(name) != now[name]:
             raise BadRunFolder(f"{folder} holds another run: its {name} is {was.get(name)}, not {now[name]}")
-    fields = asdict(make_algorithm(algorithm_class(job.config.algorithm), job.config.algorithm, job.config.set))
+    fields = {}
+    if isinstance(job.config, RunConfig):
+        fields = asdict(make_algorithm(algorithm_class(job.config.algorithm), job.config.algorithm, job.config.set))
     for name, value in fields.items():
         value = list(value) if isinstance(value, tuple) else value
         if was.get("set", {}).get(name) != value:
@@ -263,14 +293,6 @@ def _combinations(grid: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
     lists = [value if isinstance(value, list) else [value] for value in grid.values()]
     for values in itertools.product(*lists):
         yield dict(zip(grid, values, strict=True))
-
-
-def _put(chosen: dict[str, Any], name: str, value: Any) -> None:
-    """Set a setting of the run, or a field of the algorithm, whichever has that name."""
-    if name in FIELDS and name != "set":
-        chosen[name] = value
-    else:
-        chosen["set"][name] = value
 
 
 def _folder_name(*parts: str) -> str:

@@ -26,6 +26,7 @@ class Run(NamedTuple):
     records: list[dict[str, Any]]  # the lines of rounds.jsonl
     made: Mapping[str, Any] = {}  # the [made] table: versions, commit, device
     own: frozenset[str] = frozenset()  # which settings are fields of the algorithm
+    command: str = "run"  # or dp: which command it was made by
 
     @property
     def rounds(self) -> int:
@@ -120,11 +121,14 @@ def _load_one(folder: Path) -> Run:
     own, made = settings.pop("set", {}), settings.pop("made", {})
     if not isinstance(own, dict) or not isinstance(made, dict):
         raise BadRunFolder(f"{folder / 'run.toml'} is damaged: [set] and [made] must be tables")
+    command = "dp" if "method" in settings else "run"
+    if command == "dp":
+        settings = {"algorithm": settings.pop("method"), **settings}
     if not isinstance(settings.get("algorithm"), str):
         raise BadRunFolder(f"{folder / 'run.toml'} names no algorithm; is it the file of a run?")
     made = {name: settings.pop(name) for name in HOW if name in settings} | made  # [made] knows the real device
     own = {f"set.{name}" if name in settings else name: value for name, value in own.items()}
-    return Run(folder, settings | own, _records(folder / "rounds.jsonl"), made, frozenset(own))
+    return Run(folder, settings | own, _records(folder / "rounds.jsonl"), made, frozenset(own), command)
 
 
 def _toml(path: Path) -> dict[str, Any]:
@@ -176,7 +180,8 @@ def _group(members: list[Run], firsts: list[Run]) -> Group:
     words = [algorithm, *(f"{name}={shown(first.settings.get(name))}" for name in names)]
     places = [_place(first, name) for name in TASK if name in in_report]
     label = " ".join(words) + (f" ({', '.join(places)})" if places else "")
-    task = ", ".join(_place(first, name) for name in (*TASK[:3], *(n for n in TASK[3:] if n in in_report)))
+    named = [n for n in TASK if n in first.settings and (n in NAMED_BY_VALUE or n in in_report)]
+    task = ", ".join(_place(first, name) for name in named)
     kept = _longest_of_each_seed(members)
     return Group(label, algorithm, task, kept, [run for run in members if all(run is not k for k in kept)])
 

@@ -6,7 +6,7 @@ import time
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 import torch
@@ -27,6 +27,7 @@ from undrift.simulate.execute import Execution, RoundWork, check_labels, check_r
 from undrift.simulate.graphs import recorded
 from undrift.simulate.ranks import agreed, over_ranks
 from undrift.simulate.replay import Part, Replay
+from undrift.simulate.uplink import Compressed, Uplink, check_summed
 from undrift.streams import Purpose, fold, sample, stream, uniform
 from undrift.vec import map_leaves, nbytes
 
@@ -53,6 +54,7 @@ class Settings:
     replay: bool = True  # on a GPU, replay rounds as CUDA graphs
     compile: bool = False  # fuse the local step's kernels with torch.compile, where rounds are replayed
     client_eval_every: int = 0  # rounds between scores on the clients' own samples; 0: only in the last round
+    compress: str = ""  # of the uploads, with error feedback: rbgs:R, randk:R, topk:R or fp16
 
     def schedule(self, t: int) -> float:
         """What the local rate of round t (counted from 0) is multiplied by."""
@@ -91,6 +93,9 @@ class Simulation:
             )
         self.alg, self.net, self.data, self.settings, self.metrics = alg, net.to(device), data, settings, metrics
         self.device = device
+        self.uplink = Uplink(settings.compress, settings.seed, net.layout) if settings.compress else None
+        if self.uplink is not None:
+            check_summed(alg)
         self.t = 0
         x0, buffers = (v.to(device) for v in net.start())
         self.state = server_init(alg, net, x0, buffers, data.clients)
@@ -99,7 +104,8 @@ class Simulation:
         self.last_cohort = np.zeros(0, dtype=np.int64)  # who took part in the round before
         self.class_best = torch.full((data.classes,), -1.0, dtype=torch.float64)  # accuracy so far; -1: none
         self.execution: Execution | None = None
-        self.replays = settings.replay and device.type == "cuda" and ranks.count() == 1
+        on_one_gpu = device.type == "cuda" and ranks.count() == 1
+        self.replays = settings.replay and on_one_gpu and self.uplink is None
         self.replay: Replay | None = None
         self.evaluation: tuple[Tensor, Tensor, Callable[[], dict[str, Tensor]]] | None = None
         if device.type == "cpu":
@@ -187,10 +193,12 @@ class Simulation:
                 state = state._replace(companion=alg.measured(state.companion, sent[fine], measuring))
             down = alg.broadcast(state.x, state.companion, invited)
         answers = over_ranks(self.execution)(alg, down, client, self.state.buffers, work)
-
+        # Bytes are those of what travels; the server sees it unpacked.
         layout = self.net.layout
         bytes_up = nbytes(layout.sent(answers.up)) + nbytes(answers.buffers)
         bytes_up += 0 if sent is None else nbytes(layout.sent(sent))
+        if isinstance(alg, Compressed):
+            answers = answers._replace(up=alg.received(answers.up, answers.client.error))
         # In the first round nobody lacks anything of a round before.
         returning = len(np.intersect1d(invited_ids, self.last_cohort)) if self.t else len(invited_ids)
         asked = len(invited_ids)
@@ -297,7 +305,8 @@ class Simulation:
     def algorithm(self) -> Algorithm:
         """The algorithm with this round's local rate."""
         rate = self.settings.schedule(self.t)
-        return self.alg if rate == 1.0 else replace(self.alg, lr=self.alg.lr * rate)
+        alg = self.alg if rate == 1.0 else replace(self.alg, lr=self.alg.lr * rate)
+        return alg if self.uplink is None else cast(Algorithm, Compressed(alg, self.uplink, self.t))
 
     def cohort(self, alg: Algorithm, ids: Tensor, drawn: Tensor, steps: Tensor) -> Cohort:
         size = torch.from_numpy(self.data.sizes)[ids.cpu()].to(self.state.x).unsqueeze(-1)

@@ -1,0 +1,136 @@
+"""Compressed data-parallel SGD written out plainly: lists of workers, whole vectors, masks, one worker at a time."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from undrift.streams import Purpose, sample, stream
+
+Gradient = Callable[[int, int, Tensor], Tensor]  # iteration, worker, point -> gradient with weight decay
+Mask = Callable[[int, Tensor], Tensor]  # iteration, vector -> which entries are kept
+
+
+def block_mask(sizes: list[int], ratio: float, seed: int) -> Mask:
+    """One wrapped random block of every stretch."""
+
+    def mask(t: int, v: Tensor) -> Tensor:
+        kept = torch.zeros(len(v), dtype=torch.bool)
+        begin = 0
+        for number, n in enumerate(sizes):
+            s = stream(seed, Purpose.KEPT, t, number) * n // 2**64
+            for j in range(math.ceil(n / ratio)):
+                kept[begin + (s + j) % n] = True
+            begin += n
+        return kept
+
+    return mask
+
+
+def shuffle_mask(size: int, ratio: float, seed: int) -> Mask:
+    """Each of the disjoint blocks once in a pass."""
+    length = math.ceil(size / ratio)
+    blocks = math.ceil(size / length)
+
+    def mask(t: int, v: Tensor) -> Tensor:
+        number = sample(stream(seed, Purpose.KEPT, t // blocks), blocks, blocks)[t % blocks]
+        kept = torch.zeros(len(v), dtype=torch.bool)
+        kept[number * length : (number + 1) * length] = True
+        return kept
+
+    return mask
+
+
+def random_mask(sizes: list[int], ratio: float, seed: int) -> Mask:
+    def mask(t: int, v: Tensor) -> Tensor:
+        kept = []
+        for number, n in enumerate(sizes):
+            random = np.random.Generator(np.random.PCG64(stream(seed, Purpose.KEPT, t, number)))
+            chosen = set(random.choice(n, math.ceil(n / ratio), replace=False, shuffle=False).tolist())
+            kept += [i in chosen for i in range(n)]
+        return torch.tensor(kept)
+
+    return mask
+
+
+def top_mask(sizes: list[int], ratio: float) -> Mask:
+    def mask(t: int, v: Tensor) -> Tensor:
+        kept = []
+        for part in v.split(sizes):
+            order = sorted(range(len(part)), key=lambda i: -abs(float(part[i])))
+            chosen = set(order[: math.ceil(len(part) / ratio)])
+            kept += [i in chosen for i in range(len(part))]
+        return torch.tensor(kept)
+
+    return mask
+
+
+def error_feedback(
+    lam: float | str, x: Tensor, gradient: Gradient, mask: Mask, workers: int, steps: int, lr: float, momentum: float
+) -> tuple[list[Tensor], list[Tensor]]:
+    """EF, SAEF and DEF as in the thesis: the paths of x and of y = x - mean e."""
+    e, m = [torch.zeros_like(x)] * workers, [torch.zeros_like(x)] * workers
+    along, square = [0.0] * workers, [0.0] * workers
+    xs, ys = [], []
+    for t in range(steps):
+        kept = []
+        for k in range(workers):
+            weight = lam if lam != "auto" else (min(max(along[k] / square[k], 0.0), 1.0) if square[k] else 0.0)
+            m[k] = momentum * m[k] + gradient(t, k, x - weight * e[k])
+            p = lr * m[k] + e[k]
+            kept.append(torch.where(mask(t, p), p, 0.0))
+            e[k] = p - kept[k]
+        c = sum(kept) / workers
+        for k in range(workers):
+            along[k] = 0.99 * along[k] + 0.01 * float(c @ kept[k])
+            square[k] = 0.99 * square[k] + 0.01 * float(kept[k] @ kept[k])
+        x = x - c
+        xs.append(x)
+        ys.append(x - sum(e) / workers)
+    return xs, ys
+
+
+def csea(
+    x0: Tensor, gradient: Gradient, mask: Mask, workers: int, steps: int, lr: float, momentum: float
+) -> tuple[list[Tensor], list[Tensor]]:
+    """PSync as in the CSER paper, with local models and errors of its sign: the paths of x_k - e_k and of mean x_k."""
+    x, e, m = [x0] * workers, [torch.zeros_like(x0)] * workers, [torch.zeros_like(x0)] * workers
+    shared, means = [], []
+    for t in range(steps):
+        for k in range(workers):
+            m[k] = momentum * m[k] + gradient(t, k, x[k])
+            x[k], e[k] = x[k] - lr * m[k], e[k] - lr * m[k]
+        kept = [torch.where(mask(t, e[k]), e[k], 0.0) for k in range(workers)]
+        synced = sum(kept) / workers
+        for k in range(workers):
+            x[k], e[k] = x[k] - kept[k] + synced, e[k] - kept[k]
+        shared.append(x[0] - e[0])
+        means.append(sum(x) / workers)
+    return shared, means
+
+
+def ef21(
+    x: Tensor, gradient: Gradient, mask: Mask, workers: int, steps: int, lr: float, momentum: float
+) -> tuple[list[Tensor], list[Tensor]]:
+    h, m, xs = [torch.zeros_like(x)] * workers, torch.zeros_like(x), []
+    for t in range(steps):
+        for k in range(workers):
+            g = gradient(t, k, x)
+            h[k] = g if t == 0 else torch.where(mask(t, g - h[k]), g, h[k])
+        m = momentum * m + sum(h) / workers
+        x = x - lr * m
+        xs.append(x)
+    return xs, xs
+
+
+def sgd(x: Tensor, gradient: Gradient, workers: int, steps: int, lr: float, momentum: float) -> list[Tensor]:
+    m, xs = torch.zeros_like(x), []
+    for t in range(steps):
+        m = momentum * m + sum(gradient(t, k, x) for k in range(workers)) / workers
+        x = x - lr * m
+        xs.append(x)
+    return xs

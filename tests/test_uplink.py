@@ -1,0 +1,135 @@
+"""Compressed uploads: against a plain loop with masks, for every method, stacked and pooled, resumed, and their bytes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from tests.reference import dp as plain
+from tests.small import path, simulation
+from undrift import cli
+from undrift.algorithms.fedavg import FedAvg
+from undrift.algorithms.scaffold import Scaffold
+from undrift.config import from_mapping
+from undrift.errors import BadSetting, UnknownName
+from undrift.registry import algorithm_class, names
+from undrift.simulate.execute import Stacked
+
+ROUNDS, SIZE = 6, 39  # of tests.small's network
+SPECS = ["rbgs:5", "randk:5", "topk:5", "fp16"]
+
+
+def compressed(spec: str, t: int, p: Tensor) -> Tensor:
+    if spec == "fp16":
+        return p.half().double()
+    mask = {"rbgs": plain.block_mask([SIZE], 5, 0), "randk": plain.random_mask([SIZE], 5, 0)}
+    return torch.where(mask.get(spec.partition(":")[0], plain.top_mask([SIZE], 5))(t, p), p, 0.0)
+
+
+@pytest.mark.parametrize("execution", ["stacked", "pool"])
+@pytest.mark.parametrize("spec", SPECS)
+def test_fedavg_equals_a_plain_loop(spec: str, execution: str) -> None:
+    """Three of six clients in each round: the others' errors wait."""
+    found = path(simulation(FedAvg(lr=0.1), cohort=3, compress=spec, execution=execution), ROUNDS)
+    other, error = simulation(FedAvg(lr=0.1), cohort=3), {i: torch.zeros(SIZE, dtype=torch.float64) for i in range(6)}
+    for t in range(ROUNDS):
+        part = other.takes_part(t)
+        alg, work, _, down, client = other.opening(part)
+        up = Stacked(3)(alg, down, client, other.state.buffers, work).up  # without compression, from the same x
+        d = other.net.layout.sent(up.d)
+        sent = []
+        for i, update in zip(part.ids.tolist(), d, strict=True):
+            p = update + error[i]
+            sent.append(compressed(spec, t, p))
+            error[i] = p - sent[-1]
+        x = other.state.x - F.pad(sum(sent) / 3, (0, other.net.layout.padding))
+        assert float((found[t] - other.net.layout.sent(x)).norm() / x.norm()) < 1e-12
+        other.state, other.t = other.state._replace(x=x), t + 1
+        other.position[part.ids] += work.table.steps
+    assert all(float(e.norm()) > 0 for e in error.values())
+
+
+def made(name: str, **settings: Any) -> Any:
+    return simulation(algorithm_class(name)(lr=0.1), cohort=6, **settings)
+
+
+@pytest.mark.parametrize("name", names("algorithms"))
+def test_every_summed_method(name: str) -> None:
+    if algorithm_class(name).needs_single_updates:
+        with pytest.raises(BadSetting, match="needs only the uploads' sum|need only the uploads' sum"):
+            made(name, compress="rbgs:5")
+        return
+    whole = path(made(name), 2)
+    assert torch.allclose(path(made(name, compress="rbgs:1"), 2), whole, rtol=1e-11, atol=1e-13), "nothing is dropped"
+    some = path(made(name, compress="topk:5"), 2)
+    assert not torch.allclose(some, whole, rtol=1e-4)
+    pooled = path(made(name, compress="topk:5", execution="pool"), 2)
+    assert torch.allclose(some, pooled, rtol=1e-9, atol=1e-11)
+
+
+def test_refused_are_those_that_look_at_single_uploads() -> None:
+    refused = {name for name in names("algorithms") if algorithm_class(name).needs_single_updates}
+    assert {"gradma", "gradma-s"} <= refused and len(refused) < 8
+
+
+def test_every_vector_of_an_upload_arrives_in_the_end() -> None:
+    """With SCAFFOLD's two vectors: what was sent and what is remembered add up to the uploads; c stays the clients' mean."""
+    run = simulation(Scaffold(lr=0.1), cohort=6, compress="rbgs:5")
+    for _ in range(8):
+        run.round()
+    state = run.clients.read(
+        torch.arange(6), run.fresh(run.algorithm(), run.opening(run.takes_part(8)).down, torch.arange(6))
+    )
+    assert float(state.error.d.norm()) > 0 and float(state.error.dc.norm()) > 0
+    # c = mean c_i in the method; here what has not arrived is missing from c: c + mean e = mean c_i.
+    assert torch.allclose(run.state.companion.c + state.error.dc.mean(0), state.own.c.mean(0), atol=1e-13)
+
+
+def test_bytes_are_those_of_what_travels() -> None:
+    b = 8  # ceil(39 / 5)
+    for spec, each in (("", 39 * 8), ("rbgs:5", b * 8), ("randk:5", b * 8), ("topk:5", b * (8 + 4)), ("fp16", 39 * 2)):
+        record = simulation(Scaffold(lr=0.1), cohort=3, compress=spec).round()
+        assert record.bytes_up == 3 * 2 * each, spec
+        assert record.bytes_down == 3 * 2 * 39 * 8
+
+
+@pytest.mark.parametrize("spec", ["rbgs:5", "topk:5"])
+def test_resumed_is_bit_for_bit(spec: str) -> None:
+    whole = path(simulation(Scaffold(lr=0.1), compress=spec), 6)
+    first = simulation(Scaffold(lr=0.1), compress=spec)
+    path(first, 3)
+    second = simulation(Scaffold(lr=0.1), compress=spec)
+    second.restore({n: t.clone() for n, t in first.tensors().items()}, 3)
+    assert torch.equal(path(second, 3), whole[3:])
+
+
+def test_on_the_command_line(tmp_path: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    small = [
+        "run",
+        "--clients",
+        "10",
+        "--cohort",
+        "3",
+        "--rounds",
+        "2",
+        "--model",
+        "logreg",
+        "--out",
+        str(tmp_path / "run"),
+    ]
+    assert cli.main([*small, "--compress", "rbgs:64"]) == 0
+    assert 'compress = "rbgs:64"' in (tmp_path / "run" / "run.toml").read_text()
+    assert cli.main([*small[:-1], str(tmp_path / "no"), "--compress", "rbgs:64", "--algorithm", "gradma-s"]) == 2
+    assert "looks at each client's upload by itself" in capsys.readouterr().err
+
+
+def test_mistakes_are_explained() -> None:
+    with pytest.raises(UnknownName, match="did you mean 'rbgs'"):
+        from_mapping({"compress": "rgbs:64"})
+    for text in ("rbgs", "rbgs:0.5", "topk:many", "fp16:2"):
+        with pytest.raises(BadSetting, match="compress takes rbgs:R"):
+            from_mapping({"compress": text})

@@ -1,0 +1,200 @@
+"""What is kept of a long vector when it must be sent in few bytes: RBGS, Random-K and Top-K.
+
+A compressor C keeps b = ceil(d / R) of the d entries of a vector and drops the others; nothing is rescaled. RBGS (one
+random contiguous block) and Random-K keep the same entries on all workers, drawn from (seed, iteration) alone, so that
+the kept entries can be summed where they are and no index is ever sent. Top-K keeps each worker's own largest entries.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from undrift.errors import BadSetting, UnknownName
+from undrift.streams import Purpose, sample, stream
+
+COMPRESSORS = ("rbgs", "randk", "topk")
+BLOCKS = ("flat", "tensor", "shuffle")
+Place = slice | Tensor  # entries of a vector
+
+
+class Collective(Protocol):
+    """What workers can do together; a real rank holds its own vector [b], simulated ones are stacked [W, b]."""
+
+    count: int
+
+    def mean(self, v: Tensor) -> Tensor:
+        """[b], the same on every worker; v may be written over."""
+        ...
+
+    def gather(self, v: Tensor) -> Tensor:
+        """[W, b] everybody's."""
+        ...
+
+
+@dataclass(frozen=True)
+class Exchanged:
+    """c = mean over workers of C(p_k), as values at places; and, where it was asked for, what this worker kept."""
+
+    places: list[Place]
+    values: list[Tensor]
+    mine: Tensor | None = None  # [..., b] C(p_k)'s entries before the exchange, for places that all share
+
+    def add_to(self, x: Tensor, alpha: float = 1.0) -> None:
+        """x <- x + alpha c."""
+        if all(isinstance(place, slice) for place in self.places):
+            torch._foreach_add_([x[place] for place in self.places], self.values, alpha=alpha)
+        else:
+            for place, values in zip(self.places, self.values, strict=True):
+                x[place] = x[place].add(values, alpha=alpha)
+
+
+class Compressor(Protocol):
+    """What an optimiser asks of a compressor."""
+
+    def exchange(self, p: Tensor, t: int, workers: Collective, remember: bool = False) -> Exchanged:
+        """c = mean over workers of C(p_k) in iteration t, the only communication; p_k [..., d] becomes p_k - C(p_k)."""
+        ...
+
+
+class SharedPlaces(ABC):
+    """A compressor that keeps the same entries on all workers."""
+
+    @abstractmethod
+    def places(self, t: int, device: torch.device) -> list[Place]:
+        """What is kept in iteration t."""
+
+    def exchange(self, p: Tensor, t: int, workers: Collective, remember: bool = False) -> Exchanged:
+        places = self.places(t, p.device)
+        parts = [p[..., place] for place in places]
+        joined = parts[0] if len(parts) == 1 else torch.cat(parts, -1)  # a single block is sent from where it lies
+        mine = joined.clone() if remember else None
+        mean = workers.mean(joined)
+        for place in places:
+            p[..., place] = 0.0
+        return Exchanged(places, list(mean.split([part.shape[-1] for part in parts])), mine)
+
+
+@dataclass(frozen=True)
+class RandomBlock(SharedPlaces):
+    """RBGS: one contiguous block, which goes on at the beginning where it reaches the end, so that every entry is
+    equally likely (Vogels et al., PowerSGD, NeurIPS 2019, appendix; Xu, DEF).
+
+    `parts` are the lengths of the stretches that each give a block: the whole vector, or one for every tensor.
+    """
+
+    parts: tuple[int, ...]
+    ratio: float
+    seed: int
+
+    def places(self, t: int, device: torch.device) -> list[Place]:
+        found: list[Place] = []
+        begin = 0
+        for number, n in enumerate(self.parts):
+            b = kept(n, self.ratio)
+            s = stream(self.seed, Purpose.KEPT, t, number) * n >> 64 if b < n else 0  # uniform in 0 .. n - 1
+            found.append(slice(begin + s, begin + min(s + b, n)))
+            if s + b > n:
+                found.append(slice(begin, begin + s + b - n))
+            begin += n
+        return found
+
+
+@dataclass(frozen=True)
+class ShuffledBlocks(SharedPlaces):
+    """The vector cut into about R blocks, each of them kept once in every R iterations, in an order drawn anew."""
+
+    size: int
+    ratio: float
+    seed: int
+
+    def places(self, t: int, device: torch.device) -> list[Place]:
+        b = kept(self.size, self.ratio)
+        blocks = -(-self.size // b)
+        begin = b * _order(self.seed, t // blocks, blocks)[t % blocks]
+        return [slice(begin, min(begin + b, self.size))]
+
+
+@dataclass(frozen=True)
+class RandomEntries(SharedPlaces):
+    """Random-K: entries drawn without replacement, by one seed for all workers."""
+
+    parts: tuple[int, ...]
+    ratio: float
+    seed: int
+
+    def places(self, t: int, device: torch.device) -> list[Place]:
+        drawn, begin = [], 0
+        for number, n in enumerate(self.parts):
+            random = np.random.Generator(np.random.PCG64(stream(self.seed, Purpose.KEPT, t, number)))
+            drawn.append(begin + np.sort(random.choice(n, kept(n, self.ratio), replace=False, shuffle=False)))
+            begin += n
+        return [torch.from_numpy(np.concatenate(drawn)).to(device)]
+
+
+@dataclass(frozen=True)
+class LargestEntries:
+    """Top-K: each worker keeps its own entries of largest magnitude."""
+
+    parts: tuple[int, ...]
+    ratio: float
+
+    def places(self, v: Tensor) -> Tensor:
+        """[..., k] which entries of v [..., d] are kept, in rising order."""
+        found, begin = [], 0
+        for part in v.split(list(self.parts), -1):
+            largest = part.abs().topk(kept(part.shape[-1], self.ratio), -1, sorted=False).indices
+            found.append(begin + largest.sort(-1).values)
+            begin += part.shape[-1]
+        return torch.cat(found, -1)
+
+    def exchange(self, p: Tensor, t: int, workers: Collective, remember: bool = False) -> Exchanged:
+        index = self.places(p)
+        values, where = workers.gather(p.gather(-1, index)), workers.gather(index.int())
+        p.scatter_(-1, index, 0.0)
+        # One worker after another, because a sum over repeated places has no fixed order on a GPU.
+        return Exchanged(list(where.long()), list(values / workers.count))
+
+
+def make_compressor(name: str, block: str, ratio: float, seed: int, sizes: Sequence[int]) -> Compressor:
+    """The compressor of that name for vectors of tensors with these sizes.
+
+    >>> make_compressor("rbgs", "flat", 4, 0, [6, 2]).places(0, torch.device("cpu"))
+    [slice(1, 3, None)]
+    """
+    if name not in COMPRESSORS:
+        raise UnknownName("compressor", name, COMPRESSORS)
+    if block not in BLOCKS:
+        raise UnknownName("block", block, BLOCKS)
+    if not 1.0 <= ratio < float("inf"):
+        raise BadSetting(f"ratio must be a number of at least 1, not {ratio}; 64 sends a 64th")
+    parts = (sum(sizes),) if block == "flat" else tuple(sizes)
+    if block == "shuffle":
+        if name != "rbgs":
+            raise BadSetting(f"block shuffle deals out contiguous blocks, {name} has none; use flat or tensor")
+        return ShuffledBlocks(sum(sizes), ratio, seed)
+    if name == "topk":
+        return LargestEntries(parts, ratio)
+    return RandomBlock(parts, ratio, seed) if name == "rbgs" else RandomEntries(parts, ratio, seed)
+
+
+def kept(n: int, ratio: float) -> int:
+    """b = ceil(n / R).
+
+    >>> kept(10, 4), kept(10, 1000)
+    (3, 1)
+    """
+    return math.ceil(n / ratio)
+
+
+@functools.lru_cache(maxsize=2)
+def _order(seed: int, visit: int, blocks: int) -> list[int]:
+    return sample(stream(seed, Purpose.KEPT, visit), blocks, blocks)
