@@ -8,8 +8,12 @@ is begun; the same command goes on, with runs that are in the file left out and 
 checkpoint in the folder. --json may be given several times: all are read, the last is written.
 
 ResNet-20 with BatchNorm (each worker's own statistics), batch 16 a worker (256 in all), momentum 0.9, weight decay 5e-4, 30
-passes, rate 0.2 after one pass of warm-up, a tenth of it after 15 and 22. SAEF and PSync are one path (lambda = 1), whose x
-and y are tested; so are DEF (y) and DEF-A (x). BatchNorm's statistics are taken anew at the tested weights.
+passes, one of warm-up, a tenth of the rate after 15 and 22. SAEF and PSync are one path (lambda = 1), whose x and y are
+tested; so are DEF (y) and DEF-A (x). BatchNorm's statistics are taken anew at the tested weights.
+
+Every method at every ratio is tried with the same three rates under seed 0, and goes on with the one that is best on a tenth of
+the training samples, which nobody trains on; a diverged run counts as zero. PSync and DEF-A have the rates of SAEF and DEF,
+whose runs they are.
 """
 
 from __future__ import annotations
@@ -28,8 +32,9 @@ from undrift.parallel import run_parallel
 COMMON: dict[str, Any] = {
     "dataset": "cifar10", "model": "resnet20", "workers": 16, "batch": 16, "rounds": 30, "lr": 0.2, "momentum": 0.9,
     "weight_decay": 5e-4, "warmup": 1.0, "lr_drops": "15,22", "eval_every": 3, "checkpoint_every": 6, "statistics": 20,
-    "execution": "stacked", "replay": True, "precision": "tf32",
+    "execution": "stacked", "replay": True, "precision": "tf32", "val_fraction": 0.1,
 }  # fmt: skip
+FACTORS = (1.0, 0.25, 0.0625)  # of the rate, tried for every method
 Job = tuple[str, dict[str, Any]]
 COLUMNS = {  # the thesis' columns: which runs, and which of their two models
     "EF": ("ef", "x"), "SAEF": ("saef", "x"), "PSync": ("saef", "y"), "DEF": ("def lam=0.3", "y"), "DEF-A": ("def lam=0.3", "x"),
@@ -41,37 +46,41 @@ class OutOfTime(Exception):
     """No more rounds now."""
 
 
-def jobs(rate: float) -> list[Job]:
-    """Every run by name, the most important first."""
+def named(method: str, ratio: float, seed: int, lr: float, lam: str = "") -> Job:
+    name = f"{method}{f' lam={lam}' if lam else ''} ratio={ratio:g} lr={lr:g} seed={seed}"
+    return name, {"method": method, "ratio": ratio, "seed": seed, "lr": lr} | ({"lam": lam} if lam else {})
+
+
+def best_rate(done: dict[str, Any], method: str, ratio: float, rates: list[float], lam: str = "") -> float | None:
+    """The rate that is best on the validation samples; None while one is not known."""
+    tried = {lr: done.get(named(method, ratio, 0, lr, lam)[0]) for lr in rates}
+    if any(run is None for run in tried.values()):
+        return None
+    return max(rates, key=lambda lr: 0.0 if tried[lr]["stopped"] == "diverged" else tried[lr]["validation"])  # type: ignore[index]
+
+
+def next_jobs(done: dict[str, Any], rates: list[float]) -> list[Job]:
+    """The runs that can be done now, the most important first: rates are tried before other seeds are run with the best."""
     found: list[Job] = []
-
-    def add(method: str, ratio: float, seed: int, lam: str = "", lr: float = rate) -> None:
-        name = (
-            f"{method}{f' lam={lam}' if lam else ''} ratio={ratio:g} seed={seed}{f' lr={lr:g}' if lr != rate else ''}"
-        )
-        found.append((name, {"method": method, "ratio": ratio, "seed": seed, "lr": lr} | ({"lam": lam} if lam else {})))
-
-    def all_methods(ratio: float, seed: int) -> None:
-        add("def", ratio, seed, "0.3")
-        add("saef", ratio, seed)
-        add("ef", ratio, seed)
-
-    for seed in (0, 1, 2):
-        add("sgd", 1, seed)
-        for ratio in (64, 1024):
-            all_methods(ratio, seed)
-        if seed == 0:
-            for ratio in (64, 1024):
-                add("def", ratio, 0, "auto")
-            for lam in ("0.1", "0.2", "0.4", "0.6", "0.8"):
-                add("def", 64, 0, lam)
-            for ratio in (16, 256):
-                all_methods(ratio, 0)
-            for ratio in (64, 1024):  # does EF fail because of its rate?
-                for factor in (0.25, 0.0625):
-                    add("ef", ratio, 0, lr=rate * factor)
-            add("ef21", 64, 0)
-    return found
+    entrants = [
+        ("sgd", 1, ""),
+        *((m, r, lam) for r in (64, 1024) for m, lam in (("def", "0.3"), ("saef", ""), ("ef", ""))),
+    ]
+    others = [(m, r, lam) for r in (16, 256) for m, lam in (("def", "0.3"), ("saef", ""), ("ef", ""))]
+    for method, ratio, lam in entrants:
+        found += [named(method, ratio, 0, lr, lam) for lr in rates]
+    for seed in (1, 2):
+        for method, ratio, lam in entrants:
+            chosen = best_rate(done, method, ratio, rates, lam)
+            found += [] if chosen is None else [named(method, ratio, seed, chosen, lam)]
+    for ratio in (64, 1024):
+        chosen = best_rate(done, "def", ratio, rates, "0.3")
+        found += [] if chosen is None else [named("def", ratio, 0, chosen, "auto")]
+    chosen = best_rate(done, "def", 64, rates, "0.3")
+    found += [] if chosen is None else [named("def", 64, 0, chosen, lam) for lam in ("0.1", "0.2", "0.4", "0.6", "0.8")]
+    for method, ratio, lam in [*others, ("ef21", 64, "")]:
+        found += [named(method, ratio, 0, lr, lam) for lr in rates]
+    return [job for job in found if job[0] not in done]
 
 
 def curve(records: list[dict[str, Any]]) -> list[list[float | None]]:
@@ -92,11 +101,11 @@ def run_all(arguments: argparse.Namespace, done: dict[str, Any]) -> None:
             raise OutOfTime
 
     common = COMMON | {k: v for k, v in vars(arguments).items() if k in COMMON and v is not None}
-    todo = [(n, s) for n, s in jobs(common["lr"]) if n not in done and all(w in n.split() for w in arguments.only)]
-    print(f"{len(todo)} runs to do, {len(done)} done", flush=True)
-    for name, settings in todo:
+    rates = [common["lr"] * factor for factor in FACTORS]
+    while todo := [job for job in next_jobs(done, rates) if all(word in job[0].split() for word in arguments.only)]:
         if time.monotonic() - began > arguments.seconds:
             break
+        name, settings = todo[0]
         folder = Path(arguments.folder) / name.replace(" ", "-")
         try:
             result = run_parallel(common | settings, out=folder, resume=RunFolder(folder).exists(), progress=watch)
@@ -107,6 +116,7 @@ def run_all(arguments: argparse.Namespace, done: dict[str, Any]) -> None:
         done[name] = common | settings | {
             "curve": curve(result.records), "stopped": result.stopped, "seconds": round(sum(seconds), 1),
             "bytes": sum(record["bytes_up"] for record in result.records), "lambda": last.get("lambda"),
+            "validation": last.get("val_accuracy"), "rates": rates,
         }  # fmt: skip
         Path(arguments.json[-1]).write_text(json.dumps(done, indent=1))
         print(f"{name}: {done[name]['curve'][-1]} {result.stopped}, {sum(seconds):.0f} s", flush=True)
@@ -116,12 +126,24 @@ def scores(done: dict[str, Any], start: str, which: str, at: int = 10**9) -> lis
     """The accuracies in percent of the runs whose name begins so, one a seed, at the last evaluation up to round `at`."""
     found = []
     for name, run in done.items():
-        if name.startswith(f"{start} seed=") and " lr=" not in name:
+        if name.startswith(f"{start} lr=") and run["lr"] == rate_of(done, start):
             points = [point for point in run["curve"] if point[0] <= at]
             value = points[-1][2 if which == "x" else 3] if points else None
             diverged = run["stopped"] == "diverged" and at >= run["rounds"]
             found.append(float("nan") if value is None or diverged else 100 * value)
     return found
+
+
+def rate_of(done: dict[str, Any], start: str) -> float | None:
+    """The rate with which runs whose names begin so are compared: the best one, or the only one that was run."""
+    mine = [run for name, run in done.items() if name.startswith(f"{start} lr=")]
+    first = mine[0]
+    tried = sorted({run["lr"] for run in mine})
+    return (
+        tried[0]
+        if len(tried) == 1
+        else best_rate(done, first["method"], first["ratio"], first["rates"], first.get("lam", ""))
+    )
 
 
 def cell(values: list[float]) -> str:
@@ -152,9 +174,13 @@ def tables(done: dict[str, Any]) -> None:
     for ratio in (64, 1024):
         early = [cell(scores(done, f"def lam=0.3 ratio={ratio}", which, drop)) for which in "yx"]
         print(f"| {ratio} | {cell(scores(done, 'sgd ratio=1', 'x', drop))} | {early[0]} | {early[1]} |")
+    print("\n| run, seed 0 | rate | validation accuracy | test accuracy of x and y |\n| --- | --- | --- | --- |")
     for name, run in done.items():
-        if " lr=" in name or name.startswith("ef21"):
-            print(f"{name}: {run['curve'][-1] if run['curve'] else ''} {run['stopped']}")
+        if run["seed"] == 0 and run["curve"]:
+            both = " and ".join(f"{100 * value:.2f}" for value in run["curve"][-1][2:] if value is not None)
+            chosen = " (taken)" if run["lr"] == rate_of(done, name.partition(" lr=")[0]) else ""
+            validation = "diverges" if run["stopped"] == "diverged" else f"{100 * run['validation']:.2f}"
+            print(f"| {name.partition(' lr=')[0]} | {run['lr']:g}{chosen} | {validation} | {both} |")
 
 
 def main() -> int:
