@@ -33,7 +33,8 @@ class Part:
 def layers_of(model: nn.Module, name: str = "") -> list[tuple[str, nn.Module]]:
     """The layers that a model runs one after another: nested nn.Sequentials are opened, everything else is one layer."""
     if isinstance(model, nn.Sequential) and type(model).forward is nn.Sequential.forward:
-        return [found for child, part in model.named_children() for found in layers_of(part, f"{name}{child}.")]
+        children = zip(model._modules, model, strict=True)  # named_children would leave out a layer that stands twice
+        return [found for child, part in children for found in layers_of(part, f"{name}{child}.")]
     if not name:
         raise BadSetting(
             f"only a model that runs its layers one after another can be cut: an nn.Sequential, not {type(model).__name__}; "
