@@ -19,7 +19,7 @@ from undrift.simulate import ranks
 BATCHES, STOP, FLUSH = 22, 9, 17  # a state is taken after STOP batches, and the queues are emptied after FLUSH
 CASES = [
     *("bp-k", "fr", "ddg", "dni", "dsp 1,1,0;4,2,0", "dsp 3,3,0;10,5,0", "dsp 1,1,0;5,3,1"),
-    *("dsp nesterov", "dsp sum", "bp-k plain", "dsp float32", "gpipe 4", "1f1b 4", "gpipe 1"),
+    *("dsp nesterov", "dsp sum", "bp-k plain", "dsp float32", "gpipe 4", "1f1b 4", "gpipe 1", "1f1b 3 whole"),
 ]
 
 
@@ -67,8 +67,9 @@ def build(case: str, blocks: int, replicas: int = 1) -> Engine:
     method, _, how = case.partition(" ")
     optimizer = {"nesterov": nesterov, "sum": unified, "plain": plain_sgd}.get(how, sgd)
     dtype = torch.float32 if how == "float32" else torch.float64
-    micro = int(how) if how.isdigit() else 0
-    made = modules(blocks, plain=bool(micro) or how == "plain", dtype=dtype)
+    micro = int(how[0]) if how[:1].isdigit() and ";" not in how else 0
+    plain = how == "plain" or (micro > 0 and not how.endswith("whole"))  # without BatchNorm and dropout
+    made = modules(blocks, plain, dtype)
     split = [Part(nn.Sequential(module), (str(k),)) for k, module in enumerate(made)]
     schedule = schedule_of(method, blocks, how if ";" in how else "")
     cpu, kind = torch.device("cpu"), METHODS[method].block

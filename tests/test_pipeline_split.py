@@ -105,4 +105,6 @@ def test_what_cannot_be_cut_is_refused() -> None:
         parts(nn.Sequential(shared, nn.ReLU(), shared), cuts=[1])
     assert len(parts(nn.Sequential(shared, nn.ReLU(), shared, nn.ReLU()), cuts=[3])) == 2
     with pytest.raises(BadSetting, match="2 layers cannot be cut into 3"):
-        balanced(nn.Sequential(nn.Linear(2, 2), nn.ReLU()), 3, torch.zeros(1, 2), torch.zeros(1).long(), F.cross_entropy)
+        balanced(
+            nn.Sequential(nn.Linear(2, 2), nn.ReLU()), 3, torch.zeros(1, 2), torch.zeros(1).long(), F.cross_entropy
+        )

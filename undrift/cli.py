@@ -1,14 +1,15 @@
-"""The command line: `undrift run | sweep | report | list | data | cite`. No logic of its own."""
+"""The command line: `undrift run | pipe | sweep | report | list | data | cite`. No logic of its own."""
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
+import functools
 import inspect
 import json
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -17,6 +18,7 @@ from safetensors import SafetensorError
 from undrift import __version__
 from undrift.config import CHOICES, FIELDS, TYPES, parse_value
 from undrift.errors import BadSetting, LostRank, UndriftError, UnknownName
+from undrift.pipeline import settings as pipeline
 from undrift.simulate import ranks
 
 KINDS = ("algorithms", "datasets", "models", "partitions")
@@ -49,20 +51,17 @@ def parser() -> Parser:
     commands = top.add_subparsers(dest="command", required=True, parser_class=Parser, metavar="COMMAND")
 
     run = commands.add_parser("run", help="simulate one federated training run", allow_abbrev=False)
-    run.add_argument("config", nargs="?", type=Path, metavar="CONFIG.toml", help="settings; flags override them")
-    for name, field in FIELDS.items():
-        flag, about = f"--{name.replace('_', '-')}", str(field.metadata["help"])
-        if name == "set":
-            run.add_argument(flag, action="append", default=None, metavar="FIELD=VALUE", help=about)
-        elif TYPES[name] is bool:
-            run.add_argument(flag, action="store_true", default=None, help=about)
-        else:
-            shown = "|".join(CHOICES[name]) if name in CHOICES else name.upper()
-            run.add_argument(flag, type=TYPES[name], default=None, metavar=shown, help=f"{about} [{field.default}]")
+    add_settings(run, FIELDS, TYPES, CHOICES)
     run.add_argument("--local", metavar="NAME", help="the clients' part of this algorithm, with --server")
     run.add_argument("--server", metavar="NAME", help="the server's part of this algorithm, with --local")
     run.add_argument("--out", type=Path, metavar="DIR", help="the run's folder [runs/ALGORITHM-DATASET-seedN]")
     run.add_argument("--resume", action="store_true", help="go on from the folder's last checkpoint")
+
+    pipe = commands.add_parser("pipe", help="train one model in blocks that work at the same time", allow_abbrev=False)
+    add_settings(pipe, pipeline.FIELDS, pipeline.TYPES, pipeline.CHOICES)
+    pipe.add_argument("--out", type=Path, metavar="DIR", help="the run's folder [runs/METHOD-DATASET-seedN]")
+    pipe.add_argument("--resume", action="store_true", help="go on from the folder's last checkpoint")
+    pipe.add_argument("--schedule", type=int, metavar="N", help="print the timeline of N batches and end")
 
     sweep = commands.add_parser("sweep", help="run algorithms x settings x seeds", allow_abbrev=False)
     sweep.add_argument("file", type=Path, metavar="FILE.toml")
@@ -100,13 +99,34 @@ def parser() -> Parser:
     return top
 
 
+def add_settings(
+    command: argparse.ArgumentParser,
+    fields: Mapping[str, dataclasses.Field[Any]],
+    types: Mapping[str, Any],
+    choices: Mapping[str, tuple[str, ...]],
+) -> None:
+    """A file of settings, and a flag for each."""
+    command.add_argument("config", nargs="?", type=Path, metavar="CONFIG.toml", help="settings; flags override them")
+    for name, field in fields.items():
+        flag, about = f"--{name.replace('_', '-')}", str(field.metadata["help"])
+        if name == "set":
+            command.add_argument(flag, action="append", default=None, metavar="FIELD=VALUE", help=about)
+        elif types[name] is bool:
+            command.add_argument(flag, action="store_true", default=None, help=about)
+        else:
+            shown = "|".join(choices[name]) if name in choices else name.upper()
+            command.add_argument(flag, type=types[name], default=None, metavar=shown, help=f"{about} [{field.default}]")
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command; bad input is one line on standard error and exit code 2."""
     try:
         with ranks.joined():
             arguments = parser().parse_args(argv)
-            if ranks.count() > 1 and arguments.command != "run":
-                raise BadSetting(f"torchrun is for 'undrift run'; start 'undrift {arguments.command}' without it")
+            if ranks.count() > 1 and arguments.command not in ("run", "pipe"):
+                raise BadSetting(
+                    f"torchrun is for 'undrift run' and 'undrift pipe'; start 'undrift {arguments.command}' without it"
+                )
             return int(COMMANDS[arguments.command](arguments) or 0)
     except UndriftError as error:
         if ranks.speaks() or isinstance(error, LostRank):
@@ -154,8 +174,29 @@ def run_command(arguments: argparse.Namespace) -> None:
     out = arguments.out or Path("runs") / "-".join(
         (str(named.get("algorithm", "fedavg")), str(named.get("dataset", "digits")), f"seed{named.get('seed', 0)}")
     ).replace("/", "_").replace(":", "_")
+    tell(str(named.get("algorithm", "fedavg")), out, functools.partial(run, config, **settings), arguments.resume)
+
+
+def pipe_command(arguments: argparse.Namespace) -> None:
+    from undrift.config import from_toml
+    from undrift.pipeline.methods import schedule_of
+    from undrift.pipeline.train import run_pipe
+
+    config = {} if arguments.config is None else from_toml(arguments.config)
+    settings = {n: v for n in pipeline.FIELDS if (v := getattr(arguments, n)) is not None}
+    chosen = pipeline.from_mapping(config | settings)
+    if arguments.schedule is not None:
+        print(schedule_of(chosen.method, chosen.blocks or 3, chosen.queues).text(arguments.schedule))
+        return
+    name = f"{chosen.method}-{chosen.dataset}-seed{chosen.seed}"
+    out = arguments.out or Path("runs") / name.replace("/", "_").replace(":", "_")
+    tell(chosen.method, out, functools.partial(run_pipe, config, say=print, **settings), arguments.resume)
+
+
+def tell(name: str, out: Path, run: Callable[..., Any], resume: bool) -> None:
+    """Run with a bar of progress, and say what came of it."""
     bar = progress_bar()
-    task = bar.add_task(str(named.get("algorithm", "fedavg")), total=None, accuracy="")
+    task = bar.add_task(name, total=None, accuracy="")
 
     def show(record: dict[str, Any], rounds: int) -> None:
         bar.start()  # with the first round: a mistake in the settings needs no bar
@@ -163,7 +204,7 @@ def run_command(arguments: argparse.Namespace) -> None:
         bar.update(task, completed=record["round"], total=rounds, **known)
 
     try:
-        result = run(config, out=out, resume=arguments.resume, progress=show, **settings)
+        result = run(out=out, resume=resume, progress=show)
     finally:
         if bar.live.is_started:
             bar.stop()
@@ -314,6 +355,7 @@ def default_processes(device: str) -> int:
 
 COMMANDS = {
     "run": run_command,
+    "pipe": pipe_command,
     "sweep": sweep_command,
     "report": report_command,
     "list": list_command,

@@ -172,6 +172,11 @@ def below(prefix: str, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     return {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
 
 
+def fresh(tensor: Tensor, device: torch.device) -> Tensor:
+    """A copy in memory of its own: a tensor read from a file may lie at an odd address, for which BLAS rounds otherwise."""
+    return tensor.to(device, copy=True)
+
+
 def by_batch(prefix: str, tensors: dict[str, Tensor]) -> dict[int, Tensor]:
     """The tensors named prefix + batch number, oldest first."""
     return dict(sorted((int(n), tensor) for n, tensor in below(prefix, tensors).items()))

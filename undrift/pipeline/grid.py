@@ -14,7 +14,7 @@ from undrift.pipeline.links import on_the_wire
 from undrift.simulate import ranks
 
 
-@dataclass(frozen=True)
+@dataclass
 class Grid:
     """This process's place, and the groups that it talks in."""
 
@@ -48,10 +48,17 @@ class Grid:
         """The rank of this replica's block k."""
         return self.d * self.blocks + k
 
-    def abandon(self) -> None:
-        """Cut the connections of this process, so that its neighbours wait no longer."""
-        for group in (self.activations, self.gradients, self.twins):
-            dist.destroy_process_group(group)
+    def cut(self) -> None:
+        """Close the connections of this process, so that its neighbours wait no longer.
+
+        Gloo closes a group's sockets when nothing refers to it any more: not the grid, no link, no message under way.
+        """
+        for name in ("activations", "gradients", "twins"):
+            group = getattr(self, name)
+            setattr(self, name, None)
+            if group is not None:
+                dist.destroy_process_group(group)
+            del group
 
 
 def mean_of_gradients(parameters: list[nn.Parameter], grid: Grid) -> None:

@@ -31,11 +31,12 @@ class LostNeighbour(Exception):
 
 
 @contextlib.contextmanager
-def on_the_wire() -> Iterator[None]:
+def on_the_wire(failures: type[Exception] = RuntimeError) -> Iterator[None]:
+    """Turn what torch.distributed raises into LostNeighbour."""
     try:
         yield
-    except RuntimeError as error:  # what torch.distributed raises
-        raise LostNeighbour(str(error).partition("\n")[0]) from error
+    except failures as error:
+        raise LostNeighbour(f"{type(error).__name__}: {error}".partition("\n")[0]) from None
 
 
 class Outbox:
@@ -70,6 +71,10 @@ class Outbox:
             while self.under_way:
                 self.under_way.pop(0)[0].wait()
 
+    def cut(self) -> None:
+        """Let go of everything that keeps the connection open."""
+        self.under_way, self.group = [], None
+
 
 class Inbox:
     """Receives from one neighbour, at most `depth` posted ahead."""
@@ -94,9 +99,9 @@ class Inbox:
         """Batch n's tensor, as soon as it is there."""
         if n in self.here:
             return self.here.pop(n)
-        work, buffer = self.posted.pop(n)
+        buffer = self.posted[n][1]
         with on_the_wire():
-            work.wait()
+            self.posted.pop(n)[0].wait()  # in no variable, which an exception would keep alive
         return buffer
 
     def drain(self, last: int, form: Callable[[int], Form]) -> None:
@@ -105,6 +110,10 @@ class Inbox:
         for n in list(self.posted):
             if n <= last:
                 self.here[n] = self.take(n)
+
+    def cut(self) -> None:
+        """Let go of everything that keeps the connection open."""
+        self.posted, self.group = {}, None
 
     def announced(self, n: int) -> Form:
         """The form of the neighbour's messages, which goes before the first."""

@@ -3,26 +3,24 @@
 Yanping Huang et al., GPipe, NeurIPS 2019; Deepak Narayanan et al., PipeDream, SOSP 2019.
 
 Under torchrun torch.distributed.pipelining runs the blocks; in one process the micro-batches go through one after another,
-which gives the same gradients. BatchNorm sees micro-batches, and dropout draws as PyTorch draws.
+which gives the same gradients. BatchNorm sees micro-batches.
 """
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
 
 from undrift.errors import BadSetting
-from undrift.pipeline.block import Loss
+from undrift.pipeline.block import Block, Loss
 from undrift.pipeline.evaluate import evaluation
 from undrift.pipeline.links import on_the_wire, receive_form, send_form
 from undrift.pipeline.processes import Processes
 from undrift.pipeline.simulator import Simulator
-
-KINDS = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B}
 
 
 class MicroBatches:
@@ -36,23 +34,37 @@ class MicroBatches:
         self.count = engine.schedule.blocks
         self.stored = [(0, 0)] * self.count  # PyTorch's schedules do not say what they hold
         self.kind, self.loss = kind, loss
+        if isinstance(engine, Processes):
+            engine.cut_more = lambda: setattr(self, "schedule", None)
         self.schedule: Any = None  # PyTorch's, made when the first batch shows its shape
         if isinstance(engine, Processes) and kind == "1f1b" and micro < self.count:
             raise BadSetting(
                 f"1f1b needs at least as many micro-batches as blocks, {self.count}, not {micro}; raise micro, or use gpipe"
             )
+        self.passes: dict[int, int] = {}  # forwards of a block in this batch
         for block in self.blocks:
-            block.module.register_forward_hook(self.counted(block.k))
+            self.watch(block)
 
-    def counted(self, k: int) -> Any:
-        """A hook that counts the bytes that enter and leave block k: an error gradient is as large as the input."""
+    def watch(self, block: Block) -> None:
+        """Let dropout draw by batch, micro-batch and block; count the bytes that enter and leave the block.
 
-        def count(module: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:
+        PyTorch's schedules call the module themselves, so this is done by hooks.
+        """
+        under_way = contextlib.ExitStack()
+
+        def before(module: nn.Module, inputs: tuple[Tensor, ...]) -> None:
             if module.training and torch.is_grad_enabled():
-                self.bytes_up += output.nbytes if k < self.count - 1 else 0
-                self.bytes_down += inputs[0].nbytes if k else 0
+                number = self.passes[block.k] = self.passes.get(block.k, -1) + 1
+                under_way.enter_context(block.randomness(self.clock.first * self.micro + number, inputs[0].device))
 
-        return count
+        def after(module: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:
+            if module.training and torch.is_grad_enabled():
+                under_way.close()
+                self.bytes_up += output.nbytes if block.k < self.count - 1 else 0
+                self.bytes_down += inputs[0].nbytes if block.k else 0  # an error gradient is as large as the input
+
+        block.module.register_forward_pre_hook(before)
+        block.module.register_forward_hook(after)
 
     def step(self, inputs: Tensor | None, targets: Tensor | None, probe: bool = False) -> Tensor | None:
         """One batch through all blocks and back, and one update; the mean loss of its micro-batches."""
@@ -71,6 +83,7 @@ class MicroBatches:
         for block in self.blocks:
             block.update(self.clock.first)
         self.clock.first += 1
+        self.passes.clear()
         return loss
 
     def in_one_process(self, inputs: Tensor, targets: Tensor) -> Tensor:
@@ -93,6 +106,8 @@ class MicroBatches:
 
         The shapes go from rank to rank here: PyTorch would find them by a real forward, which BatchNorm would track.
         """
+        from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe  # slow to import
+
         grid, block = engine.grid, engine.block
         if inputs is None:
             shape, dtype = receive_form(grid.rank_of(grid.k - 1), grid.activations, engine.device)
@@ -107,7 +122,8 @@ class MicroBatches:
         stage = PipelineStage(
             block.module, grid.k, self.count, engine.device, (one,), (out.requires_grad_(),), group=grid.activations
         )
-        return KINDS[self.kind](stage, self.micro, loss_fn=self.loss)
+        kind = ScheduleGPipe if self.kind == "gpipe" else Schedule1F1B
+        return kind(stage, self.micro, loss_fn=self.loss)
 
     def in_stages(self, engine: Processes, inputs: Tensor | None, targets: Tensor | None) -> Tensor | None:
         losses: list[Tensor] = []
@@ -116,7 +132,7 @@ class MicroBatches:
         wanted = {"target": targets.to(engine.device), "losses": losses} if last and targets is not None else {}
         if self.schedule is None:
             self.schedule = self.prepare(engine, given[0] if given else None)
-        with on_the_wire():
+        with on_the_wire(Exception):  # whatever it is: what PyTorch's schedule raises would keep the connection open
             self.schedule.step(*given, return_outputs=False, **wanted)
         return torch.stack([loss.detach() for loss in losses]).mean() if last else None
 

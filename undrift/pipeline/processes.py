@@ -7,7 +7,7 @@ GPUs; that path has not been run on several GPUs.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from undrift.errors import BadSetting, LostRank
-from undrift.pipeline.block import Block, below, by_batch
+from undrift.pipeline.block import Block, below, by_batch, fresh
 from undrift.pipeline.clock import Clock
 from undrift.pipeline.difference import Probe
 from undrift.pipeline.evaluate import Scores, evaluation
@@ -47,6 +47,7 @@ class Processes:
         self.probed: set[int] = set()
         self.differences: dict[int, float] = {}
         self.stored = [(0, 0)] * schedule.blocks
+        self.cut_more: Callable[[], None] = lambda: None  # for those who use the groups besides
 
     def step(self, inputs: Tensor | None, targets: Tensor | None, probe: bool = False) -> Tensor | None:
         """Feed a batch and do one timestamp. The first rank uses the inputs and the last one the targets, and has the loss."""
@@ -211,7 +212,7 @@ class Processes:
             )
         self.clock.restore(tensors)
         prefix = f"block{self.k}." if self.grid.d == 0 else f"replica{self.grid.d}.block{self.k}."
-        own = {name: t.to(self.device) for name, t in below(prefix, tensors).items()}
+        own = {name: fresh(t, self.device) for name, t in below(prefix, tensors).items()}
         self.block.restore(own)
         arriving, targets = by_batch("arriving.", own), by_batch("target.", own)
         clock, lags = self.clock, self.schedule
@@ -232,12 +233,20 @@ class Processes:
         try:
             yield
         except LostNeighbour as error:
-            self.grid.abandon()
+            error.__context__ = None  # torch's exception, which holds on to the connection
+            self.cut()
             ranks.all_well()  # says what happened on the rank that failed, or that it is gone
-            raise LostRank(f"rank {ranks.rank()} lost touch with a neighbour ({error})") from error
+            raise LostRank(f"rank {ranks.rank()} lost touch with a neighbour ({error})") from None
         except Exception:
-            self.grid.abandon()
+            self.cut()
             raise
+
+    def cut(self) -> None:
+        for link in (self.arriving, self.errors, self.outputs, self.sent_errors):
+            if link is not None:
+                link.cut()
+        self.cut_more()
+        self.grid.cut()
 
 
 def gathered(mine: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from undrift.pipeline.block import Block, below, by_batch
+from undrift.pipeline.block import Block, below, by_batch, fresh
 from undrift.pipeline.clock import Clock
 from undrift.pipeline.difference import Probe
 from undrift.pipeline.evaluate import Scores, evaluation
@@ -157,7 +157,7 @@ class Simulator:
         """Take over what `tensors` returned, here or on the ranks of another run."""
         self.clock.restore(tensors)
         for k, block in enumerate(self.blocks):
-            own = {name: t.to(self.device) for name, t in below(f"block{k}.", tensors).items()}
+            own = {name: fresh(t, self.device) for name, t in below(f"block{k}.", tensors).items()}
             block.restore(own)
             self.arriving[k] = {n: Parcel(t) for n, t in by_batch("arriving.", own).items()}
             self.errors[k] = {n: Parcel(t) for n, t in by_batch("error.", own).items()}

@@ -229,8 +229,8 @@ def _total(records: list[dict[str, Any]], key: str) -> str:
 def _again(group: Group) -> str:
     settings = {name: value for name, value in group.runs[0].settings.items() if name != "seed"}
     seeds = ", ".join(shown(run.settings.get("seed")) for run in group.runs)
-    files = (shlex.quote(str(run.folder / "run.toml")) for run in group.runs)
-    commands = "".join(f"<pre>{escape(f'undrift run {file} --out NEW')}</pre>" for file in files)
+    files = (f"{run.command} {shlex.quote(str(run.folder / 'run.toml'))}" for run in group.runs)
+    commands = "".join(f"<pre>{escape(f'undrift {file} --out NEW')}</pre>" for file in files)
     return f"<details><summary>{escape(group.label)}</summary>{_list(settings | {'seeds': seeds})}{commands}</details>"
 
 

@@ -14,7 +14,17 @@ from undrift.errors import BadRunFolder
 DEPTH = 2  # how far below a given path run folders are looked for
 TASK = ("dataset", "partition", "model", "clients", "colour")  # scores compare only where these are alike
 # How a run was run, not what it computes.
-HOW = ("device", "execution", "chunk", "checkpoint_every", "deterministic", "replay", "compile", "client_state")
+HOW = (
+    "device",
+    "execution",
+    "chunk",
+    "checkpoint_every",
+    "deterministic",
+    "replay",
+    "compile",
+    "client_state",
+    "differences",
+)
 NAMED_BY_VALUE = ("dataset", "partition", "model")  # the value alone says what it is
 
 
@@ -26,6 +36,7 @@ class Run(NamedTuple):
     records: list[dict[str, Any]]  # the lines of rounds.jsonl
     made: Mapping[str, Any] = {}  # the [made] table: versions, commit, device
     own: frozenset[str] = frozenset()  # which settings are fields of the algorithm
+    command: str = "run"  # which command it was made by
 
     @property
     def rounds(self) -> int:
@@ -120,11 +131,12 @@ def _load_one(folder: Path) -> Run:
     own, made = settings.pop("set", {}), settings.pop("made", {})
     if not isinstance(own, dict) or not isinstance(made, dict):
         raise BadRunFolder(f"{folder / 'run.toml'} is damaged: [set] and [made] must be tables")
+    command = str(settings.pop("command", "run"))
     if not isinstance(settings.get("algorithm"), str):
         raise BadRunFolder(f"{folder / 'run.toml'} names no algorithm; is it the file of a run?")
     made = {name: settings.pop(name) for name in HOW if name in settings} | made  # [made] knows the real device
     own = {f"set.{name}" if name in settings else name: value for name, value in own.items()}
-    return Run(folder, settings | own, _records(folder / "rounds.jsonl"), made, frozenset(own))
+    return Run(folder, settings | own, _records(folder / "rounds.jsonl"), made, frozenset(own), command)
 
 
 def _toml(path: Path) -> dict[str, Any]:
@@ -176,7 +188,8 @@ def _group(members: list[Run], firsts: list[Run]) -> Group:
     words = [algorithm, *(f"{name}={shown(first.settings.get(name))}" for name in names)]
     places = [_place(first, name) for name in TASK if name in in_report]
     label = " ".join(words) + (f" ({', '.join(places)})" if places else "")
-    task = ", ".join(_place(first, name) for name in (*TASK[:3], *(n for n in TASK[3:] if n in in_report)))
+    named = [n for n in TASK if n in first.settings and (n in NAMED_BY_VALUE or n in in_report)]
+    task = ", ".join(_place(first, name) for name in named)
     kept = _longest_of_each_seed(members)
     return Group(label, algorithm, task, kept, [run for run in members if all(run is not k for k in kept)])
 
