@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -62,6 +65,33 @@ def plain_sgd(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
     return torch.optim.SGD(parameters, lr=0.1)
 
 
+class Joint(torch.optim.SGD):
+    """Momentum SGD that takes the mean of the gradients over its group by itself, and trains twice what it shows."""
+
+    def __init__(self, parameters: list[nn.Parameter], group: Any) -> None:
+        super().__init__(parameters, lr=0.1, momentum=0.9, weight_decay=1e-2)
+        self.group = group
+
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                dist.all_reduce(parameter.grad, group=self.group)
+                parameter.grad /= 2
+        return super().step(closure)
+
+    @contextlib.contextmanager
+    def evaluating(self) -> Iterator[None]:
+        change = [p for group in self.param_groups for p in group["params"]]
+        before = [p.detach().clone() for p in change]
+        with torch.no_grad():
+            for p in change:
+                dist.all_reduce(p, group=self.group)  # all replicas have to come here
+        yield
+        with torch.no_grad():
+            for p, old in zip(change, before, strict=True):
+                p.copy_(old)
+
+
 def build(case: str, blocks: int, replicas: int = 1) -> Engine:
     """The engine that a case's name says."""
     method, _, how = case.partition(" ")
@@ -73,7 +103,8 @@ def build(case: str, blocks: int, replicas: int = 1) -> Engine:
     split = [Part(nn.Sequential(module), (str(k),)) for k, module in enumerate(made)]
     schedule = schedule_of(method, blocks, how if ";" in how else "")
     cpu, kind = torch.device("cpu"), METHODS[method].block
-    found = engine(kind, split, schedule, optimizer, F.cross_entropy, rate, 0, cpu, replicas)
+    joint = Joint if how == "joint" else None
+    found = engine(kind, split, schedule, optimizer, F.cross_entropy, rate, 0, cpu, replicas, joint)
     return MicroBatches(found, method, micro, F.cross_entropy) if micro else found
 
 
@@ -106,7 +137,7 @@ def replicated(case: str, blocks: int, replicas: int) -> dict[str, Any]:
     for x, y in batches(seed=1 + ranks.rank() // blocks):
         run.step(x, y)
     run.flush()
-    return {"tensors": run.tensors()}
+    return {"tensors": run.tensors(), "model": run.model(), "scores": run.evaluate(batches(2))}
 
 
 def main() -> None:
@@ -114,7 +145,9 @@ def main() -> None:
     with ranks.joined():
         path, blocks, replicas = Path(sys.argv[1]), int(sys.argv[2]), int((*sys.argv[3:], 1)[0])
         if replicas > 1:
-            found = {case: replicated(case, blocks, replicas) for case in ("bp-k plain", "dsp plain", "dsp")}
+            found = {
+                case: replicated(case, blocks, replicas) for case in ("bp-k plain", "dsp plain", "dsp", "dsp joint")
+            }
         else:
             found = {case: outcome(case, blocks) for case in CASES}
         torch.save(found, f"{path}.{ranks.rank()}")

@@ -68,3 +68,11 @@ def test_two_replicas_of_two_blocks_equal_the_reference(tmp_path: Path) -> None:
     assert torch.equal(stats["block0.module.0.0.weight"], stats["replica1.block0.module.0.0.weight"])
     mean = "block0.module.0.1.running_mean"
     assert not torch.equal(stats[mean], stats[f"replica1.{mean}"]), "statistics are each replica's own"
+    joint = each[0]["dsp joint"]
+    assert joint["tensors"].keys() == stats.keys()
+    assert all(torch.equal(joint["tensors"][name], tensor) for name, tensor in stats.items()), (
+        "an own all-reduce is the mean"
+    )
+    weight = "block1.module.0.0.weight"
+    assert torch.equal(joint["model"][weight], 2 * stats[weight]), "what the optimiser shows is what is saved"
+    assert joint["scores"] != each[0]["dsp"]["scores"] and joint["scores"] == each[3]["dsp joint"]["scores"]

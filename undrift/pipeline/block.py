@@ -148,9 +148,18 @@ class Block:
             for layer in self.norms:
                 layer.track_running_stats = True
 
+    def shown(self) -> contextlib.AbstractContextManager[None]:
+        """The parameters as those to test and to save, where the optimiser keeps others for its gradients."""
+        return getattr(self.optimizer, "evaluating", contextlib.nullcontext)()
+
     def held(self) -> list[Tensor]:
         """What the block keeps of batches under way: stored inputs, and loss gradients."""
         return [*self.inputs.values(), *self.loss_errors.values(), *(h for h, _ in self.graphs.values())]
+
+    def let_go(self) -> None:
+        """Forget the optimiser, which may hold a connection to other ranks open."""
+        self.optimizer, self.reduce = None, lambda: None
+        del self.make_optimizer
 
     def tensors(self) -> dict[str, Tensor]:
         """All that the block's future depends on, between two timestamps."""
@@ -183,21 +192,29 @@ def by_batch(prefix: str, tensors: dict[str, Tensor]) -> dict[int, Tensor]:
 
 
 def optimizer_tensors(optimizer: torch.optim.Optimizer | None, prefix: str) -> dict[str, Tensor]:
-    """An optimiser's state under names of its own; what is not a tensor is a setting and not kept."""
-    state: dict[int, dict[str, Any]] = {} if optimizer is None else optimizer.state_dict()["state"]
-    return {
-        f"{prefix}{place}.{name}": value
-        for place, values in state.items()
-        for name, value in values.items()
-        if isinstance(value, Tensor)
-    }
+    """An optimiser's state under names of its own: a number becomes a tensor, text is no state.
+
+    torch's optimisers keep tensors for each parameter, numbered; one that exchanges numbers with other ranks may keep vectors
+    of all parameters.
+    """
+    named: dict[str, Tensor] = {}
+    for place, values in ({} if optimizer is None else optimizer.state_dict()["state"]).items():
+        for name, value in values.items() if isinstance(values, dict) else (("", values),):
+            if isinstance(value, Tensor | int | float):
+                named[f"{prefix}{place}.{name}".removesuffix(".")] = torch.as_tensor(value)
+    return named
 
 
 def restore_optimizer(optimizer: torch.optim.Optimizer | None, tensors: dict[str, Tensor]) -> None:
     if optimizer is None:
         return
-    state: dict[int, dict[str, Tensor]] = {}
+    state: dict[Any, Any] = {}
     for named, tensor in tensors.items():
-        place, _, name = named.partition(".")
-        state.setdefault(int(place), {})[name] = tensor
+        place, dot, name = named.partition(".")
+        if dot:
+            state.setdefault(int(place), {})[name] = tensor
+        else:
+            state[place] = tensor if tensor.dim() else tensor.item()
+    if state and not any(isinstance(place, int) for place in state):
+        state["method"] = type(optimizer).__name__
     optimizer.load_state_dict({"state": state, "param_groups": optimizer.state_dict()["param_groups"]})

@@ -96,8 +96,8 @@ class DSP:
         self.engine.restore(state)
 
     def model_state(self) -> dict[str, Tensor]:
-        """A plain state dict of the whole model, from the state on rank 0; to be called on all ranks."""
-        return whole_model(self.parts, self.engine.tensors())
+        """A plain state dict of the whole model, on rank 0; to be called on all ranks."""
+        return whole_model(self.parts, self.engine.model())
 
 
 def split(
@@ -122,7 +122,7 @@ def split(
 
 
 def whole_model(split_parts: Sequence[Part], tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The model's state dict from an engine's tensors, under the names of the model before it was cut."""
+    """The model's state dict from an engine's `model()`, under the names of the model before it was cut."""
     named = {}
     for k, part in enumerate(split_parts):
         for name in part.module.state_dict():

@@ -38,7 +38,9 @@ def evaluation(blocks: Sequence[Block]) -> Iterator[None]:
     for block in blocks:
         block.module.eval()
     try:
-        with torch.no_grad():
+        with contextlib.ExitStack() as stack, torch.no_grad():
+            for block in blocks:
+                stack.enter_context(block.shown())
             yield
     finally:
         for layer, training in modes:

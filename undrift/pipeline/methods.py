@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
+from torch import nn
 
 from undrift.errors import BadSetting
 from undrift.pipeline.block import Block, Loss, MakeOptimizer, Rate
 from undrift.pipeline.ddg import StashingBlock
 from undrift.pipeline.dni import SyntheticBlock
 from undrift.pipeline.grid import Grid, mean_of_gradients
+from undrift.pipeline.links import Group
 from undrift.pipeline.micro import MicroBatches
 from undrift.pipeline.processes import Processes
 from undrift.pipeline.schedule import Schedule
@@ -21,6 +24,7 @@ from undrift.simulate import ranks
 from undrift.streams import Purpose, stream
 
 Engine = Simulator | Processes | MicroBatches
+Joint = Callable[[list[nn.Parameter], Group], torch.optim.Optimizer]  # of a block's replicas, over their process group
 
 
 class Method(NamedTuple):
@@ -52,6 +56,10 @@ def schedule_of(method: str, blocks: int, queues: str = "") -> Schedule:
     return Schedule.fr(blocks) if method in ("fr", "ddg") else Schedule.bp(blocks)
 
 
+def _in_group(joint: Joint, twins: Group, parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+    return joint(parameters, twins)
+
+
 def engine(
     kind: type[Block],
     parts: Sequence[Part],
@@ -62,12 +70,19 @@ def engine(
     seed: int,
     device: torch.device,
     replicas: int = 1,
+    joint: Joint | None = None,
 ) -> Simulator | Processes:
-    """The blocks in this process, or this rank's block where torchrun started several."""
+    """The blocks in this process, or this rank's block where torchrun started several.
+
+    The gradients of a block are averaged over its replicas, unless `joint` makes an optimiser that exchanges what it needs
+    within the replicas' process group by itself.
+    """
     count = len(parts)
     grid = Grid.make(count, replicas) if ranks.count() > 1 else None
     if grid is not None and grid.d:
         seed = stream(seed, Purpose.DROPOUT, grid.d)  # a replica draws masks of its own
+    if grid is not None and joint is not None:
+        optimizer = functools.partial(_in_group, joint, grid.twins)
     made = [
         kind(part.module, k, schedule.m[k], optimizer, loss if k == count - 1 else None, rate, seed)
         for k, part in enumerate(parts)
@@ -75,7 +90,7 @@ def engine(
     ]
     if grid is None:
         return Simulator(made, schedule, device)
-    if replicas > 1:
+    if replicas > 1 and joint is None:
         (block,) = made
         block.reduce = lambda: mean_of_gradients(block.trained, grid)
     return Processes(made[0], schedule, grid, device)

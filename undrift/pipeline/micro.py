@@ -143,6 +143,9 @@ class MicroBatches:
     def evaluate(self, batches: Iterable[tuple[Tensor | None, Tensor | None]]) -> dict[str, float]:
         return self.engine.evaluate(batches)
 
+    def model(self) -> dict[str, Tensor]:
+        return self.engine.model()
+
     def tensors(self) -> dict[str, Tensor]:
         return self.engine.tensors()
 

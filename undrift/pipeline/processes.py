@@ -168,28 +168,35 @@ class Processes:
         said: list[Any] = [None]
         with self.guarded():
             self.finish()
-            if self.grid.d == 0:
-                said = [self.score(batches)]
+            with evaluation([self.block]):  # on all replicas, which may have to exchange something for it
+                if self.grid.d == 0:
+                    said = [self.score(batches)]
         ranks.all_well()
         dist.broadcast_object_list(said, src=self.schedule.blocks - 1)
         means: dict[str, float] = said[0]
         return means
 
     def score(self, batches: Iterable[tuple[Tensor | None, Tensor | None]]) -> dict[str, float] | None:
-        last = self.outputs is None
-        scores = Scores(self.block.loss) if last else None
-        with evaluation([self.block]):
-            for inputs, targets in batches:
-                if self.arriving is not None:
-                    inputs = receive_whole(self.arriving.source, self.arriving.group, self.device)
-                assert inputs is not None
-                out = self.block.module(inputs.to(self.device))
-                if scores is not None:
-                    assert targets is not None
-                    scores.add(out, targets.to(self.device))
-                elif self.outputs is not None:
-                    send_whole(out, self.outputs.to, self.outputs.group)
+        scores = Scores(self.block.loss) if self.outputs is None else None
+        for inputs, targets in batches:
+            if self.arriving is not None:
+                inputs = receive_whole(self.arriving.source, self.arriving.group, self.device)
+            assert inputs is not None
+            out = self.block.module(inputs.to(self.device))
+            if scores is not None:
+                assert targets is not None
+                scores.add(out, targets.to(self.device))
+            elif self.outputs is not None:
+                send_whole(out, self.outputs.to, self.outputs.group)
         return None if scores is None else scores.means()
+
+    def model(self) -> dict[str, Tensor]:
+        """The first replica's parameters and statistics as those to test, named as in `tensors`; on rank 0 of all blocks."""
+        with self.guarded(), self.block.shown():
+            mine = {
+                f"block{self.k}.module.{n}": t.detach().cpu().clone() for n, t in self.block.module.state_dict().items()
+            }
+        return gathered(mine if self.grid.d == 0 else {})
 
     def tensors(self) -> dict[str, Tensor]:
         """All that the future of the first replica's pipeline depends on, on every rank: as in the simulator."""
@@ -246,6 +253,8 @@ class Processes:
             if link is not None:
                 link.cut()
         self.cut_more()
+        if self.grid.activations is not None:
+            self.block.let_go()
         self.grid.cut()
 
 

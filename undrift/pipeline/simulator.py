@@ -141,6 +141,16 @@ class Simulator:
                 scores.add(h, targets.to(self.device))
         return scores.means()
 
+    def model(self) -> dict[str, Tensor]:
+        """The parameters and statistics as those to test, named as in `tensors`."""
+        self.synchronise()
+        named: dict[str, Tensor] = {}
+        for k, block in enumerate(self.blocks):
+            with block.shown():
+                state = block.module.state_dict()
+                named |= {f"block{k}.module.{name}": tensor.detach().clone() for name, tensor in state.items()}
+        return named
+
     def tensors(self) -> dict[str, Tensor]:
         """All that the pipeline's future depends on, between two timestamps."""
         self.synchronise()

@@ -81,7 +81,7 @@ def increase(schedule: Schedule, slowdown: float, batches: int = 2000, seed: int
 
 def table(batches: int = 2000, seeds: int = 5) -> list[tuple[str, list[float], tuple[float, ...]]]:
     """For each row of Table 2: the queue lengths, the simulated increases and the thesis' ones."""
-    rows = []
+    rows: list[tuple[str, list[float], tuple[float, ...]]] = []
     for queues, published in THESIS.items():
         schedule = Schedule.parse(queues)
         found = [

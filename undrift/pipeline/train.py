@@ -130,8 +130,7 @@ def drive(training: Training, folder: RunFolder | None, resume: bool, progress: 
         if folder is not None and due:
             folder.save(training.tensors(), {"round": training.t, "seconds": elapsed, "finished": False})
             saved = training.t
-    tensors = training.tensors()
-    model = whole_model(training.parts, tensors)
+    tensors, model = training.tensors(), whole_model(training.parts, training.engine.model())
     if folder is not None and ranks.first_rank_says(saved < training.t or not folder.finished()):
         facts = {"seconds": elapsed, "finished": True, "stopped": reached or "rounds"}
         folder.write_model(model)
