@@ -41,7 +41,8 @@ class Reference:
         self.x: list[list[State]] = [[dict(f.named_parameters())] for f in self.modules]  # [k][t]
         self.x = [[{n: w.detach().clone() for n, w in versions[0].items()}] for versions in self.x]
         self.gradients: dict[tuple[int, int], State] = {}  # [n, k], the mean over replicas
-        velocity: list[State] = [{} for _ in modules]
+        self.momentum, self.nesterov, self.weight_decay, self.rates = momentum, nesterov, weight_decay, rates
+        self.velocity: list[State] = [{} for _ in modules]
         self.outputs: dict[tuple[int, int, int], Tensor] = {}
         for t in range(len(batches) + max(self.B)):
             for k in range(K):  # running statistics follow the forwards, batch after batch
@@ -51,24 +52,30 @@ class Reference:
             new = []
             for k in range(K):
                 n = t - self.B[k]
-                x = self.x[k][t]
-                if not 0 <= n < len(batches):
-                    new.append(x)
-                    continue
-                each = [self.gradient(k, n, d)[0] for d in range(len(batches[n]))]
-                G = {name: sum((g[name] for g in each[1:]), each[0][name]) / len(each) for name in each[0]}
-                G = G if len(each) > 1 else each[0]
-                self.gradients[n, k] = G
-                after = {}
-                for name, w in x.items():
-                    g = torch.add(G[name], w, alpha=weight_decay) if weight_decay else G[name]
-                    if momentum:
-                        v = velocity[k][name] = velocity[k][name] * momentum + g if name in velocity[k] else g
-                        g = torch.add(g, v, alpha=momentum) if nesterov else v
-                    after[name] = torch.add(w, g, alpha=-rates[n])
-                new.append(after)
+                if 0 <= n < len(batches):
+                    each = [self.gradient(k, n, d)[0] for d in range(len(batches[n]))]
+                    new.append(self.updated(k, n, t, each))
+                else:
+                    new.append(self.x[k][t])
             for k in range(K):
                 self.x[k].append(new[k])
+
+    def updated(self, k: int, n: int, t: int, each: list[State]) -> State:
+        """x_k^{t+1}: momentum SGD with the mean of the replicas' gradients of batch n."""
+        G = {name: sum((g[name] for g in each[1:]), each[0][name]) / len(each) for name in each[0]}
+        self.gradients[n, k] = G = G if len(each) > 1 else each[0]
+        after, velocity = {}, self.velocity[k]
+        for name, w in self.x[k][t].items():
+            g = torch.add(G[name], w, alpha=self.weight_decay) if self.weight_decay else G[name]
+            if self.momentum:
+                v = velocity[name] = velocity[name] * self.momentum + g if name in velocity else g
+                g = torch.add(g, v, alpha=self.momentum) if self.nesterov else v
+            after[name] = torch.add(w, g, alpha=-self.rates[n])
+        return after
+
+    def version(self, k: int, t: int, d: int) -> State:
+        """The parameters of block k at timestamp t, in replica d."""
+        return self.x[k][t]
 
     def h(self, k: int, n: int, d: int = 0) -> Tensor:
         """h_k of batch n, under the forward parameters; computed once, which tracks the statistics once."""
@@ -77,7 +84,7 @@ class Reference:
         if (k, n, d) not in self.outputs:
             below = self.h(k - 1, n, d)
             with torch.no_grad():
-                x = self.x[k - 1][n + self.F[k - 1]]
+                x = self.version(k - 1, n + self.F[k - 1], d)
                 self.outputs[k, n, d] = self.call(self.modules[k - 1], k - 1, n, x, below)
         return self.outputs[k, n, d]
 
@@ -95,12 +102,12 @@ class Reference:
             (error,) = torch.autograd.grad(self.loss(out, self.batches[n][d][1]), out)
         else:
             error = self.gradient(k + 1, n, d)[1]
-        x = {name: w.clone().requires_grad_() for name, w in self.x[k][n + self.B[k]].items()}
+        x = {name: w.clone().requires_grad_() for name, w in self.version(k, n + self.B[k], d).items()}
         h = self.h(k, n, d).clone().requires_grad_()
         again = self.call(copy.deepcopy(self.modules[k]), k, n, x, h)  # a copy: its statistics are thrown away
         *grads, below = torch.autograd.grad(again, [*x.values(), h], error)
         return dict(zip(x, grads, strict=True)), below
 
     def parameters(self) -> list[State]:
-        """After the last batch has left the last block's... and every other's backward."""
+        """After the last batch's last backward."""
         return [versions[-1] for versions in self.x]
