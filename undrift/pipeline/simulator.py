@@ -81,8 +81,10 @@ class Simulator:
             n = self.clock.work(k).backward
             if n is not None:
                 self.backward(k, n)
-        if self.streams and self.clock.work(len(self.blocks) - 1).forward is not None:
-            torch.cuda.current_stream(self.device).wait_stream(self.streams[-1])  # for the loss that is handed out
+        if self.streams and loss is not None:  # which is handed out
+            current = torch.cuda.current_stream(self.device)
+            current.wait_stream(self.streams[-1])
+            loss.record_stream(current)
         self.clock.t += 1
         return loss
 
