@@ -15,7 +15,7 @@ from undrift.errors import BadSetting
 from undrift.models._blocks import Blocks
 from undrift.models._resnet import ZeroPadShortcut
 
-MNIST, CIFAR = (1, 28, 28), (3, 32, 32)
+MNIST, CIFAR, IMAGENET = (1, 28, 28), (3, 32, 32), (3, 224, 224)
 
 # Parameters for 10 classes at the native shape. In the formulas a k x k convolution from a to b channels
 # counts k*k*a*b (+ b with bias), a linear layer a*b + b, a normalisation of c channels 2c.
@@ -42,6 +42,19 @@ MNIST, CIFAR = (1, 28, 28), (3, 32, 32)
 #               shortcuts 16*160 + 160*320 + 320*640 = 258,560,
 #               norms 2*((16 + 7*160) + (160 + 7*320) + (320 + 7*640) + 640) = 17,952, linear 6,410
 #               (36.5M in Zagoruyko & Komodakis, table 4)
+# vgg19         vgg16 + convolutions 9*(256*256 + 2*512*512) = 5,308,416 and their biases 256 + 2*512
+# resnet98      97,216*16 - 21,926 (6n + 2 layers, n = 16)
+# resnet9n+2    pre-activation bottlenecks of w = 16, 32, 64 inside and 4w outside: a block 4w -> 4w has
+#               4w*w + 9w*w + 4w*w weights and 2*(4w + w + w) in norms, 17w^2 + 12w; the first of a stage comes from v
+#               channels and has vw + 9w^2 + 4w^2 + 4vw weights with its shortcut and 2*(v + w + w) in norms; v = 16, 64, 128.
+#               stem 432, last norm 512, linear 2,570:
+#               (n - 1)*(4,544 + 17,792 + 70,400) + (4,704 + 23,808 + 94,720) + 432 + 512 + 2,570 = 92,736 n + 34,010
+#               (1.7M and 10.2M for 164 and 1001 layers in He et al., ECCV 2016, tables 1 and 4)
+# resnext29     a block from v to c channels with 2c inside, in 8 groups: v*2c + 9*(2c)^2/8 + 2c*c weights and 2*(2c + 2c + c)
+#               in norms; the first of a stage also vc + 2c in its shortcut. With c = 256: 478,208 + 2*559,616 (v = 64, 256);
+#               c = 512: 2,103,296 + 2*2,233,344; c = 1024: 8,400,896 + 2*8,923,136. Stem 1,728 + 128, linear 10,250
+#               (34.4M in Xie et al., table 7)
+# resnet18, 50, 101   torchvision's 11,689,512, 25,557,032 and 44,549,160 with 990 classes less
 MODELS: dict[str, tuple[tuple[int, ...], int, list[str]]] = {
     "logreg": (MNIST, 7_850, []),
     "mlp": (MNIST, 239_410, ["hidden1", "hidden2", "hidden3"]),
@@ -57,6 +70,14 @@ MODELS: dict[str, tuple[tuple[int, ...], int, list[str]]] = {
     "resnet56-gn": (CIFAR, 853_018, ["stem", "stage1", "stage2", "stage3"]),
     "resnet110": (CIFAR, 1_727_962, ["stem", "stage1", "stage2", "stage3"]),
     "resnet18-gn": (CIFAR, 11_173_962, ["stem", "stage1", "stage2", "stage3", "stage4"]),
+    "resnet98": (CIFAR, 1_533_530, ["stem", "stage1", "stage2", "stage3"]),
+    "resnet164": (CIFAR, 1_703_258, ["stem", "stage1", "stage2", "stage3"]),
+    "resnet1001": (CIFAR, 10_327_706, ["stem", "stage1", "stage2", "stage3"]),
+    "resnext29": (CIFAR, 34_426_698, ["stem", "stage1", "stage2", "stage3"]),
+    "vgg19": (CIFAR, 20_029_514, ["stage1", "stage2", "stage3", "stage4", "stage5"]),
+    "resnet18": (IMAGENET, 11_181_642, ["stem", "stage1", "stage2", "stage3", "stage4"]),
+    "resnet50": (IMAGENET, 23_528_522, ["stem", "stage1", "stage2", "stage3", "stage4"]),
+    "resnet101": (IMAGENET, 42_520_650, ["stem", "stage1", "stage2", "stage3", "stage4"]),
     "wrn28-10": (CIFAR, 36_479_194, ["stem", "stage1", "stage2", "stage3"]),
 }
 every_model = pytest.mark.parametrize("name", MODELS)
@@ -70,7 +91,7 @@ def build(name: str, shape: tuple[int, ...], classes: int = 10) -> Blocks:
 
 def small_shape(name: str) -> tuple[int, ...]:
     """A shape at which running the model costs little."""
-    return (3, 8, 8) if name.startswith(("resnet", "wrn")) else MODELS[name][0]
+    return (3, 8, 8) if name.startswith(("resne", "wrn")) else MODELS[name][0]
 
 
 def test_the_table_names_every_model() -> None:

@@ -1,4 +1,4 @@
-"""The command line: `undrift run | dp | sweep | report | list | data | cite`. No logic of its own."""
+"""The command line: `undrift run | dp | pipe | sweep | report | list | data | cite`. No logic of its own."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from safetensors import SafetensorError
 from undrift import __version__, parallel
 from undrift.config import CHOICES, FIELDS, TYPES, parse_value
 from undrift.errors import BadSetting, LostRank, UndriftError, UnknownName
+from undrift.pipeline import settings as pipeline
 from undrift.simulate import ranks
 
 KINDS = ("algorithms", "methods", "datasets", "models", "partitions")
@@ -60,6 +61,12 @@ def parser() -> Parser:
     add_settings(dp, parallel.FIELDS, parallel.TYPES, parallel.CHOICES)
     dp.add_argument("--out", type=Path, metavar="DIR", help="the run's folder [runs/METHOD-DATASET-seedN]")
     dp.add_argument("--resume", action="store_true", help="go on from the folder's last checkpoint")
+
+    pipe = commands.add_parser("pipe", help="train one model in blocks that work at the same time", allow_abbrev=False)
+    add_settings(pipe, pipeline.FIELDS, pipeline.TYPES, pipeline.CHOICES)
+    pipe.add_argument("--out", type=Path, metavar="DIR", help="the run's folder [runs/METHOD-DATASET-seedN]")
+    pipe.add_argument("--resume", action="store_true", help="go on from the folder's last checkpoint")
+    pipe.add_argument("--schedule", type=int, metavar="N", help="print the timeline of N batches and end")
 
     sweep = commands.add_parser("sweep", help="run algorithms x settings x seeds", allow_abbrev=False)
     sweep.add_argument("file", type=Path, metavar="FILE.toml")
@@ -127,9 +134,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         with ranks.joined():
             arguments = parser().parse_args(argv)
-            if ranks.count() > 1 and arguments.command not in ("run", "dp"):
+            if ranks.count() > 1 and arguments.command not in ("run", "dp", "pipe"):
                 raise BadSetting(
-                    f"torchrun is for 'undrift run' and 'undrift dp'; start 'undrift {arguments.command}' without it"
+                    f"torchrun is for undrift run, dp and pipe; start 'undrift {arguments.command}' without it"
                 )
             return int(COMMANDS[arguments.command](arguments) or 0)
     except UndriftError as error:
@@ -190,6 +197,22 @@ def dp_command(arguments: argparse.Namespace) -> None:
     name = f"{named['method']}-{named['dataset']}-seed{named['seed']}"
     out = arguments.out or Path("runs") / name.replace("/", "_").replace(":", "_")
     tell(str(named["method"]), out, functools.partial(parallel.run_parallel, config, **settings), arguments.resume)
+
+
+def pipe_command(arguments: argparse.Namespace) -> None:
+    from undrift.config import from_toml
+    from undrift.pipeline.methods import schedule_of
+    from undrift.pipeline.train import run_pipe
+
+    config = {} if arguments.config is None else from_toml(arguments.config)
+    settings = {n: v for n in pipeline.FIELDS if (v := getattr(arguments, n)) is not None}
+    chosen = pipeline.from_mapping(config | settings)
+    if arguments.schedule is not None:
+        print(schedule_of(chosen.method, chosen.blocks or 3, chosen.queues).text(arguments.schedule))
+        return
+    name = f"{chosen.method}-{chosen.dataset}-seed{chosen.seed}"
+    out = arguments.out or Path("runs") / name.replace("/", "_").replace(":", "_")
+    tell(chosen.method, out, functools.partial(run_pipe, config, say=print, **settings), arguments.resume)
 
 
 def tell(name: str, out: Path, run: Callable[..., Any], resume: bool) -> None:
@@ -359,6 +382,7 @@ def default_processes(device: str) -> int:
 COMMANDS = {
     "run": run_command,
     "dp": dp_command,
+    "pipe": pipe_command,
     "sweep": sweep_command,
     "report": report_command,
     "list": list_command,

@@ -63,20 +63,23 @@ def residual_network(
     stem: nn.Module,
     stem_width: int,
     widths: Sequence[int],
-    blocks_per_stage: int,
+    blocks_per_stage: int | Sequence[int],
     block: ResidualBlock,
     closing: Sequence[nn.Module],
     classes: int,
 ) -> Blocks:
     """Stem, stages, linear classifier; each stage but the first halves the image.
 
-    The last stage ends in the closing layers and global pooling.
+    The stages have equally many blocks, or as many as a sequence says. The last stage ends in the closing layers and
+    global pooling.
     """
+    if isinstance(blocks_per_stage, int):
+        blocks_per_stage = [blocks_per_stage] * len(widths)
     blocks: dict[str, nn.Module] = {"stem": stem}
     channels = stem_width
     for number, width in enumerate(widths, start=1):
         layers: list[nn.Module] = []
-        for position in range(blocks_per_stage):
+        for position in range(blocks_per_stage[number - 1]):
             stride = 2 if number > 1 and position == 0 else 1
             layers.append(block(channels, width, stride))
             channels = width

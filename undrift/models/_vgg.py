@@ -9,6 +9,7 @@ from undrift.models._blocks import Blocks, convolution, global_pooling, he_initi
 
 VGG11 = ((64,), (128,), (256, 256), (512, 512), (512, 512))
 VGG16 = ((64, 64), (128, 128), (256, 256, 256), (512, 512, 512), (512, 512, 512))
+VGG19 = ((64, 64), (128, 128), (256,) * 4, (512,) * 4, (512,) * 4)
 
 
 def vgg_stages(

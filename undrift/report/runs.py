@@ -14,7 +14,17 @@ from undrift.errors import BadRunFolder
 DEPTH = 2  # how far below a given path run folders are looked for
 TASK = ("dataset", "partition", "model", "clients", "colour")  # scores compare only where these are alike
 # How a run was run, not what it computes.
-HOW = ("device", "execution", "chunk", "checkpoint_every", "deterministic", "replay", "compile", "client_state")
+HOW = (
+    "device",
+    "execution",
+    "chunk",
+    "checkpoint_every",
+    "deterministic",
+    "replay",
+    "compile",
+    "client_state",
+    "differences",
+)
 NAMED_BY_VALUE = ("dataset", "partition", "model")  # the value alone says what it is
 
 
@@ -26,7 +36,7 @@ class Run(NamedTuple):
     records: list[dict[str, Any]]  # the lines of rounds.jsonl
     made: Mapping[str, Any] = {}  # the [made] table: versions, commit, device
     own: frozenset[str] = frozenset()  # which settings are fields of the algorithm
-    command: str = "run"  # or dp: which command it was made by
+    command: str = "run"  # which command it was made by
 
     @property
     def rounds(self) -> int:
@@ -121,7 +131,7 @@ def _load_one(folder: Path) -> Run:
     own, made = settings.pop("set", {}), settings.pop("made", {})
     if not isinstance(own, dict) or not isinstance(made, dict):
         raise BadRunFolder(f"{folder / 'run.toml'} is damaged: [set] and [made] must be tables")
-    command = "dp" if "method" in settings else "run"
+    command = str(settings.pop("command", "dp" if "method" in settings else "run"))
     if command == "dp":
         settings = {"algorithm": settings.pop("method"), **settings}
     if not isinstance(settings.get("algorithm"), str):

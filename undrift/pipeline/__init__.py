@@ -1,0 +1,10 @@
+"""Training of a network cut into blocks that work on different batches at the same time.
+
+`DSP` trains any nn.Sequential, in one process or with one process a block; `Schedule` is the timeline behind it.
+"""
+
+from undrift.pipeline.dsp import DSP
+from undrift.pipeline.schedule import Schedule
+from undrift.pipeline.sum import SUM
+
+__all__ = ["DSP", "SUM", "Schedule"]

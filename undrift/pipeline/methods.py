@@ -1,0 +1,96 @@
+"""The methods of `undrift pipe` by name: a schedule, a kind of block, and who runs them."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import nn
+
+from undrift.errors import BadSetting
+from undrift.pipeline.block import Block, Loss, MakeOptimizer, Rate
+from undrift.pipeline.ddg import StashingBlock
+from undrift.pipeline.dni import SyntheticBlock
+from undrift.pipeline.grid import Grid, mean_of_gradients
+from undrift.pipeline.links import Group
+from undrift.pipeline.micro import MicroBatches
+from undrift.pipeline.processes import Processes
+from undrift.pipeline.schedule import Schedule
+from undrift.pipeline.simulator import Simulator
+from undrift.pipeline.split import Part
+from undrift.simulate import ranks
+from undrift.streams import Purpose, stream
+
+Engine = Simulator | Processes | MicroBatches
+Joint = Callable[[list[nn.Parameter], Group], torch.optim.Optimizer]  # of a block's replicas, over their process group
+
+
+class Method(NamedTuple):
+    """What stands behind a name."""
+
+    about: str
+    block: type[Block] = Block
+    replays: bool = False  # whether blocks below the last compute their forward twice
+
+
+METHODS = {
+    "bp": Method("backpropagation in one process"),
+    "bp-k": Method("backpropagation through K blocks, one after another"),
+    "fr": Method("Features Replay (Huo et al., NeurIPS 2018)", replays=True),
+    "ddg": Method("Decoupled Parallel Backpropagation (Huo et al., ICML 2018)", StashingBlock),
+    "dni": Method("Decoupled Neural Interfaces (Jaderberg et al., ICML 2017)", SyntheticBlock),
+    "gpipe": Method("GPipe, PyTorch's own schedule (Huang et al., NeurIPS 2019)"),
+    "1f1b": Method("one forward, one backward, PyTorch's own schedule (Narayanan et al., SOSP 2019)"),
+    "dsp": Method("Diversely Stale Parameters (Xu et al., CVPR 2020)", replays=True),
+}
+
+
+def schedule_of(method: str, blocks: int, queues: str = "") -> Schedule:
+    """The schedule of a method; `queues` are DSP's."""
+    if queues and method != "dsp":
+        raise BadSetting(f"queues are DSP's; {method} has its own")
+    if method == "dsp":
+        return Schedule.parse(queues) if queues else Schedule.shortest(blocks)
+    return Schedule.fr(blocks) if method in ("fr", "ddg") else Schedule.bp(blocks)
+
+
+def _in_group(joint: Joint, twins: Group, parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+    return joint(parameters, twins)
+
+
+def engine(
+    kind: type[Block],
+    parts: Sequence[Part],
+    schedule: Schedule,
+    optimizer: MakeOptimizer,
+    loss: Loss,
+    rate: Rate | None,
+    seed: int,
+    device: torch.device,
+    replicas: int = 1,
+    joint: Joint | None = None,
+) -> Simulator | Processes:
+    """The blocks in this process, or this rank's block where torchrun started several.
+
+    The gradients of a block are averaged over its replicas, unless `joint` makes an optimiser that exchanges what it needs
+    within the replicas' process group by itself.
+    """
+    count = len(parts)
+    grid = Grid.make(count, replicas) if ranks.count() > 1 else None
+    if grid is not None and grid.d:
+        seed = stream(seed, Purpose.DROPOUT, grid.d)  # a replica draws masks of its own
+    if grid is not None and joint is not None:
+        optimizer = functools.partial(_in_group, joint, grid.twins)
+    made = [
+        kind(part.module, k, schedule.m[k], optimizer, loss if k == count - 1 else None, rate, seed)
+        for k, part in enumerate(parts)
+        if grid is None or k == grid.k
+    ]
+    if grid is None:
+        return Simulator(made, schedule, device)
+    if replicas > 1 and joint is None:
+        (block,) = made
+        block.reduce = lambda: mean_of_gradients(block.trained, grid)
+    return Processes(made[0], schedule, grid, device)

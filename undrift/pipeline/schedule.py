@@ -1,0 +1,246 @@
+"""Which block forwards and backwards which batch when: DSP(p; m) as data that can be printed, checked and compared.
+
+An Xu, Improve the Efficiency of Model Parallelism (thesis, chapter 1); An Xu, Zhouyuan Huo and Heng Huang, On the
+Acceleration of Deep Learning Model Parallelism with Staleness, CVPR 2020.
+
+Block k has three queues: inputs M_k of length 1 + m_k, outputs P_k of length 1 + p_k and error gradients Q_k of length
+1 + q_k. At timestamp t it forwards batch t - F_k, then replays and backwards batch t - F_k - m_k, then updates; m_k is its
+staleness. Batches are counted from 0, from the last time that the queues were empty.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import accumulate, product
+from typing import NamedTuple
+
+from undrift.errors import BadSetting
+
+
+class Work(NamedTuple):
+    """What a block does at a timestamp: the batch that it forwards and the one that it backwards."""
+
+    forward: int | None
+    backward: int | None
+
+    def __str__(self) -> str:
+        parts = (("F", self.forward), ("B", self.backward))
+        return " ".join(f"{letter}{batch}" for letter, batch in parts if batch is not None)
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """The queue lengths and all that follows from them.
+
+    >>> schedule = Schedule.parse("1,1,0;4,2,0")
+    >>> schedule.q, schedule.forward_lag, schedule.backward_lag
+    ((0, 1, 1), (0, 1, 2), (4, 3, 2))
+    >>> print(schedule.text(3))
+    t  block 0  block 1  block 2
+    0  F0
+    1  F1       F0
+    2  F2       F1       F0 B0
+    3           F2 B0    F1 B1
+    4  B0       B1       F2 B2
+    5  B1       B2
+    6  B2
+    """
+
+    p: tuple[int, ...]
+    m: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        broken = broken_rule(self.p, self.m)
+        if broken:
+            near = nearest(self.p, self.m)
+            raise BadSetting(f"the queue lengths {written(self.p, self.m)} cannot work: {broken}; nearest: {near}")
+
+    @classmethod
+    def parse(cls, text: str) -> Schedule:
+        """From "p_0,p_1,...;m_0,m_1,...", the thesis' way of writing it."""
+        try:
+            p, m = (tuple(int(length) for length in part.split(",")) for part in text.strip("() ").split(";"))
+        except ValueError:
+            raise BadSetting(
+                f"queue lengths are written p0,p1,..;m0,m1,.., such as 1,1,0;4,2,0, not {text!r}"
+            ) from None
+        return cls(p, m)
+
+    @classmethod
+    def bp(cls, blocks: int) -> Schedule:
+        """Backpropagation: no staleness, block after block."""
+        return cls((0,) * blocks, (0,) * blocks)
+
+    @classmethod
+    def fr(cls, blocks: int) -> Schedule:
+        """Features Replay: the forward goes through all blocks at once, m_k = K - 1 - k."""
+        return cls((0,) * blocks, tuple(range(blocks - 1, -1, -1)))
+
+    @classmethod
+    def shortest(cls, blocks: int) -> Schedule:
+        """The shortest queues with which no block waits for another: (1,..,1,0; 2(K-1),..,2,0)."""
+        return cls((1,) * (blocks - 1) + (0,), tuple(range(2 * blocks - 2, -1, -2)))
+
+    @property
+    def blocks(self) -> int:
+        return len(self.m)
+
+    @property
+    def q(self) -> tuple[int, ...]:
+        """q_k = m_{k-1} - p_{k-1} - m_k, so that an input meets its own error gradient; q_0 = 0."""
+        return (0, *(self.m[k - 1] - self.p[k - 1] - self.m[k] for k in range(1, self.blocks)))
+
+    @property
+    def forward_lag(self) -> tuple[int, ...]:
+        """F_k = p_0 + .. + p_{k-1}: block k forwards batch t - F_k."""
+        return tuple(accumulate(self.p[:-1], initial=0))
+
+    @property
+    def backward_lag(self) -> tuple[int, ...]:
+        """B_k = F_k + m_k: block k backwards batch t - B_k."""
+        return tuple(f + m for f, m in zip(self.forward_lag, self.m, strict=True))
+
+    @property
+    def in_order(self) -> bool:
+        """Whether a block waits for its neighbour's work of the same timestamp (BP, FR)."""
+        return self.blocks > 1 and (0 in self.p[:-1] or 0 in self.q[1:])
+
+    def work(self, k: int, t: int, batches: int) -> Work:
+        """What block k does at timestamp t when `batches` of them are fed."""
+        forward, backward = t - self.forward_lag[k], t - self.backward_lag[k]
+        return Work(
+            forward if 0 <= forward < batches else None,
+            backward if 0 <= backward < batches else None,
+        )
+
+    def table(self, batches: int) -> list[list[Work]]:
+        """[timestamp][block], from the first batch's forward to the last one's backward: batches + m_0 timestamps."""
+        length = batches + self.m[0]
+        return [[self.work(k, t, batches) for k in range(self.blocks)] for t in range(length)]
+
+    def text(self, batches: int) -> str:
+        """The table for a reader."""
+        rows = [["t", *(f"block {k}" for k in range(self.blocks))]]
+        rows += [[str(t), *map(str, row)] for t, row in enumerate(self.table(batches))]
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        return "\n".join("  ".join(f"{cell:{w}}" for cell, w in zip(row, widths, strict=True)).rstrip() for row in rows)
+
+    def csv(self, batches: int) -> str:
+        """The table as comma-separated values, for comparison with a stored one."""
+        rows = [["t", *(f"block{k}" for k in range(self.blocks))]]
+        rows += [[str(t), *map(str, row)] for t, row in enumerate(self.table(batches))]
+        return "".join(",".join(row) + "\n" for row in rows)
+
+    def __str__(self) -> str:
+        return written(self.p, self.m)
+
+
+def written(p: tuple[int, ...], m: tuple[int, ...]) -> str:
+    return f"{','.join(map(str, p))};{','.join(map(str, m))}"
+
+
+def broken_rule(p: tuple[int, ...], m: tuple[int, ...]) -> str:
+    """The rule that queue lengths break, or nothing.
+
+    With p = 0 everywhere blocks forward in order inside a timestamp, as in BP and FR, and q may be 0 as well.
+    Otherwise t_0 < t_1 < .. < t_{K-1} <= t_K < .. < t_{2K-1} must hold: p_k >= 1, q_k >= 1.
+    """
+    if len(p) != len(m) or not m:
+        return f"there are {len(p)} output queues p and {len(m)} input queues m; give one of each for every block"
+    if min(*p, *m, 0) < 0:
+        return "no length may be negative"
+    if p[-1] != 0:
+        return f"the last block sends no output, so its p must be 0, not {p[-1]}"
+    lowest = 1 if any(p) else 0  # of p and q
+    for k in range(len(m) - 1):
+        if p[k] < lowest:
+            return f"p_{k} must be at least 1 where another p is not 0, so that no block waits inside a timestamp"
+        q = m[k] - p[k] - m[k + 1]
+        if q < lowest:
+            return (
+                f"q_{k + 1} = m_{k} - p_{k} - m_{k + 1} must be at least {lowest}, "
+                f"but {m[k]} - {p[k]} - {m[k + 1]} = {q}"
+            )
+    return ""
+
+
+def nearest(p: tuple[int, ...], m: tuple[int, ...]) -> str:
+    """The valid lengths that need the smallest sum of changes, as they are written.
+
+    From the last block down, the cheapest way to reach each value of m_k; then the cheapest m_0. Of equally near ones
+    it takes the shortest queues.
+
+    >>> nearest((1, 1, 0), (3, 2, 0))
+    '1,1,0;4,2,0'
+    """
+    blocks = max(len(m), 1)
+    p = (*p[: blocks - 1], *(1,) * (blocks - 1 - len(p)))
+    most = min(max(*m, *p, 1) * 2 + 2 * blocks, 100)  # values of m that are looked at
+    ways: dict[int, tuple[int, tuple[int, ...], tuple[int, ...]]]  # m_k -> cost, p from here on, m from here on
+    ways = {last: (abs(m[-1] - last), (0,), (last,)) for last in range(most)} if m else {0: (0, (0,), (0,))}
+    for k in range(blocks - 2, -1, -1):
+        longer: dict[int, tuple[int, tuple[int, ...], tuple[int, ...]]] = {}
+        for own, above in product(range(most), ways):
+            for output in range(1, own - above):  # q = own - output - above >= 1
+                cost, ps, ms = ways[above]
+                way = cost + abs(m[k] - own) + abs(p[k] - output), (output, *ps), (own, *ms)
+                longer[own] = min(longer.get(own, way), way)
+        ways = longer
+    _, ps, ms = min(ways.values())
+    return written(ps, ms)
+
+
+def check(table: list[list[Work]], batches: int, schedule: Schedule) -> None:
+    """Refuse a table that is not a training run of every batch through every block under the queues' lengths.
+
+    Independent of how the table was made: it is played, and the queues are filled and emptied.
+    """
+    blocks, in_order = schedule.blocks, schedule.in_order
+    inputs: list[list[int]] = [[] for _ in range(blocks)]  # M_k
+    outputs: list[list[int]] = [list(range(batches)), *([] for _ in range(blocks))]  # what waits in front of block k
+    errors: list[list[int]] = [[] for _ in range(blocks + 1)]  # what waits for block k from above
+
+    def refuse(t: int, k: int, why: str) -> None:
+        rows = [
+            f"{t_}: {' | '.join(map(str, row))}" + ("   <-- here" if t_ == t else "") for t_, row in enumerate(table)
+        ]
+        raise BadSetting(f"timestamp {t}, block {k}: {why}\n" + "\n".join(rows[max(0, t - 3) : t + 2]))
+
+    for t, row in enumerate(table):
+        # Without an order among the blocks, what one makes at t reaches its neighbours after t.
+        made: list[tuple[list[int], int]] = []
+        for k, (forward, _) in enumerate(row):
+            if forward is not None:
+                if not outputs[k] or outputs[k].pop(0) != forward:
+                    refuse(t, k, f"batch {forward} is forwarded, but is not the next one here")
+                inputs[k].append(forward)
+                if len(inputs[k]) > 1 + schedule.m[k]:
+                    refuse(t, k, f"more than 1 + m = {1 + schedule.m[k]} inputs are stored")
+                made.append((outputs[k + 1], forward))
+                if in_order or k == blocks - 1:
+                    _deliver(made)
+                waiting = len(outputs[k + 1]) + sum(queue is outputs[k + 1] for queue, _ in made)
+                if k < blocks - 1 and waiting > 1 + schedule.p[k]:
+                    refuse(t, k, f"more than 1 + p = {1 + schedule.p[k]} outputs wait")
+        for k in reversed(range(blocks)):
+            backward = row[k].backward
+            if backward is not None:
+                arrived = outputs[blocks] if k == blocks - 1 else errors[k]  # the loss gives the last block its error
+                if not arrived or arrived.pop(0) != backward:
+                    refuse(t, k, f"batch {backward} is backwarded, but its error gradient is not the next one here")
+                if inputs[k].pop(0) != backward:
+                    refuse(t, k, f"batch {backward} is backwarded, but is not the oldest stored input")
+                if k:
+                    made.append((errors[k - 1], backward))
+                    if in_order:
+                        _deliver(made)
+        _deliver(made)
+    left = [k for k in range(blocks) if inputs[k] or outputs[k] or errors[k]]
+    if left:
+        raise BadSetting(f"the table ends before blocks {left} have done all {batches} batches")
+
+
+def _deliver(made: list[tuple[list[int], int]]) -> None:
+    for queue, batch in made:
+        queue.append(batch)
+    made.clear()

@@ -1,0 +1,198 @@
+"""A model cut into blocks: by hand, or so that the slowest block is as fast as it can be."""
+
+from __future__ import annotations
+
+import itertools
+import statistics
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from undrift.errors import BadSetting
+from undrift.pipeline.block import Loss
+
+
+@dataclass(frozen=True)
+class Part:
+    """A stretch of a model's layers, as a module of its own, and how its tensors are called in the whole model."""
+
+    module: nn.Sequential
+    layers: tuple[str, ...]  # each layer's name in the whole model
+
+    def named(self) -> dict[str, Tensor]:
+        """The part's state under the whole model's names."""
+        state = self.module.state_dict()
+        return {
+            f"{self.layers[int(i)]}.{rest}": state[f"{i}.{rest}"] for i, _, rest in (n.partition(".") for n in state)
+        }
+
+
+def layers_of(model: nn.Module, name: str = "") -> list[tuple[str, nn.Module]]:
+    """The layers that a model runs one after another: nested nn.Sequentials are opened, everything else is one layer."""
+    if isinstance(model, nn.Sequential) and type(model).forward is nn.Sequential.forward:
+        children = zip(model._modules, model, strict=True)  # named_children would leave out a layer that stands twice
+        return [found for child, part in children for found in layers_of(part, f"{name}{child}.")]
+    if not name:
+        raise BadSetting(
+            f"only a model that runs its layers one after another can be cut: an nn.Sequential, not {type(model).__name__}; "
+            "wrap the stages of yours in an nn.Sequential, or give a list of modules"
+        )
+    return [(name.removesuffix("."), model)]
+
+
+def parts(model: nn.Module | Sequence[nn.Module], cuts: Sequence[int | str] | None = None) -> list[Part]:
+    """The blocks of a model. A cut is the layer that begins a new block, by its name or its number among `layers_of`.
+
+    A list of modules is a list of blocks already.
+
+    >>> model = nn.Sequential(nn.Linear(2, 3), nn.ReLU(), nn.Linear(3, 2))
+    >>> [part.layers for part in parts(model, cuts=[2])], [part.layers for part in parts(model, cuts=["1"])]
+    ([('0', '1'), ('2',)], [('0',), ('1', '2')])
+    """
+    if not isinstance(model, nn.Module):
+        if cuts is not None:
+            raise BadSetting("a list of modules is cut already; give it without cuts, or one model with cuts")
+        return [Part(nn.Sequential(module), (str(k),)) for k, module in enumerate(model)]
+    layers = layers_of(model)
+    names = [name for name, _ in layers]
+    places = []
+    for cut in cuts or ():
+        if isinstance(cut, str) and not cut.isdigit():
+            begins = [i for i, name in enumerate(names) if name == cut or name.startswith(f"{cut}.")]
+            if not begins:
+                raise BadSetting(f"there is no layer {cut!r} to cut at; the layers are {', '.join(names)}")
+            places.append(begins[0])
+        else:
+            places.append(int(cut))
+    if places != sorted(set(places)) or (places and not (places[0] > 0 and places[-1] < len(layers))):
+        raise BadSetting(
+            f"cuts must rise and lie between 1 and {len(layers) - 1}, the layers that can begin a block, not {places}"
+        )
+    _refuse_shared(layers, places)
+    borders = [0, *places, len(layers)]
+    return [
+        Part(nn.Sequential(*(layer for _, layer in layers[a:b])), tuple(names[a:b]))
+        for a, b in itertools.pairwise(borders)
+    ]
+
+
+def _refuse_shared(layers: list[tuple[str, nn.Module]], places: list[int]) -> None:
+    """A tensor in two blocks would be trained twice, apart."""
+    owner: dict[int, int] = {}
+    for i, (name, layer) in enumerate(layers):
+        block = sum(i >= place for place in places)
+        for tensor in (*layer.parameters(), *layer.buffers()):
+            if owner.setdefault(id(tensor), block) != block:
+                raise BadSetting(
+                    f"layer {name} shares a tensor with an earlier block; cut so that both are in one block"
+                )
+
+
+@dataclass(frozen=True)
+class Balance:
+    """Where a model was cut, and what each block costs a batch."""
+
+    cuts: tuple[int, ...]
+    seconds: tuple[float, ...]  # forward, replay and backward; the last block does not replay
+    names: tuple[str, ...]  # the layer that begins each block
+
+    @property
+    def share(self) -> float:
+        """The mean block's cost over the slowest one's: 1 is a perfect balance."""
+        return statistics.fmean(self.seconds) / max(self.seconds)
+
+    def __str__(self) -> str:
+        rows = [
+            f"block {k}: from {n}, {1000 * s:.1f} ms a batch"
+            for k, (n, s) in enumerate(zip(self.names, self.seconds, strict=True))
+        ]
+        return "\n".join([*rows, f"balance {100 * self.share:.0f} % (the mean block over the slowest)"])
+
+
+def balanced(
+    model: nn.Module, blocks: int, inputs: Tensor, target: Tensor, loss: Loss, replays: bool = True, times: int = 5
+) -> Balance:
+    """The cuts with which the slowest of the blocks is fastest, from times measured on one batch.
+
+    `replays`: every block but the last runs its forward twice (FR, DSP).
+    """
+    layers = layers_of(model)
+    if not 1 <= blocks <= len(layers):
+        raise BadSetting(f"a model of {len(layers)} layers cannot be cut into {blocks} blocks")
+    forward, backward = layer_times([layer for _, layer in layers], inputs, target, loss, times)
+    twice = 2.0 if replays else 1.0
+    lower = [twice * f + b for f, b in zip(forward, backward, strict=True)]
+    last = [f + b for f, b in zip(forward, backward, strict=True)]
+    cuts = min_max_cuts(lower, last, blocks)
+    borders = [0, *cuts, len(layers)]
+    costs = [sum((last if b == len(layers) else lower)[a:b]) for a, b in itertools.pairwise(borders)]
+    return Balance(tuple(cuts), tuple(costs), tuple(layers[a][0] for a in borders[:-1]))
+
+
+def min_max_cuts(lower: Sequence[float], last: Sequence[float], blocks: int) -> list[int]:
+    """Where to cut costs into contiguous blocks so that the largest sum is smallest; the last block pays `last`.
+
+    >>> min_max_cuts([3.0, 1.0, 1.0, 1.0], [2.0, 1.0, 1.0, 1.0], 2)
+    [1]
+    """
+    size = len(lower)
+    sums = [0.0]
+    for cost in lower:
+        sums.append(sums[-1] + cost)
+    best: list[tuple[float, list[int]]] = [(sums[i], []) for i in range(size + 1)]  # the first i layers in one block
+    for _ in range(2, blocks):
+        best = [
+            min(
+                ((max(best[j][0], sums[i] - sums[j]), [*best[j][1], j]) for j in range(1, i)),
+                default=(float("inf"), []),
+            )
+            for i in range(size + 1)
+        ]
+    if blocks == 1:
+        return []
+    return min((max(best[j][0], sum(last[j:])), [*best[j][1], j]) for j in range(blocks - 1, size))[1]
+
+
+def layer_times(
+    layers: Sequence[nn.Module], inputs: Tensor, target: Tensor, loss: Loss, times: int
+) -> tuple[list[float], list[float]]:
+    """Median seconds of each layer's forward and backward on one batch; the loss counts for the last one.
+
+    The model is left as it was: statistics and gradients are put back.
+    """
+    before = [{name: tensor.clone() for name, tensor in layer.state_dict().items()} for layer in layers]
+    forward: list[list[float]] = [[] for _ in layers]
+    backward: list[list[float]] = [[] for _ in layers]
+    devices = [inputs.device] if inputs.device.type == "cuda" else []
+    with torch.random.fork_rng(devices=devices):
+        for _ in range(times):
+            kept, h = [], inputs
+            for i, layer in enumerate(layers):
+                h = h.detach().requires_grad_(h.is_floating_point())
+                began = _now(h)
+                out = layer(h)
+                if i == len(layers) - 1:
+                    out = loss(out, target)
+                forward[i].append(_now(out) - began)
+                kept.append((h, out))
+                h = out
+            error: Tensor | None = None
+            for i, (h, out) in reversed(list(enumerate(kept))):
+                began = _now(out)
+                if out.requires_grad:
+                    torch.autograd.backward(out, error)
+                backward[i].append(_now(out) - began)
+                error = h.grad
+    for layer, state in zip(layers, before, strict=True):
+        layer.load_state_dict(state)
+        layer.zero_grad(set_to_none=True)
+    return [statistics.median(f) for f in forward], [statistics.median(b) for b in backward]
+
+
+def _now(tensor: Tensor) -> float:
+    if tensor.device.type == "cuda":
+        torch.cuda.synchronize(tensor.device)
+    return time.perf_counter()
