@@ -31,6 +31,7 @@ from undrift.data.federation import Federation, federate
 from undrift.models import resnet20_gn
 from undrift.net import Net
 from undrift.registry import algorithm_class, names
+from undrift.runs import commit
 from undrift.simulate.engine import Settings, Simulation
 
 CLIENTS, SAMPLES = 100, 320
@@ -280,7 +281,7 @@ def main() -> None:
     parser.add_argument("--json", help="file to write the numbers to")
     chosen = parser.parse_args()
     tensor_cores()
-    found: dict[str, Any] = {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__}
+    found: dict[str, Any] = {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__, "commit": commit()}
     if chosen.clients:
         for clients in map(int, chosen.clients.split(",")):
             wanted = [r for r in chosen.rivals.split(",") if r and (clients == 10 or r == "bare")]
