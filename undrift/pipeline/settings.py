@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any, get_type_hints
 
-from undrift.config import as_type, parse_drops, parse_stop
+from undrift.config import as_type, check_choices, check_numbers, parse_drops, parse_stop
 from undrift.dp.methods import number_or_auto
 from undrift.errors import BadSetting, UnknownName
 from undrift.pipeline.methods import METHODS
@@ -70,21 +70,15 @@ class PipeConfig:
     stop_at: str = field(default="", metadata={"help": "accuracy=0.9 or time=10m (s, m, h), or both with a comma"})
 
     def __post_init__(self) -> None:
-        for name, lowest in (
-            ("blocks", 0), ("micro", 1), ("replicas", 1), ("batch", 1), ("steps", 0), ("rounds", 0), ("seed", 0),
-            ("eval_every", 1), ("checkpoint_every", 1),
-        ):  # fmt: skip
-            if getattr(self, name) < lowest:
-                raise BadSetting(f"{name} must be at least {lowest}, not {getattr(self, name)}")
-        for name in ("lr", "momentum", "weight_decay", "warmup", "val_fraction"):
-            if not 0.0 <= getattr(self, name) < float("inf"):
-                raise BadSetting(f"{name} must be a finite number of at least 0, not {getattr(self, name)}")
-        for name in ("lr_decay", "lr_drop"):
-            if not 0.0 < getattr(self, name) < float("inf"):
-                raise BadSetting(f"{name} must be a finite number above 0, not {getattr(self, name)}")
-        for name, allowed in CHOICES.items():
-            if getattr(self, name) not in allowed:
-                raise UnknownName(f"value of {name}", str(getattr(self, name)), allowed)
+        check_numbers(
+            self,
+            least=dict(
+                blocks=0, micro=1, replicas=1, batch=1, steps=0, rounds=0, seed=0, eval_every=1, checkpoint_every=1
+            ),
+            not_negative=("lr", "momentum", "weight_decay", "warmup", "val_fraction"),
+            positive=("lr_decay", "lr_drop"),
+        )
+        check_choices(self, CHOICES)
         parse_drops(self.lr_drops)
         parse_stop(self.stop_at)
         if self.queues:
