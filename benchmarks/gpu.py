@@ -109,12 +109,14 @@ def rivals(wanted: list[str], clients: int, models: list[str]) -> list[dict[str,
     return rows
 
 
-def methods(chosen: list[str], clients: int = 10) -> list[dict[str, Any]]:
+def methods(chosen: list[str], on: list[str], clients: int = 10) -> list[dict[str, Any]]:
     """Every method on two models: captured or not, and its time beside FedAvg's."""
     from undrift.models import gradma_lenet5, lenet5, mlp
 
     data, rows = federation(), []
     for model, build in (("mlp", mlp.build), ("lenet5", lenet5.build), ("gradma-lenet5", gradma_lenet5.build)):
+        if model not in on:
+            continue
         reference = 0.0
         for name in ("fedavg", *(n for n in chosen if n != "fedavg")):
             try:
@@ -275,6 +277,7 @@ def main() -> None:
     parser.add_argument("--clients", default="10,100", help="cohorts of the comparison")
     parser.add_argument("--models", default=",".join(MODELS), help="of the comparison")
     parser.add_argument("--methods", default="", help="time and capture of these methods, or of all")
+    parser.add_argument("--on", default="mlp,lenet5,gradma-lenet5", help="models for --methods")
     parser.add_argument("--packs", default="", help="16 runs as one program, of mlp,lenet5,resnet20-gn")
     parser.add_argument("--ragged", action="store_true", help="clients of very different sizes")
     parser.add_argument("--real", action="store_true", help="CIFAR-10 from UNDRIFT_DATA")
@@ -287,7 +290,8 @@ def main() -> None:
             wanted = [r for r in chosen.rivals.split(",") if r and (clients == 10 or r == "bare")]
             found[f"S={clients}"] = rivals(wanted, clients, chosen.models.split(","))
     if chosen.methods:
-        found["methods"] = methods(names("algorithms") if chosen.methods == "all" else chosen.methods.split(","))
+        wanted = names("algorithms") if chosen.methods == "all" else chosen.methods.split(",")
+        found["methods"] = methods(wanted, chosen.on.split(","))
     if chosen.packs:
         found["packs"] = packs(chosen.packs.split(","))
     if chosen.ragged:
