@@ -1,0 +1,181 @@
+"""`undrift deploy local`: a SuperLink and SuperNodes on this machine, over TLS with keys made on the spot.
+
+Everything that is started is ended again, also after Ctrl-C: each process leads a group of its own, and groups are ended.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from undrift.deploy.app import write_app
+from undrift.deploy.keys import write_keys
+from undrift.deploy.settings import Plan
+from undrift.errors import UndriftError
+
+HOST = "127.0.0.1"
+PATIENCE = 60.0  # seconds until the SuperLink must answer
+GRACE = 5.0  # seconds that a process has to end by itself
+
+
+class Failed(UndriftError):
+    """One of the federation's processes failed."""
+
+
+class LocalFederation:
+    """The processes of a federation on loopback. Use it as `with federation(...)`."""
+
+    def __init__(self, home: Path, clients: int, secure: bool) -> None:
+        self.home, self.clients, self.secure = home, clients, secure
+        self.keys, self.app, self.port = home / "keys", home / "app", free_port()
+        self.started: dict[str, subprocess.Popen[bytes]] = {}
+        self.environment = os.environ | {
+            "FLWR_HOME": str(home / "flwr"), "FLWR_TELEMETRY_ENABLED": "0", "FLWR_DISABLE_UPDATE_CHECK": "1",
+            "PYTHONUNBUFFERED": "1", "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}",
+        }  # fmt: skip
+
+    def start(self, name: str, *command: str) -> subprocess.Popen[bytes]:
+        """A process whose output goes to its log."""
+        with (self.home / f"{name}.log").open("ab") as log:
+            process = subprocess.Popen(
+                command, stdout=log, stderr=log, stdin=subprocess.DEVNULL, env=self.environment, cwd=self.home,
+                start_new_session=True,
+            )  # fmt: skip
+        self.started[name] = process
+        return process
+
+    def flwr(self, *arguments: str) -> str:
+        """A `flwr` command's output."""
+        done = subprocess.run(
+            ["flwr", *arguments], env=self.environment, cwd=self.home, capture_output=True, text=True, check=False
+        )
+        if done.returncode:
+            raise Failed(f"flwr {arguments[0]} failed: {done.stdout}{done.stderr}")
+        return done.stdout + done.stderr
+
+    def open(self) -> None:
+        """Start the SuperLink and let the clients' keys in."""
+        security, known = ["--insecure"], ["insecure = true"]
+        if self.secure:
+            write_keys(self.keys, HOST, self.clients)
+            files = {"ca-certfile": "ca.crt", "certfile": "server.crt", "keyfile": "server.key"}
+            security = [word for flag, file in files.items() for word in (f"--ssl-{flag}", str(self.keys / file))]
+            security.append("--enable-supernode-auth")
+            known = [f'root-certificates = "{self.keys / "ca.crt"}"']
+        (self.home / "flwr").mkdir(exist_ok=True)
+        config = ["[superlink]", 'default = "here"', "[superlink.here]", f'address = "{HOST}:{self.port}"', *known]
+        (self.home / "flwr" / "config.toml").write_text("\n".join(config) + "\n")
+        self.start_server(*security)
+        for client in range(self.clients) if self.secure else ():
+            self.flwr("supernode", "register", str(self.keys / f"client-{client}.pub"), "here")
+
+    def start_server(self, *security: str) -> None:
+        link = self.start(
+            "superlink", "flower-superlink", *security, "--host", HOST, "--port", str(self.port), "--database",
+            str(self.home / "state.db"), "--disable-runtime-dependency-installation",
+        )  # fmt: skip
+        until = time.monotonic() + PATIENCE
+        while True:
+            with contextlib.suppress(OSError), socket.create_connection((HOST, self.port), timeout=1):
+                return
+            if link.poll() is not None or time.monotonic() > until:
+                raise Failed(f"the SuperLink did not start:\n{self.log('superlink')}")
+            time.sleep(0.2)
+
+    def start_client(self, client: int, key: Path | None = None, more: str = "") -> subprocess.Popen[bytes]:
+        """Client number `client`, with its own key or another one."""
+        security = ["--insecure"]
+        if self.secure:
+            key = key or self.keys / f"client-{client}"
+            security = ["--root-certificates", str(self.keys / "ca.crt"), "--auth-supernode-private-key", str(key)]
+        config = f'partition-id={client} state-dir="{self.home / "states" / str(client)}" {more}'
+        return self.start(
+            f"client-{client}", "flower-supernode", *security, "--superlink", f"{HOST}:{self.port}", "--port",
+            str(free_port()), "--node-config", config.strip(),
+        )  # fmt: skip
+
+    def run(self, plan: Plan) -> subprocess.Popen[bytes]:
+        """Start the run; its log is the server's output."""
+        shutil.rmtree(self.app, ignore_errors=True)
+        write_app(self.app, plan, HOST, self.port)
+        return self.start("run", "flwr", "run", str(self.app), "here", "--stream")
+
+    def log(self, name: str) -> str:
+        file = self.home / f"{name}.log"
+        return file.read_text(errors="replace") if file.exists() else ""
+
+    def kill(self, name: str, how: signal.Signals = signal.SIGKILL) -> None:
+        """End a process and all that it started."""
+        process = self.started.pop(name)
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, how)
+        if how != signal.SIGKILL:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(GRACE)
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+    def close(self) -> None:
+        for name in reversed(list(self.started)):
+            self.kill(name, signal.SIGTERM)
+
+
+@contextlib.contextmanager
+def federation(clients: int, secure: bool = True, home: Path | None = None) -> Iterator[LocalFederation]:
+    """A SuperLink and its folder; nothing of it is left afterwards, unless `home` says where it is to be."""
+    folder = Path(tempfile.mkdtemp(prefix="undrift-")) if home is None else home
+    made = LocalFederation(folder, clients, secure)
+    try:
+        made.open()
+        yield made
+    finally:
+        made.close()
+        if home is None:
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def run_local(plan: Plan, secure: bool, home: Path | None, say: Callable[[str], None]) -> None:
+    """The whole run on this machine, with one SuperNode a client."""
+    with federation(plan.run.clients, secure, home) as here:
+        for client in range(plan.run.clients):
+            here.start_client(client)
+        process, shown = here.run(plan), 0
+        while True:
+            ended = process.poll() is not None
+            text = here.log("run")
+            for line in text[shown:].splitlines():
+                if not line.startswith(("INFO", "\x1b")) or "round" in line:
+                    say(line)
+            shown = len(text)
+            if ended:
+                break
+            time.sleep(0.3)
+        if not finished(plan):
+            raise Failed(f"the run did not come to its end:\n{tail(text)}\n{tail(here.log('superlink'))}")
+
+
+def finished(plan: Plan) -> bool:
+    from undrift.folder import RunFolder
+
+    return RunFolder(Path(plan.deploy.out)).finished()
+
+
+def tail(text: str, lines: int = 20) -> str:
+    return "\n".join(text.splitlines()[-lines:])
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind((HOST, 0))
+        return int(probe.getsockname()[1])
