@@ -29,7 +29,11 @@ def to_records(letter: Letter) -> RecordDict:
 def from_records(records: RecordDict) -> Letter:
     """The letter in a message; nothing is made of its arrays yet."""
     arrays, facts = records.get("arrays"), records.get("facts")
-    if set(records) != {"arrays", "facts"} or not isinstance(arrays, ArrayRecord) or not isinstance(facts, ConfigRecord):
+    if (
+        set(records) != {"arrays", "facts"}
+        or not isinstance(arrays, ArrayRecord)
+        or not isinstance(facts, ConfigRecord)
+    ):
         raise Refused(f"a message has the records arrays and facts, not {sorted(records)[:5]}")
     for name, array in arrays.items():
         if array.stype != NPY:
@@ -100,7 +104,6 @@ def server_app() -> ServerApp:
     """What a federation's server runs."""
     app = ServerApp()
 
-    @app.main()
     def main(grid: Grid, context: Context) -> None:
         plan = Plan.from_flat(context.run_config)
         post = GridPost(grid, plan.deploy.timeout, tell)
@@ -111,6 +114,7 @@ def server_app() -> ServerApp:
 
         deploy(plan, post, meet, Path(plan.deploy.out), tell)
 
+    app.main()(main)
     return app
 
 
@@ -118,11 +122,9 @@ def client_app() -> ClientApp:
     """What each client of a federation runs."""
     app = ClientApp()
 
-    @app.query()
     def query(message: Message, context: Context) -> Message:
         return Message(to_records(Letter({"client": name_of(context.node_config)}, {})), reply_to=message)
 
-    @app.train()
     def train(message: Message, context: Context) -> Message:
         client = this_client(Plan.from_flat(context.run_config), context.node_config)
         try:
@@ -137,6 +139,8 @@ def client_app() -> ClientApp:
         )
         return Message(to_records(answer), reply_to=message)
 
+    app.query()(query)
+    app.train()(train)
     return app
 
 

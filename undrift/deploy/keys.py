@@ -43,7 +43,8 @@ def new_key() -> ec.EllipticCurvePrivateKey:
 def private(
     key: ec.EllipticCurvePrivateKey, form: serialization.PrivateFormat = serialization.PrivateFormat.PKCS8
 ) -> bytes:
-    return key.private_bytes(serialization.Encoding.PEM, form, serialization.NoEncryption())
+    pem: bytes = key.private_bytes(serialization.Encoding.PEM, form, serialization.NoEncryption())
+    return pem
 
 
 def write(file: Path, content: bytes) -> None:

@@ -1,6 +1,7 @@
 """`undrift deploy local`: a SuperLink and SuperNodes on this machine, over TLS with keys made on the spot.
 
-Everything that is started is ended again, also after Ctrl-C: each process leads a group of its own, and groups are ended.
+Everything that is started is ended again, also after Ctrl-C. Flower's processes start others, some of them detached; they are
+known by the FLWR_HOME and the name that they all inherit.
 """
 
 from __future__ import annotations
@@ -14,9 +15,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 from undrift.deploy.app import write_app
 from undrift.deploy.keys import write_keys
@@ -24,6 +24,7 @@ from undrift.deploy.settings import Plan
 from undrift.errors import UndriftError
 
 HOST = "127.0.0.1"
+MARK = "UNDRIFT_DEPLOY_PART"  # names, in a process's environment, what it belongs to
 PATIENCE = 60.0  # seconds until the SuperLink must answer
 GRACE = 5.0  # seconds that a process has to end by itself
 
@@ -48,8 +49,8 @@ class LocalFederation:
         """A process whose output goes to its log."""
         with (self.home / f"{name}.log").open("ab") as log:
             process = subprocess.Popen(
-                command, stdout=log, stderr=log, stdin=subprocess.DEVNULL, env=self.environment, cwd=self.home,
-                start_new_session=True,
+                command, stdout=log, stderr=log, stdin=subprocess.DEVNULL, env=self.environment | {MARK: name},
+                cwd=self.home, start_new_session=True,
             )  # fmt: skip
         self.started[name] = process
         return process
@@ -117,13 +118,13 @@ class LocalFederation:
     def kill(self, name: str, how: signal.Signals = signal.SIGKILL) -> None:
         """End a process and all that it started."""
         process = self.started.pop(name)
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, how)
         if how != signal.SIGKILL:
+            process.send_signal(how)
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(GRACE)
+        for pid in {*descended(self.home, name), *([process.pid] if process.poll() is None else [])}:
             with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
+                os.kill(pid, signal.SIGKILL)
         process.wait()
 
     def close(self) -> None:
@@ -169,6 +170,17 @@ def finished(plan: Plan) -> bool:
     from undrift.folder import RunFolder
 
     return RunFolder(Path(plan.deploy.out)).finished()
+
+
+def descended(home: Path, name: str) -> list[int]:
+    """The processes that were started under this name in this federation; only Linux tells."""
+    marks = {f"FLWR_HOME={home / 'flwr'}".encode(), f"{MARK}={name}".encode()}
+    found = []
+    for entry in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            if marks <= set((entry / "environ").read_bytes().split(b"\0")):
+                found.append(int(entry.name))
+    return found
 
 
 def tail(text: str, lines: int = 20) -> str:

@@ -108,7 +108,9 @@ class Remote:
                 try:
                     for fact in ("run", "client", "round", "exchange"):
                         if answer.facts.get(fact) != letters[name].facts[fact]:
-                            raise Refused(f"its {fact} is {answer.facts.get(fact)!r}, not {letters[name].facts[fact]!r}")
+                            raise Refused(
+                                f"its {fact} is {answer.facts.get(fact)!r}, not {letters[name].facts[fact]!r}"
+                            )
                     seconds, gradients = answer.number("seconds"), answer.fact("gradients", int)
                     taken = read(answer)
                     work.gradients += gradients

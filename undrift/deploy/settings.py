@@ -37,7 +37,8 @@ class DeployConfig:
 
 
 DEPLOY_FIELDS = {f.name: f for f in dataclasses.fields(DeployConfig)}
-DEPLOY_TYPES = get_type_hints(DeployConfig)
+TYPES = get_type_hints(RunConfig) | get_type_hints(DeployConfig)
+FLAGS = {name: f for name, f in FIELDS.items() if name not in UNUSED} | DEPLOY_FIELDS  # of `undrift deploy`
 
 
 @dataclass(frozen=True)
@@ -51,7 +52,7 @@ class Plan:
     @classmethod
     def of(cls, given: Mapping[str, Any]) -> Plan:
         """From settings by their names; the algorithm's fields are under `set`."""
-        own = typed({n: v for n, v in given.items() if n in DEPLOY_FIELDS}, DEPLOY_TYPES)
+        own = typed({n: v for n, v in given.items() if n in DEPLOY_FIELDS}, TYPES)
         chosen = from_mapping({n: v for n, v in given.items() if n not in DEPLOY_FIELDS})
         for name in SIMULATED:
             if getattr(chosen, name) != FIELDS[name].default:
