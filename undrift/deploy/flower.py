@@ -55,18 +55,18 @@ class GridPost:
         new = sorted(there - set(self.node.values()))
         asked = [Message(RecordDict(), node, "query", ttl=timeout) for node in new]
         for reply in self.grid.send_and_receive(asked, timeout=timeout) if asked else ():
-            if reply.has_error():
-                self.say(f"node {reply.metadata.src_node_id} does not say its name: {reply.error.reason}")
+            if reply.has_error():  # it is starting, or it is gone
                 continue
+            node = reply.metadata.src_node_id
             try:
                 name = from_records(reply.content).fact("client", str)
             except Refused as error:
-                self.say(f"node {reply.metadata.src_node_id} does not say its name: {error}")
+                self.say(f"node {node} does not say its name: {error}")
                 continue
             if self.node.get(name) in there:
-                self.say(f"node {reply.metadata.src_node_id} is turned away: {name} is there already")
+                self.say(f"node {node} is turned away: {name} is there already")
             else:
-                self.node[name] = reply.metadata.src_node_id
+                self.node[name] = node
 
     def gather(self, clients: Iterable[str], wait: float) -> None:
         """Wait until all these clients have said their names, or until the time is over."""

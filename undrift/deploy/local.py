@@ -15,7 +15,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 from undrift.deploy.app import write_app
@@ -25,6 +25,7 @@ from undrift.errors import UndriftError
 
 HOST = "127.0.0.1"
 MARK = "UNDRIFT_DEPLOY_PART"  # names, in a process's environment, what it belongs to
+AGAIN = 'trap \'kill $!; wait; exit\' TERM; while :; do "$0" "$@" & wait $!; sleep 3; done'
 PATIENCE = 60.0  # seconds until the SuperLink must answer
 GRACE = 5.0  # seconds that a process has to end by itself
 
@@ -66,21 +67,24 @@ class LocalFederation:
 
     def open(self) -> None:
         """Start the SuperLink and let the clients' keys in."""
-        security, known = ["--insecure"], ["insecure = true"]
+        known = ["insecure = true"]
         if self.secure:
             write_keys(self.keys, HOST, self.clients)
-            files = {"ca-certfile": "ca.crt", "certfile": "server.crt", "keyfile": "server.key"}
-            security = [word for flag, file in files.items() for word in (f"--ssl-{flag}", str(self.keys / file))]
-            security.append("--enable-supernode-auth")
             known = [f'root-certificates = "{self.keys / "ca.crt"}"']
         (self.home / "flwr").mkdir(exist_ok=True)
         config = ["[superlink]", 'default = "here"', "[superlink.here]", f'address = "{HOST}:{self.port}"', *known]
         (self.home / "flwr" / "config.toml").write_text("\n".join(config) + "\n")
-        self.start_server(*security)
+        self.start_server()
         for client in range(self.clients) if self.secure else ():
             self.flwr("supernode", "register", str(self.keys / f"client-{client}.pub"), "here")
 
-    def start_server(self, *security: str) -> None:
+    def start_server(self) -> None:
+        """Start the SuperLink, and wait until it answers; started again, it knows its clients from its database."""
+        security = ["--insecure"]
+        if self.secure:
+            files = {"ca-certfile": "ca.crt", "certfile": "server.crt", "keyfile": "server.key"}
+            security = [word for flag, file in files.items() for word in (f"--ssl-{flag}", str(self.keys / file))]
+            security.append("--enable-supernode-auth")
         link = self.start(
             "superlink", "flower-superlink", *security, "--host", HOST, "--port", str(self.port), "--database",
             str(self.home / "state.db"), "--disable-runtime-dependency-installation",
@@ -93,22 +97,26 @@ class LocalFederation:
                 raise Failed(f"the SuperLink did not start:\n{self.log('superlink')}")
             time.sleep(0.2)
 
-    def start_client(self, client: int, key: Path | None = None, more: str = "") -> subprocess.Popen[bytes]:
+    def start_client(self, client: int, key: Path | None = None) -> subprocess.Popen[bytes]:
         """Client number `client`, with its own key or another one."""
         security = ["--insecure"]
         if self.secure:
             key = key or self.keys / f"client-{client}"
             security = ["--root-certificates", str(self.keys / "ca.crt"), "--auth-supernode-private-key", str(key)]
-        config = f'partition-id={client} state-dir="{self.home / "states" / str(client)}" {more}'
-        return self.start(
-            f"client-{client}", "flower-supernode", *security, "--superlink", f"{HOST}:{self.port}", "--port",
-            str(free_port()), "--node-config", config.strip(),
+        config = f'partition-id={client} state-dir="{self.home / "states" / str(client)}"'
+        node = (
+            "flower-supernode", *security, "--superlink", f"{HOST}:{self.port}", "--port", str(free_port()),
+            "--node-config", config,
         )  # fmt: skip
+        # For a minute after a node was killed, the SuperLink holds its place and turns it away: it tries again.
+        return self.start(f"client-{client}", "sh", "-c", AGAIN, *node)
 
-    def run(self, plan: Plan) -> subprocess.Popen[bytes]:
-        """Start the run; its log is the server's output."""
+    def run(self, plan: Plan, changed: Mapping[str, str] = {}) -> subprocess.Popen[bytes]:
+        """Start the run; its log is the server's output. `changed` are files of the app to be written otherwise."""
         shutil.rmtree(self.app, ignore_errors=True)
         write_app(self.app, plan, HOST, self.port)
+        for file, text in changed.items():
+            (self.app / "app" / file).write_text(text)
         return self.start("run", "flwr", "run", str(self.app), "here", "--stream")
 
     def log(self, name: str) -> str:
