@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable
 from pathlib import Path
 from types import SimpleNamespace
@@ -132,3 +133,46 @@ def test_a_node_runs_only_what_is_installed_and_allowed(tmp_path: Path) -> None:
     with pytest.raises(BadSetting, match="runs only what undrift has"):
         check_allowed(plan, {"partition-id": 0})
     check_allowed(plan, {"partition-id": 0, "allow": "os"})
+
+
+def test_a_private_run_clips_adds_noise_and_says_epsilon(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    accounting = pytest.importorskip("dp_accounting")
+    monkeypatch.setattr("undrift.deploy.flower.PAUSE", 0.0)
+    settings = {"clients": 3, "cohort": 3, "sampling": "bernoulli", "dp_clip": 0.5, "rounds": 2, "dp_noise": 2.0}
+    plan = planned(tmp_path / "out", **settings)
+    serve(plan, tmp_path)
+    accountant = accounting.rdp.RdpAccountant()
+    accountant.compose(accounting.GaussianDpEvent(2.0), 2)  # everybody takes part
+    records = [json.loads(line) for line in (tmp_path / "out" / "rounds.jsonl").read_text().splitlines()]
+    assert records[-1]["epsilon"] == pytest.approx(accountant.get_epsilon(1e-5), rel=0.02)
+    assert records[0]["epsilon"] < records[1]["epsilon"]
+
+
+def test_the_private_sum_is_clipped_and_has_the_noise_that_it_says() -> None:
+    from undrift.deploy.privacy import private_sum
+
+    d = torch.tensor([[3.0, 4.0, 0.0], [0.3, 0.4, 0.0]], dtype=torch.float64)
+    none = private_sum(d, 1.0, 0.0, 2)
+    torch.testing.assert_close(none, torch.tensor([0.9, 1.2, 0.0], dtype=torch.float64))
+    drawn = torch.stack([private_sum(torch.zeros(1, 4000), 0.5, 3.0, 3999) for _ in range(20)])
+    assert drawn[:, :-1].std() == pytest.approx(1.5, rel=0.02) and not drawn[:, -1].any()
+    assert not torch.equal(drawn[0], drawn[1])
+
+
+@pytest.mark.parametrize(
+    ("settings", "reason"),
+    [
+        ({"algorithm": "gradma-s"}, "single updates"),
+        ({"algorithm": "scaffold"}, "more than their update"),
+        ({"algorithm": "moon", "model": "mlp"}, "keep a state"),
+        ({"sampling": "fixed"}, "sampling bernoulli"),
+        ({"weights": "size"}, "weights uniform"),
+        ({"min_replies": 2}, "min_replies"),
+        ({"cohort": 2}, "without any client is too likely"),
+        ({"dp_noise": 0.0}, "dp_noise must be above 0"),
+    ],
+)
+def test_privacy_is_refused_where_it_would_not_hold(settings: dict[str, Any], reason: str, tmp_path: Path) -> None:
+    plan = planned(tmp_path / "out", **({"cohort": 3, "sampling": "bernoulli", "dp_clip": 0.5} | settings))
+    with pytest.raises(BadSetting, match=reason):
+        serve(plan, tmp_path)

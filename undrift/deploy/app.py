@@ -27,8 +27,6 @@ README = """# {name}
 {algorithm} on {dataset} with {clients} clients, {cohort} of them a round: a Flower app made by `undrift deploy init`.
 Its settings stand in `pyproject.toml`. Server and clients need `pip install 'undrift[flower]'`, and each client its samples.
 
-To rehearse everything on one machine, with TLS and keys made on the spot: `undrift deploy local --app .`
-
 ## Keys
 
 On the server, a certificate for its address and a key for each client (P-384), in `keys/`:

@@ -16,12 +16,14 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 
 from undrift.deploy.app import write_app
 from undrift.deploy.keys import write_keys
 from undrift.deploy.settings import Plan
 from undrift.errors import UndriftError
+from undrift.folder import RunFolder
 
 HOST = "127.0.0.1"
 MARK = "UNDRIFT_DEPLOY_PART"  # names, in a process's environment, what it belongs to
@@ -71,6 +73,8 @@ class LocalFederation:
         if self.secure:
             write_keys(self.keys, HOST, self.clients)
             known = [f'root-certificates = "{self.keys / "ca.crt"}"']
+        for old in self.home.glob("state.db*"):  # of an earlier federation in this folder; its nodes are gone
+            old.unlink()
         (self.home / "flwr").mkdir(exist_ok=True)
         config = ["[superlink]", 'default = "here"', "[superlink.here]", f'address = "{HOST}:{self.port}"', *known]
         (self.home / "flwr" / "config.toml").write_text("\n".join(config) + "\n")
@@ -143,7 +147,8 @@ class LocalFederation:
 @contextlib.contextmanager
 def federation(clients: int, secure: bool = True, home: Path | None = None) -> Iterator[LocalFederation]:
     """A SuperLink and its folder; nothing of it is left afterwards, unless `home` says where it is to be."""
-    folder = Path(tempfile.mkdtemp(prefix="undrift-")) if home is None else home
+    folder = Path(tempfile.mkdtemp(prefix="undrift-")) if home is None else home.resolve()
+    folder.mkdir(parents=True, exist_ok=True)
     made = LocalFederation(folder, clients, secure)
     try:
         made.open()
@@ -156,6 +161,7 @@ def federation(clients: int, secure: bool = True, home: Path | None = None) -> I
 
 def run_local(plan: Plan, secure: bool, home: Path | None, say: Callable[[str], None]) -> None:
     """The whole run on this machine, with one SuperNode a client."""
+    plan = replace(plan, deploy=replace(plan.deploy, out=str(Path(plan.deploy.out).resolve())))
     with federation(plan.run.clients, secure, home) as here:
         for client in range(plan.run.clients):
             here.start_client(client)
@@ -170,14 +176,8 @@ def run_local(plan: Plan, secure: bool, home: Path | None, say: Callable[[str], 
             if ended:
                 break
             time.sleep(0.3)
-        if not finished(plan):
+        if not RunFolder(Path(plan.deploy.out)).finished():
             raise Failed(f"the run did not come to its end:\n{tail(text)}\n{tail(here.log('superlink'))}")
-
-
-def finished(plan: Plan) -> bool:
-    from undrift.folder import RunFolder
-
-    return RunFolder(Path(plan.deploy.out)).finished()
 
 
 def descended(home: Path, name: str) -> list[int]:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from undrift.datasets import load_dataset
+from undrift.deploy.privacy import check_private, epsilon, made_private
 from undrift.deploy.server import Deployment, Post, Remote, Visit
 from undrift.deploy.settings import Plan
 from undrift.errors import BadRunFolder
@@ -34,14 +35,24 @@ def deploy(
         stored = folder.settings()
         stored.pop("made", None)
         check_same_run(folder, stored, {n: v for n, v in asdict(run).items() if n != "execution"})
-    simulation = simulated(run, plan.alg, load_dataset(run.dataset), run.model, pick_device(run.device))
+    private = plan.deploy.dp_clip > 0
+    alg = made_private(plan) if private else plan.alg
+    simulation = simulated(run, alg, load_dataset(run.dataset), run.model, pick_device(run.device))
+    if private:
+        check_private(plan, simulation.net)
     folder.make(resume)
     with folder.locked(), arithmetic(run.precision, run.deterministic):
         token = run_token(out, resume)
         roster = meet([str(id) for id in range(run.clients)])
         say(f"{len(roster.present)} of {run.clients} clients are there; run {token}")
         remote = Remote(post, roster.names, token, plan.deploy.min_replies, say)
+        if private:
+            remote.absent, remote.least = 0.0, 0
         visits = out / "clients.jsonl"
+
+        def spent(rounds: int) -> dict[str, float]:
+            rate, deploy = run.cohort / run.clients, plan.deploy
+            return {"epsilon": epsilon(rate, deploy.dp_noise, rounds, deploy.dp_delta)} if private else {}
 
         def keep(made: list[Visit]) -> None:
             with visits.open("a") as file:
@@ -54,7 +65,7 @@ def deploy(
                 f"{record['wire_down']} bytes down, {record['wire_up']} up, {record['seconds']:.1f} s{scored}"
             )
 
-        course: Course[Any] = Course(Deployment(simulation, remote, keep), run, folder, resume, show)  # type: ignore[type-var]
+        course: Course[Any] = Course(Deployment(simulation, remote, keep, spent), run, folder, resume, show)  # type: ignore[type-var]
         cut_back(visits, simulation.t)
         result = drive(course)
     say(f"{len(result.records)} rounds; stopped by {result.stopped}; written to {out}")

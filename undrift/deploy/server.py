@@ -52,6 +52,7 @@ class Remote:
         self.counted = np.zeros(len(names), dtype=np.int64)  # the last round of each client whose answer counted
         self.position = self.counted  # batches each has taken, the simulation's own
         self.visits: list[Visit] = []
+        self.absent = torch.nan  # what stands for a missing update; 0 where the sum is private, and nobody is left out
 
     def __call__(
         self, alg: Algorithm, down: Any, client: Any, buffers: Tensor, work: RoundWork, limit: int | None = None
@@ -74,6 +75,7 @@ class Remote:
 
         found = self.ask(TRAIN, Request(down, buffers), work, read)
         lost = map_leaves(lambda v: torch.full_like(v, torch.nan), Answers(up, Nothing(), buffers, one, one, facts))
+        lost = lost._replace(up=map_leaves(lambda v: torch.full_like(v, self.absent), up))
         joined: Answers = map_leaves(lambda *parts: torch.stack(parts), *(lost if a is None else a for a in found))
         return joined
 
@@ -131,7 +133,15 @@ class Remote:
 class Deployment:
     """A run whose clients are elsewhere, with what `runs.Course` asks of a simulation."""
 
-    def __init__(self, simulation: Simulation, remote: Remote, keep: Callable[[list[Visit]], None]) -> None:
+    def __init__(
+        self,
+        simulation: Simulation,
+        remote: Remote,
+        keep: Callable[[list[Visit]], None],
+        spent: Callable[[int], dict[str, float]] = lambda rounds: {},
+    ) -> None:
+        """`keep` is given each round's visits; `spent` says what of privacy so many rounds have spent."""
+        self.spent = spent
         self.simulation, self.remote, self.keep = simulation, remote, keep
         self.net, self.device = simulation.net, simulation.device
         simulation.execution = cast(Execution, remote)
@@ -163,7 +173,11 @@ class Deployment:
         }
         # The simulator counts an upload for each client that was asked; who did not answer has sent nothing.
         bytes_up = record.bytes_up * sum(v.bytes_up > 0 for v in visits) // max(1, len(visits))
-        return record._replace(bytes_up=bytes_up, more=record.more | measured)
+        silent = len({v.client for v in visits} - {v.client for v in answered})
+        dropped = max(record.dropped, silent)
+        return record._replace(
+            bytes_up=bytes_up, dropped=dropped, more=record.more | measured | self.spent(record.round)
+        )
 
     def tensors(self) -> dict[str, Tensor]:
         return self.simulation.tensors() | {"counted": torch.from_numpy(self.remote.counted)}

@@ -30,8 +30,15 @@ class DeployConfig:
     timeout: float = field(default=600.0, metadata={"help": "seconds that clients have for an answer"})
     min_replies: int = field(default=1, metadata={"help": "answers without which a round leaves the model as it is"})
     wait: float = field(default=600.0, metadata={"help": "seconds to wait for all clients before the first round"})
+    dp_clip: float = field(
+        default=0.0, metadata={"help": "C, longest update of a client, for differential privacy; 0: none"}
+    )
+    dp_noise: float = field(default=1.0, metadata={"help": "sigma: the noise on the sum is N(0, sigma^2 C^2)"})
+    dp_delta: float = field(default=1e-5, metadata={"help": "delta, for which the record says epsilon"})
 
     def __post_init__(self) -> None:
+        if not self.dp_clip >= 0:
+            raise BadSetting(f"dp_clip must be at least 0, not {self.dp_clip}")
         if not (self.timeout > 0 and self.wait > 0 and self.min_replies >= 1):
             raise BadSetting("timeout, wait and min_replies must be greater than 0")
 
