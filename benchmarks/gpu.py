@@ -10,6 +10,7 @@ without evaluation. The bare loop (benchmarks/bare.py) and the others are handed
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 import os
 import statistics
@@ -30,6 +31,7 @@ from undrift.data.federation import Federation, federate
 from undrift.models import resnet20_gn
 from undrift.net import Net
 from undrift.registry import algorithm_class, names
+from undrift.runs import commit
 from undrift.simulate.engine import Settings, Simulation
 
 CLIENTS, SAMPLES = 100, 320
@@ -89,7 +91,9 @@ def rivals(wanted: list[str], clients: int, models: list[str]) -> list[dict[str,
         x = torch.randn(CLIENTS, SAMPLES, *SHAPE, device=GPU)
         y = torch.randint(0, 10, (CLIENTS, SAMPLES), device=GPU)
         for rival, rounds in (("plain", cpu.plain_rounds), ("pfl", cpu.pfl_rounds)):
-            if rival in wanted:
+            if rival not in wanted or (rival == "pfl" and not importlib.util.find_spec("pfl")):
+                continue
+            try:
                 play = rounds(x, y, build().to(GPU))
                 play(2)
                 torch.cuda.synchronize()
@@ -97,18 +101,22 @@ def rivals(wanted: list[str], clients: int, models: list[str]) -> list[dict[str,
                 each = play(6)
                 torch.cuda.synchronize()
                 row[rival] = (time.perf_counter() - at) / 6 * 1e3 if rival == "plain" else statistics.median(each) * 1e3
+            except ImportError as error:  # a rival that lacks something must not spoil the others' figures
+                print(f"{rival} is left out: {error}", flush=True)
         rows.append(row)
         told = "  ".join(f"{k} {v:.2f}" if isinstance(v, float) else f"{k} {v}" for k, v in row.items())
         print(told, flush=True)
     return rows
 
 
-def methods(chosen: list[str], clients: int = 10) -> list[dict[str, Any]]:
+def methods(chosen: list[str], on: list[str], clients: int = 10) -> list[dict[str, Any]]:
     """Every method on two models: captured or not, and its time beside FedAvg's."""
     from undrift.models import gradma_lenet5, lenet5, mlp
 
     data, rows = federation(), []
     for model, build in (("mlp", mlp.build), ("lenet5", lenet5.build), ("gradma-lenet5", gradma_lenet5.build)):
+        if model not in on:
+            continue
         reference = 0.0
         for name in ("fedavg", *(n for n in chosen if n != "fedavg")):
             try:
@@ -269,19 +277,21 @@ def main() -> None:
     parser.add_argument("--clients", default="10,100", help="cohorts of the comparison")
     parser.add_argument("--models", default=",".join(MODELS), help="of the comparison")
     parser.add_argument("--methods", default="", help="time and capture of these methods, or of all")
+    parser.add_argument("--on", default="mlp,lenet5,gradma-lenet5", help="models for --methods")
     parser.add_argument("--packs", default="", help="16 runs as one program, of mlp,lenet5,resnet20-gn")
     parser.add_argument("--ragged", action="store_true", help="clients of very different sizes")
     parser.add_argument("--real", action="store_true", help="CIFAR-10 from UNDRIFT_DATA")
     parser.add_argument("--json", help="file to write the numbers to")
     chosen = parser.parse_args()
     tensor_cores()
-    found: dict[str, Any] = {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__}
+    found: dict[str, Any] = {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__, "commit": commit()}
     if chosen.clients:
         for clients in map(int, chosen.clients.split(",")):
             wanted = [r for r in chosen.rivals.split(",") if r and (clients == 10 or r == "bare")]
             found[f"S={clients}"] = rivals(wanted, clients, chosen.models.split(","))
     if chosen.methods:
-        found["methods"] = methods(names("algorithms") if chosen.methods == "all" else chosen.methods.split(","))
+        wanted = names("algorithms") if chosen.methods == "all" else chosen.methods.split(",")
+        found["methods"] = methods(wanted, chosen.on.split(","))
     if chosen.packs:
         found["packs"] = packs(chosen.packs.split(","))
     if chosen.ragged:

@@ -24,13 +24,14 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from link import link as limited
 from torch import Tensor, nn
 
 import undrift.models.resnet20 as resnet20
@@ -45,7 +46,6 @@ from undrift.simulate import ranks
 
 CPU = torch.device("cpu")
 SIZES = {"mlp": (16, 128), "resnet20": (8, 64)}  # small and large batches
-BURST = {"100mbit": "64kb", "1gbit": "256kb"}
 
 
 def network(name: str) -> nn.Sequential:
@@ -220,35 +220,10 @@ def race(
     return rows
 
 
-@contextlib.contextmanager
-def namespaces(rate: str) -> Iterator[list[tuple[str, str]]]:
-    """Two network namespaces joined by a pair of devices with a limited rate, and the device in each."""
-
-    def do(*command: str) -> None:
-        subprocess.run(command, check=True, capture_output=True)
-
-    spaces = [(f"undriftpipe{os.getpid()}{side}", f"v{n}") for n, side in enumerate("ab")]
-    (a, first), (b, second) = spaces
-    try:
-        for space, _ in spaces:
-            do("ip", "netns", "add", space)
-        do("ip", "link", "add", first, "netns", a, "type", "veth", "peer", "name", second, "netns", b)
-        for number, (space, device) in enumerate(spaces, 1):
-            do("ip", "-n", space, "addr", "add", f"10.77.0.{number}/24", "dev", device)
-            for up in ("lo", device):
-                do("ip", "-n", space, "link", "set", up, "up")
-            limit = ("rate", rate, "burst", BURST.get(rate, "256kb"), "latency", "20ms")
-            do("tc", "-n", space, "qdisc", "add", "dev", device, "root", "tbf", *limit)
-        yield spaces
-    finally:
-        for space, _ in spaces:
-            subprocess.run(["ip", "netns", "del", space], capture_output=True)
-
-
 def launch(command: list[str], blocks: int, threads: int, link: str = "none") -> None:
     """Run a command as all the ranks of one group, with or without a limited link."""
     with contextlib.ExitStack() as stack:
-        spaces = stack.enter_context(namespaces(link)) if link != "none" else []
+        spaces = stack.enter_context(limited(link)) if link != "none" else []
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]

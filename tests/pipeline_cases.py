@@ -13,6 +13,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+import undrift
 from undrift.pipeline import SUM
 from undrift.pipeline.methods import METHODS, Engine, engine, schedule_of
 from undrift.pipeline.micro import MicroBatches
@@ -92,6 +93,14 @@ class Joint(torch.optim.SGD):
                 p.copy_(old)
 
 
+def detached(parameters: list[nn.Parameter], group: Any) -> torch.optim.Optimizer:
+    return undrift.DEF(parameters, 0.1, 0.9, 1e-2, ratio=4, lam=0.3, seed=5, group=group)
+
+
+def uncompressed(parameters: list[nn.Parameter], group: Any) -> torch.optim.Optimizer:
+    return undrift.DEF(parameters, 0.1, 0.9, 1e-2, ratio=1, lam=0.3, group=group)
+
+
 def build(case: str, blocks: int, replicas: int = 1) -> Engine:
     """The engine that a case's name says."""
     method, _, how = case.partition(" ")
@@ -99,11 +108,12 @@ def build(case: str, blocks: int, replicas: int = 1) -> Engine:
     dtype = torch.float32 if how == "float32" else torch.float64
     micro = int(how[0]) if how[:1].isdigit() and ";" not in how else 0
     plain = how == "plain" or (micro > 0 and not how.endswith("whole"))  # without BatchNorm and dropout
-    made = modules(blocks, plain, dtype)
-    split = [Part(nn.Sequential(module), (str(k),)) for k, module in enumerate(made)]
     schedule = schedule_of(method, blocks, how if ";" in how else "")
     cpu, kind = torch.device("cpu"), METHODS[method].block
-    joint = Joint if how == "joint" else None
+    joint = {"joint": Joint, "def": detached, "def 1": uncompressed}.get(how)
+    plain = plain or how.startswith("def")
+    made = modules(blocks, plain, dtype)
+    split = [Part(nn.Sequential(module), (str(k),)) for k, module in enumerate(made)]
     found = engine(kind, split, schedule, optimizer, F.cross_entropy, rate, 0, cpu, replicas, joint)
     return MicroBatches(found, method, micro, F.cross_entropy) if micro else found
 
@@ -145,9 +155,8 @@ def main() -> None:
     with ranks.joined():
         path, blocks, replicas = Path(sys.argv[1]), int(sys.argv[2]), int((*sys.argv[3:], 1)[0])
         if replicas > 1:
-            found = {
-                case: replicated(case, blocks, replicas) for case in ("bp-k plain", "dsp plain", "dsp", "dsp joint")
-            }
+            joined = ("bp-k plain", "dsp plain", "dsp", "dsp joint", "dsp def", "dsp def 1")
+            found = {case: replicated(case, blocks, replicas) for case in joined}
         else:
             found = {case: outcome(case, blocks) for case in CASES}
         torch.save(found, f"{path}.{ranks.rank()}")

@@ -8,10 +8,12 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 from tests.pipeline_cases import CASES, batches, modules, outcome, rate
 from tests.reference.dsp import Reference
 from tests.test_ranks import finished, torchrun
+from undrift.streams import Purpose, stream
 
 
 def ran(folder: Path, blocks: int, replicas: int = 1) -> list[dict[str, Any]]:
@@ -76,3 +78,63 @@ def test_two_replicas_of_two_blocks_equal_the_reference(tmp_path: Path) -> None:
     weight = "block1.module.0.0.weight"
     assert torch.equal(joint["model"][weight], 2 * stats[weight]), "what the optimiser shows is what is saved"
     assert joint["scores"] != each[0]["dsp"]["scores"] and joint["scores"] == each[3]["dsp joint"]["scores"]
+    check_def(each[0], fed)
+
+
+class DEFReference(Reference):
+    """DSP whose replicas step by DEF (lambda = 0.3, one random block in four): z_d = x - lambda e_d, own momentum and error."""
+
+    def __init__(self, *arguments: Any) -> None:
+        self.e: dict[tuple[int, int], Tensor] = {}
+        self.m: dict[tuple[int, int], Tensor] = {}
+        self.z: dict[tuple[int, int, int], dict[str, Tensor]] = {}
+        super().__init__(*arguments)
+
+    def version(self, k: int, t: int, d: int) -> dict[str, Tensor]:
+        while t >= 0 and (k, t, d) not in self.z:  # as it was after its last update
+            t -= 1
+        return self.z[k, t, d] if t >= 0 else self.x[k][0]
+
+    def updated(self, k: int, n: int, t: int, each: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+        x = torch.cat([w.flatten() for w in self.x[k][t].values()])
+        size, kept = len(x), -(-len(x) // 4)
+        start = stream(5, Purpose.KEPT, n, 0) * size >> 64
+        block = (start + torch.arange(kept)) % size
+        for d, gradient in enumerate(each):
+            z = torch.cat([w.flatten() for w in self.version(k, t, d).values()])
+            g = torch.cat([gradient[name].flatten() for name in gradient]) + 1e-2 * z
+            m = self.m[k, d] = 0.9 * self.m.get((k, d), torch.zeros_like(x)) + g
+            self.e[k, d] = self.e.get((k, d), torch.zeros_like(x)) + self.rates[n] * m
+        x = x.index_add(0, block, -sum(self.e[k, d][block] for d in range(len(each))) / len(each))
+        for d in range(len(each)):
+            self.e[k, d] = self.e[k, d].index_fill(0, block, 0.0)
+            self.z[k, t + 1, d] = self.named(k, x - 0.3 * self.e[k, d])
+        return self.named(k, x)
+
+    def named(self, k: int, vector: Tensor) -> dict[str, Tensor]:
+        weights = self.x[k][0]
+        pieces = vector.split([w.numel() for w in weights.values()])
+        return {name: piece.view(w.shape) for (name, w), piece in zip(weights.items(), pieces, strict=True)}
+
+
+def check_def(found: dict[str, Any], fed: list[list[tuple[Tensor, Tensor]]]) -> None:
+    """Gradients joined by DEF: the definition with a random block, and plain momentum SGD where nothing is dropped."""
+    rates = [rate(n) for n in range(len(fed))]
+    expected = DEFReference(modules(2, plain=True), (1, 0), (2, 0), fed, F.cross_entropy, rates)
+    end = len(fed) + 2
+    for k in range(2):
+        y = torch.cat([w.flatten() for w in expected.x[k][-1].values()]) - (expected.e[k, 0] + expected.e[k, 1]) / 2
+        for name, weight in expected.named(k, y).items():
+            torch.testing.assert_close(
+                found["dsp def"]["model"][f"block{k}.module.0.{name}"], weight, rtol=1e-10, atol=1e-12
+            )
+        for d, replica in enumerate(("", "replica1.")):
+            for name, weight in expected.version(k, end, d).items():
+                own = found["dsp def"]["tensors"][f"{replica}block{k}.module.0.{name}"]
+                torch.testing.assert_close(own, weight, rtol=1e-10, atol=1e-12)
+    whole = Reference(modules(2, plain=True), (1, 0), (2, 0), fed, F.cross_entropy, rates, 0.9, False, 1e-2)
+    for k, block in enumerate(whole.parameters()):
+        for name, weight in block.items():
+            torch.testing.assert_close(
+                found["dsp def 1"]["model"][f"block{k}.module.0.{name}"], weight, rtol=1e-10, atol=1e-12
+            )

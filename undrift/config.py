@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, get_type_hints
@@ -78,41 +78,48 @@ class RunConfig:
             object.__setattr__(self, "steps", 5)
         if not self.batches:
             object.__setattr__(self, "batches", "persistent" if self.steps else "fresh")
-        for name, lowest in (
-            ("clients", 1),
-            ("cohort", 1),
-            ("batch", 1),
-            ("rounds", 0),
-            ("eval_every", 1),
-            ("client_eval_every", 0),
-            ("checkpoint_every", 1),
-            ("steps", 0),
-            ("seed", 0),
-            ("chunk", 0),
-        ):
-            if getattr(self, name) < lowest:
-                raise BadSetting(f"{name} must be at least {lowest}, not {getattr(self, name)}")
+        check_numbers(
+            self,
+            least=dict(clients=1, cohort=1, batch=1, rounds=0, eval_every=1, client_eval_every=0, checkpoint_every=1)
+            | dict(steps=0, seed=0, chunk=0),
+            not_negative=("epochs", "val_fraction", "colour", "bandwidth", "latency"),
+            positive=("lr_decay", "lr_drop"),
+        )
         if not 0.0 <= self.dropout_rate < 1.0:
             raise BadSetting(f"dropout_rate must lie in [0, 1), not {self.dropout_rate}")
         parse_slow(self.slow)
         check_compress(self.compress)
-        for name in ("epochs", "val_fraction", "colour", "bandwidth", "latency"):
-            if not 0.0 <= getattr(self, name) < float("inf"):
-                raise BadSetting(f"{name} must be a finite number of at least 0, not {getattr(self, name)}")
-        for name, allowed in CHOICES.items():
-            if getattr(self, name) not in allowed:
-                raise UnknownName(f"value of {name}", str(getattr(self, name)), allowed)
+        check_choices(self, CHOICES)
         if self.batches == "persistent" and self.epochs:
             raise BadSetting("persistent batches count steps; use --steps, or --batches fresh with --epochs")
         if self.cohort > self.clients:
             raise BadSetting(
                 f"a cohort of {self.cohort} cannot be drawn from {self.clients} clients; lower cohort or raise clients"
             )
-        for name in ("lr_decay", "lr_drop"):
-            if not 0.0 < getattr(self, name) < float("inf"):
-                raise BadSetting(f"{name} must be a finite number above 0, not {getattr(self, name)}")
         parse_drops(self.lr_drops)
         parse_stop(self.stop_at)
+
+
+def check_numbers(
+    settings: object, least: Mapping[str, int], not_negative: Sequence[str], positive: Sequence[str]
+) -> None:
+    """Raise BadSetting for a whole number below its least value, and for one that must be finite and at least, or above, 0."""
+    for name, lowest in least.items():
+        if getattr(settings, name) < lowest:
+            raise BadSetting(f"{name} must be at least {lowest}, not {getattr(settings, name)}")
+    for name in not_negative:
+        if not 0.0 <= getattr(settings, name) < float("inf"):
+            raise BadSetting(f"{name} must be a finite number of at least 0, not {getattr(settings, name)}")
+    for name in positive:
+        if not 0.0 < getattr(settings, name) < float("inf"):
+            raise BadSetting(f"{name} must be a finite number above 0, not {getattr(settings, name)}")
+
+
+def check_choices(settings: object, choices: Mapping[str, tuple[str, ...]]) -> None:
+    """Raise UnknownName for a value that is not among those of its setting."""
+    for name, allowed in choices.items():
+        if getattr(settings, name) not in allowed:
+            raise UnknownName(f"value of {name}", str(getattr(settings, name)), allowed)
 
 
 CHOICES = {

@@ -14,14 +14,14 @@ import torch.nn.functional as F
 
 import undrift.data.federation as federation
 from undrift.compress import BLOCKS, COMPRESSORS, make_compressor
-from undrift.config import from_toml, parse_drops, parse_stop, typed
+from undrift.config import check_choices, check_numbers, from_toml, parse_drops, parse_stop, typed
 from undrift.datasets import load_dataset
 from undrift.dp.agree import agree
 from undrift.dp.def_ import Detached
 from undrift.dp.methods import METHODS, method, number_or_auto
 from undrift.dp.training import Schedule, Training
 from undrift.dp.workers import Ranks, Stacked
-from undrift.errors import BadSetting, UnknownName
+from undrift.errors import BadSetting
 from undrift.folder import ReadOnlyFolder, RunFolder
 from undrift.net import Net
 from undrift.runs import Course, Progress, Result, arithmetic, build_model, check_same_run, drive, pick_device
@@ -72,21 +72,14 @@ class ParallelConfig:
     stop_at: str = field(default="", metadata={"help": "accuracy=0.9 or time=10m (s, m, h), or both with a comma"})
 
     def __post_init__(self) -> None:
-        for name, lowest in (
-            ("workers", 0), ("batch", 1), ("steps", 0), ("rounds", 0), ("average_every", 0), ("seed", 0), ("statistics", 0),
-            ("eval_every", 1), ("checkpoint_every", 1),
-        ):  # fmt: skip
-            if getattr(self, name) < lowest:
-                raise BadSetting(f"{name} must be at least {lowest}, not {getattr(self, name)}")
-        for name in ("lr", "momentum", "weight_decay", "warmup"):
-            if not 0.0 <= getattr(self, name) < float("inf"):
-                raise BadSetting(f"{name} must be a finite number of at least 0, not {getattr(self, name)}")
-        for name in ("lr_decay", "lr_drop"):
-            if not 0.0 < getattr(self, name) < float("inf"):
-                raise BadSetting(f"{name} must be a finite number above 0, not {getattr(self, name)}")
-        for name, allowed in CHOICES.items():
-            if getattr(self, name) not in allowed:
-                raise UnknownName(f"value of {name}", str(getattr(self, name)), allowed)
+        check_numbers(
+            self,
+            least=dict(workers=0, batch=1, steps=0, rounds=0, average_every=0, seed=0, statistics=0, eval_every=1)
+            | dict(checkpoint_every=1),
+            not_negative=("lr", "momentum", "weight_decay", "warmup"),
+            positive=("lr_decay", "lr_drop"),
+        )
+        check_choices(self, CHOICES)
         number_or_auto(self.lam)
         method(self.method, self.lam, self.average_every).check(
             make_compressor(self.compressor, self.block, self.ratio, self.seed, [1])

@@ -7,7 +7,8 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any, get_type_hints
 
-from undrift.config import as_type, parse_drops, parse_stop
+from undrift.config import as_type, check_choices, check_numbers, parse_drops, parse_stop
+from undrift.dp.methods import number_or_auto
 from undrift.errors import BadSetting, UnknownName
 from undrift.pipeline.methods import METHODS
 from undrift.pipeline.schedule import Schedule
@@ -32,6 +33,14 @@ class PipeConfig:
     )
     micro: int = field(default=4, metadata={"help": "M, micro-batches of gpipe and 1f1b"})
     replicas: int = field(default=1, metadata={"help": "D, under torchrun: processes for each block, with own batches"})
+    reduce: str = field(
+        default="mean",
+        metadata={"help": "how replicas join their gradients: mean, or def (see undrift dp) with --ratio, --lam"},
+    )
+    ratio: float = field(
+        default=64.0, metadata={"help": "of --reduce def: of d numbers of a block, ceil(d / ratio) are sent"}
+    )
+    lam: str = field(default="0.3", metadata={"help": "lambda of --reduce def, in [0, 1], or auto"})
     dataset: str = field(
         default="digits", metadata={"help": "a listed name, imagefolder:PATH, or package.module:function"}
     )
@@ -61,21 +70,15 @@ class PipeConfig:
     stop_at: str = field(default="", metadata={"help": "accuracy=0.9 or time=10m (s, m, h), or both with a comma"})
 
     def __post_init__(self) -> None:
-        for name, lowest in (
-            ("blocks", 0), ("micro", 1), ("replicas", 1), ("batch", 1), ("steps", 0), ("rounds", 0), ("seed", 0),
-            ("eval_every", 1), ("checkpoint_every", 1),
-        ):  # fmt: skip
-            if getattr(self, name) < lowest:
-                raise BadSetting(f"{name} must be at least {lowest}, not {getattr(self, name)}")
-        for name in ("lr", "momentum", "weight_decay", "warmup", "val_fraction"):
-            if not 0.0 <= getattr(self, name) < float("inf"):
-                raise BadSetting(f"{name} must be a finite number of at least 0, not {getattr(self, name)}")
-        for name in ("lr_decay", "lr_drop"):
-            if not 0.0 < getattr(self, name) < float("inf"):
-                raise BadSetting(f"{name} must be a finite number above 0, not {getattr(self, name)}")
-        for name, allowed in CHOICES.items():
-            if getattr(self, name) not in allowed:
-                raise UnknownName(f"value of {name}", str(getattr(self, name)), allowed)
+        check_numbers(
+            self,
+            least=dict(
+                blocks=0, micro=1, replicas=1, batch=1, steps=0, rounds=0, seed=0, eval_every=1, checkpoint_every=1
+            ),
+            not_negative=("lr", "momentum", "weight_decay", "warmup", "val_fraction"),
+            positive=("lr_decay", "lr_drop"),
+        )
+        check_choices(self, CHOICES)
         parse_drops(self.lr_drops)
         parse_stop(self.stop_at)
         if self.queues:
@@ -88,6 +91,11 @@ class PipeConfig:
             raise BadSetting("bp trains the model whole; use bp-k for backpropagation through blocks")
         if self.method in ("gpipe", "1f1b") and self.batch % self.micro:
             raise BadSetting(f"a batch of {self.batch} does not divide into {self.micro} equal micro-batches")
+        number_or_auto(self.lam)
+        if self.reduce == "def" and (self.nesterov or self.method in ("gpipe", "1f1b", "dni")):
+            raise BadSetting(
+                "reduce def has heavy-ball momentum and one update a batch; use mean with nesterov, micro-batches or dni"
+            )
         if self.differences and (self.method in ("gpipe", "1f1b") or self.replicas > 1):
             raise BadSetting(
                 "differences are of one replica's stale gradients; leave out replicas, and use another method"
@@ -104,6 +112,7 @@ class PipeConfig:
 
 CHOICES = {
     "method": tuple(METHODS),
+    "reduce": ("mean", "def"),
     "device": ("auto", "cpu", "cuda"),
     "dtype": ("float32", "float64"),
     "precision": ("fp32", "tf32"),

@@ -22,10 +22,13 @@ import undrift.data.federation as federation
 from undrift.config import from_toml, parse_stop
 from undrift.data.dataset import Dataset
 from undrift.datasets import load_dataset
+from undrift.dp.methods import number_or_auto
+from undrift.dp.optimizer import DEF
 from undrift.errors import BadRunFolder, BadSetting
 from undrift.folder import ReadOnlyFolder, RunFolder
 from undrift.pipeline.dsp import whole_model
 from undrift.pipeline.feed import Feed
+from undrift.pipeline.links import Group
 from undrift.pipeline.methods import METHODS, Engine, engine, schedule_of
 from undrift.pipeline.micro import MicroBatches
 from undrift.pipeline.processes import Processes
@@ -177,9 +180,14 @@ class Training:
             nesterov = config.nesterov and config.momentum > 0
             return torch.optim.SGD(parameters, config.lr, config.momentum, 0, config.weight_decay, nesterov)
 
+        def detached(parameters: list[nn.Parameter], group: Group) -> torch.optim.Optimizer:
+            lam, rates = number_or_auto(config.lam), (config.lr, config.momentum, config.weight_decay)
+            return DEF(parameters, *rates, config.ratio, lam, seed=config.seed, group=group)
+
+        joint = detached if config.reduce == "def" and config.replicas > 1 else None
         found = engine(
             method.block, self.parts, schedule, optimizer, F.cross_entropy, lambda n: config.rate(n, self.steps),
-            config.seed, self.device, config.replicas,
+            config.seed, self.device, config.replicas, joint,
         )  # fmt: skip
         micro = config.method in ("gpipe", "1f1b")
         self.engine: Engine = MicroBatches(found, config.method, config.micro, F.cross_entropy) if micro else found
