@@ -32,6 +32,14 @@ PATIENCE = 60.0  # seconds until the SuperLink must answer
 GRACE = 5.0  # seconds that a process has to end by itself
 
 
+Within = Callable[[str], list[str]]
+
+
+def here(name: str) -> list[str]:
+    """On this machine, as it is."""
+    return []
+
+
 class Failed(UndriftError):
     """One of the federation's processes failed."""
 
@@ -39,8 +47,9 @@ class Failed(UndriftError):
 class LocalFederation:
     """The processes of a federation on loopback. Use it as `with federation(...)`."""
 
-    def __init__(self, home: Path, clients: int, secure: bool) -> None:
-        self.home, self.clients, self.secure = home, clients, secure
+    def __init__(self, home: Path, clients: int, secure: bool, host: str = HOST, within: Within = here) -> None:
+        """`within` puts words before the command of a part, such as those that start it in a network namespace."""
+        self.home, self.clients, self.secure, self.host, self.within = home, clients, secure, host, within
         self.keys, self.app, self.port = home / "keys", home / "app", free_port()
         self.started: dict[str, subprocess.Popen[bytes]] = {}
         self.environment = os.environ | {
@@ -52,8 +61,8 @@ class LocalFederation:
         """A process whose output goes to its log."""
         with (self.home / f"{name}.log").open("ab") as log:
             process = subprocess.Popen(
-                command, stdout=log, stderr=log, stdin=subprocess.DEVNULL, env=self.environment | {MARK: name},
-                cwd=self.home, start_new_session=True,
+                [*self.within(name), *command], stdout=log, stderr=log, stdin=subprocess.DEVNULL,
+                env=self.environment | {MARK: name}, cwd=self.home, start_new_session=True,
             )  # fmt: skip
         self.started[name] = process
         return process
@@ -61,7 +70,12 @@ class LocalFederation:
     def flwr(self, *arguments: str) -> str:
         """A `flwr` command's output."""
         done = subprocess.run(
-            ["flwr", *arguments], env=self.environment, cwd=self.home, capture_output=True, text=True, check=False
+            [*self.within("run"), "flwr", *arguments],
+            env=self.environment,
+            cwd=self.home,
+            capture_output=True,
+            text=True,
+            check=False,
         )
         if done.returncode:
             raise Failed(f"flwr {arguments[0]} failed: {done.stdout}{done.stderr}")
@@ -71,12 +85,12 @@ class LocalFederation:
         """Start the SuperLink and let the clients' keys in."""
         known = ["insecure = true"]
         if self.secure:
-            write_keys(self.keys, HOST, self.clients)
+            write_keys(self.keys, self.host, self.clients)
             known = [f'root-certificates = "{self.keys / "ca.crt"}"']
         for old in self.home.glob("state.db*"):  # of an earlier federation in this folder; its nodes are gone
             old.unlink()
         (self.home / "flwr").mkdir(exist_ok=True)
-        config = ["[superlink]", 'default = "here"', "[superlink.here]", f'address = "{HOST}:{self.port}"', *known]
+        config = ["[superlink]", 'default = "here"', "[superlink.here]", f'address = "{self.host}:{self.port}"', *known]
         (self.home / "flwr" / "config.toml").write_text("\n".join(config) + "\n")
         self.start_server()
         for client in range(self.clients) if self.secure else ():
@@ -89,16 +103,15 @@ class LocalFederation:
             files = {"ca-certfile": "ca.crt", "certfile": "server.crt", "keyfile": "server.key"}
             security = [word for flag, file in files.items() for word in (f"--ssl-{flag}", str(self.keys / file))]
             security.append("--enable-supernode-auth")
+        ready, before = "Uvicorn running", self.log("superlink")
         link = self.start(
-            "superlink", "flower-superlink", *security, "--host", HOST, "--port", str(self.port), "--database",
+            "superlink", "flower-superlink", *security, "--host", self.host, "--port", str(self.port), "--database",
             str(self.home / "state.db"), "--disable-runtime-dependency-installation",
         )  # fmt: skip
         until = time.monotonic() + PATIENCE
-        while True:
-            with contextlib.suppress(OSError), socket.create_connection((HOST, self.port), timeout=1):
-                return
+        while self.log("superlink").count(ready) == before.count(ready):
             if link.poll() is not None or time.monotonic() > until:
-                raise Failed(f"the SuperLink did not start:\n{self.log('superlink')}")
+                raise Failed(f"the SuperLink did not start:\n{tail(self.log('superlink'))}")
             time.sleep(0.2)
 
     def start_client(self, client: int, key: Path | None = None) -> subprocess.Popen[bytes]:
@@ -109,7 +122,7 @@ class LocalFederation:
             security = ["--root-certificates", str(self.keys / "ca.crt"), "--auth-supernode-private-key", str(key)]
         config = f'partition-id={client} state-dir="{self.home / "states" / str(client)}"'
         node = (
-            "flower-supernode", *security, "--superlink", f"{HOST}:{self.port}", "--port", str(free_port()),
+            "flower-supernode", *security, "--superlink", f"{self.host}:{self.port}", "--port", str(free_port()),
             "--node-config", config,
         )  # fmt: skip
         # For a minute after a node was killed, the SuperLink holds its place and turns it away: it tries again.
@@ -118,7 +131,7 @@ class LocalFederation:
     def run(self, plan: Plan, changed: Mapping[str, str] = {}) -> subprocess.Popen[bytes]:
         """Start the run; its log is the server's output. `changed` are files of the app to be written otherwise."""
         shutil.rmtree(self.app, ignore_errors=True)
-        write_app(self.app, plan, HOST, self.port)
+        write_app(self.app, plan, self.host, self.port)
         for file, text in changed.items():
             (self.app / "app" / file).write_text(text)
         return self.start("run", "flwr", "run", str(self.app), "here", "--stream")
@@ -145,11 +158,13 @@ class LocalFederation:
 
 
 @contextlib.contextmanager
-def federation(clients: int, secure: bool = True, home: Path | None = None) -> Iterator[LocalFederation]:
+def federation(
+    clients: int, secure: bool = True, home: Path | None = None, host: str = HOST, within: Within | None = None
+) -> Iterator[LocalFederation]:
     """A SuperLink and its folder; nothing of it is left afterwards, unless `home` says where it is to be."""
     folder = Path(tempfile.mkdtemp(prefix="undrift-")) if home is None else home.resolve()
     folder.mkdir(parents=True, exist_ok=True)
-    made = LocalFederation(folder, clients, secure)
+    made = LocalFederation(folder, clients, secure, host, within or here)
     try:
         made.open()
         yield made
@@ -162,13 +177,13 @@ def federation(clients: int, secure: bool = True, home: Path | None = None) -> I
 def run_local(plan: Plan, secure: bool, home: Path | None, say: Callable[[str], None]) -> None:
     """The whole run on this machine, with one SuperNode a client."""
     plan = replace(plan, deploy=replace(plan.deploy, out=str(Path(plan.deploy.out).resolve())))
-    with federation(plan.run.clients, secure, home) as here:
+    with federation(plan.run.clients, secure, home) as parts:
         for client in range(plan.run.clients):
-            here.start_client(client)
-        process, shown = here.run(plan), 0
+            parts.start_client(client)
+        process, shown = parts.run(plan), 0
         while True:
             ended = process.poll() is not None
-            text = here.log("run")
+            text = parts.log("run")
             for line in text[shown:].splitlines():
                 if not line.startswith(("INFO", "\x1b")) or "round" in line:
                     say(line)
@@ -177,7 +192,7 @@ def run_local(plan: Plan, secure: bool, home: Path | None, say: Callable[[str], 
                 break
             time.sleep(0.3)
         if not RunFolder(Path(plan.deploy.out)).finished():
-            raise Failed(f"the run did not come to its end:\n{tail(text)}\n{tail(here.log('superlink'))}")
+            raise Failed(f"the run did not come to its end:\n{tail(text)}\n{tail(parts.log('superlink'))}")
 
 
 def descended(home: Path, name: str) -> list[int]:
