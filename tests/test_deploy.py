@@ -223,6 +223,8 @@ def test_a_clients_states_are_bound_to_run_and_name_and_two_are_kept(tmp_path: P
         store.write({1: 0, 2: 1, 5: 2}[t], t, {"c": torch.full((3,), float(t))})
     assert sorted(f.name for f in store.folder.iterdir()) == ["after-000002.safetensors", "after-000005.safetensors"]
     assert store.read(5)["c"].tolist() == [5.0] * 3 and store.read(1) is None  # type: ignore[index]
+    store.write(2, 4, {"c": torch.full((3,), 4.0)})  # a late answer to an older letter takes nothing away
+    assert store.read(5) is not None and store.read(2) is not None
     other = Store(tmp_path, "run", "b")
     other.folder.mkdir()
     (store.file(5)).rename(other.file(5))

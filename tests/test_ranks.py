@@ -184,7 +184,10 @@ def test_only_runs_are_shared_and_an_odd_environment_is_refused(
 ) -> None:
     sweep = torchrun(2, "undrift", "sweep", str(ROOT / "suites/quick.toml"), "--out", str(tmp_path / "sweep"))
     code, _, err = finished(sweep)
-    assert code != 0 and err.count("undrift: torchrun is for undrift run, dp and pipe; start 'undrift sweep' without it") == 1
+    assert (
+        code != 0
+        and err.count("undrift: torchrun is for undrift run, dp and pipe; start 'undrift sweep' without it") == 1
+    )
     assert not (tmp_path / "sweep").exists()
     for name in ("RANK", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
         monkeypatch.delenv(name, raising=False)

@@ -51,16 +51,19 @@ class Store:
         return tensors
 
     def write(self, before: int, round: int, tensors: Mapping[str, Tensor]) -> None:
-        """Keep the state after this round beside the one it began from; older ones go."""
+        """Keep the state after this round beside the one it began from; older ones go, and what lies between.
+
+        A newer one stays: then this round was answered long after the server had given it up.
+        """
         self.folder.mkdir(parents=True, exist_ok=True)
-        temporary = self.folder / ".new"
+        temporary = self.folder / f".new-{os.getpid()}"
         save_file({name: t.cpu().contiguous().clone() for name, t in tensors.items()}, temporary, self.belongs(round))
         sync(temporary)
         os.replace(temporary, self.file(round))
         sync(self.folder)
         for old in self.folder.glob("after-*.safetensors"):
-            if old not in (self.file(before), self.file(round)):
-                old.unlink()
+            if old < self.file(round) and old != self.file(before):
+                old.unlink(missing_ok=True)
 
     def belongs(self, round: int) -> dict[str, str]:
         return {"run": self.run, "client": self.client, "round": str(round)}
