@@ -16,7 +16,7 @@ $(VENV)/core: pyproject.toml constraints.txt
 	@touch $@
 
 $(INSTALLED): $(VENV)/core
-	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev,svhn,hf]'
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev,svhn,hf,flower,privacy]'
 	@touch $@
 
 demo: $(VENV)/core ## four algorithms on 100 clients with handwritten digits, a table and report.html (2 minutes)
@@ -35,12 +35,12 @@ imports: $(INSTALLED)
 	$(BIN)/lint-imports
 
 doctest: $(INSTALLED)
-	$(BIN)/pytest -q --doctest-modules undrift
+	$(BIN)/pytest -q --doctest-modules --doctest-ignore-import-errors undrift
 
 unit: $(INSTALLED)
 	$(BIN)/pytest -q -n 2 -m "not system" --durations=8
 
-system: $(INSTALLED) ## slow checks of the whole system (many kill -9 and resume)
+system: $(INSTALLED) ## slow checks of the whole system (many kill -9 and resume, real federations)
 	$(BIN)/pytest -q -m system
 
 golden: $(INSTALLED) ## write tests/golden anew: only for a deliberate change of results

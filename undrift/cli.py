@@ -1,4 +1,4 @@
-"""The command line: `undrift run | dp | pipe | sweep | report | list | data | cite`. No logic of its own."""
+"""The command line: `undrift run | deploy | dp | pipe | sweep | report | list | data | cite`. No logic of its own."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from safetensors import SafetensorError
 
 from undrift import __version__, parallel
 from undrift.config import CHOICES, FIELDS, TYPES, parse_value
+from undrift.deploy import settings as deployment
 from undrift.errors import BadSetting, LostRank, UndriftError, UnknownName
 from undrift.pipeline import settings as pipeline
 from undrift.simulate import ranks
@@ -56,6 +57,20 @@ def parser() -> Parser:
     run.add_argument("--server", metavar="NAME", help="the server's part of this algorithm, with --local")
     run.add_argument("--out", type=Path, metavar="DIR", help="the run's folder [runs/ALGORITHM-DATASET-seedN]")
     run.add_argument("--resume", action="store_true", help="go on from the folder's last checkpoint")
+
+    deploy = commands.add_parser(
+        "deploy",
+        help="real clients over Flower: write an app, make keys, or run it all on this machine",
+        allow_abbrev=False,
+    )
+    deploy.add_argument("action", metavar="init|local|keys")
+    deploy.add_argument(
+        "place", nargs="?", type=Path, metavar="DIR", help="init, keys: a new folder; local: for the logs"
+    )
+    deploy.add_argument("--config", type=Path, metavar="FILE.toml", help="settings; flags override them")
+    deploy.add_argument("--host", default="127.0.0.1", help="init, keys: the server's address [127.0.0.1]")
+    deploy.add_argument("--insecure", action="store_true", help="local: without TLS and node authentication")
+    add_flags(deploy, deployment.FLAGS, deployment.TYPES, CHOICES)
 
     dp = commands.add_parser("dp", help="train one model with compressed data-parallel workers", allow_abbrev=False)
     add_settings(dp, parallel.FIELDS, parallel.TYPES, parallel.CHOICES)
@@ -117,6 +132,15 @@ def add_settings(
 ) -> None:
     """A file of settings, and a flag for each."""
     command.add_argument("config", nargs="?", type=Path, metavar="CONFIG.toml", help="settings; flags override them")
+    add_flags(command, fields, types, choices)
+
+
+def add_flags(
+    command: argparse.ArgumentParser,
+    fields: Mapping[str, dataclasses.Field[Any]],
+    types: Mapping[str, Any],
+    choices: Mapping[str, tuple[str, ...]],
+) -> None:
     for name, field in fields.items():
         flag, about = f"--{name.replace('_', '-')}", str(field.metadata["help"])
         if name == "set":
@@ -166,12 +190,7 @@ def run_command(arguments: argparse.Namespace) -> None:
         if "algorithm" in settings:
             raise BadSetting("give --algorithm, or --local and --server, not both")
         settings["algorithm"] = f"{arguments.local or 'fedavg'}+{arguments.server or 'fedavg'}"
-    fields = {}
-    for pair in arguments.set or []:
-        name, equals, value = pair.partition("=")
-        if not equals:
-            raise BadSetting(f"--set takes FIELD=VALUE, not {pair!r}")
-        fields[name] = parse_value(value)
+    fields = set_fields(arguments.set)
     config: dict[str, Any] = {}
     if arguments.config is not None:
         from undrift.config import from_toml
@@ -186,6 +205,27 @@ def run_command(arguments: argparse.Namespace) -> None:
         (str(named.get("algorithm", "fedavg")), str(named.get("dataset", "digits")), f"seed{named.get('seed', 0)}")
     ).replace("/", "_").replace(":", "_")
     tell(str(named.get("algorithm", "fedavg")), out, functools.partial(run, config, **settings), arguments.resume)
+
+
+def set_fields(pairs: list[str] | None) -> dict[str, Any]:
+    """The algorithm's fields that --set gives."""
+    fields = {}
+    for pair in pairs or []:
+        name, equals, value = pair.partition("=")
+        if not equals:
+            raise BadSetting(f"--set takes FIELD=VALUE, not {pair!r}")
+        fields[name] = parse_value(value)
+    return fields
+
+
+def deploy_command(arguments: argparse.Namespace) -> None:
+    from undrift.config import from_toml
+    from undrift.deploy.command import deploy
+
+    config = {} if arguments.config is None else from_toml(arguments.config)
+    settings = {n: v for n in deployment.FLAGS if n != "set" and (v := getattr(arguments, n)) is not None}
+    fields = dict(config.get("set", {})) | set_fields(arguments.set)
+    deploy(arguments.action, arguments.place, config | settings | {"set": fields}, arguments.host, arguments.insecure)
 
 
 def dp_command(arguments: argparse.Namespace) -> None:
@@ -302,7 +342,8 @@ def list_command(arguments: argparse.Namespace) -> None:
         return
     width = max(len(entry["name"]) for entry in entries)
     for entry in entries:
-        print(f"{entry['name']:{width}}  {entry['about']}")
+        needs = f"  (of the updates the server needs: {entry['server_needs']})" if "server_needs" in entry else ""
+        print(f"{entry['name']:{width}}  {entry['about']}{needs}")
 
 
 def listed(kind: str) -> list[dict[str, Any]]:
@@ -381,6 +422,7 @@ def default_processes(device: str) -> int:
 
 COMMANDS = {
     "run": run_command,
+    "deploy": deploy_command,
     "dp": dp_command,
     "pipe": pipe_command,
     "sweep": sweep_command,

@@ -1,0 +1,1 @@
+"""Real federations: the simulator's rounds with clients on other machines, over Flower."""

@@ -1,0 +1,102 @@
+"""`undrift deploy init`: a Flower app in a folder, which `flwr run` starts on a federation."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import tomli_w
+
+from undrift import __version__
+from undrift.deploy.settings import Plan
+from undrift.errors import BadSetting
+
+SERVER = '''"""The server: seeded cohorts, rounds, checkpoints and records, by undrift."""
+
+from undrift.deploy.flower import server_app
+
+app = server_app()
+'''
+CLIENT = '''"""A client: the local steps of the algorithm that pyproject.toml names, by undrift."""
+
+from undrift.deploy.flower import client_app
+
+app = client_app()
+'''
+README = """# {name}
+
+{algorithm} on {dataset} with {clients} clients, {cohort} of them a round: a Flower app made by `undrift deploy init`.
+Its settings stand in `pyproject.toml`. Server and clients need `pip install 'undrift[flower]'`, and each client its samples.
+
+## Keys
+
+On the server, a certificate for its address and a key for each client (P-384), in `keys/`:
+
+```sh
+undrift deploy keys keys --host {host} --clients {clients}
+```
+
+Give client i the files `ca.crt` and `client-i` and keep `server.key` and the other keys to yourself.
+
+## On the server
+
+```sh
+export FLWR_TELEMETRY_ENABLED=0 FLWR_HOME=$PWD/flwr
+flower-superlink --ssl-ca-certfile keys/ca.crt --ssl-certfile keys/server.crt --ssl-keyfile keys/server.key \\
+  --enable-supernode-auth --host 0.0.0.0 --port {port} --database state.db --disable-runtime-dependency-installation
+```
+
+In another terminal, with the same FLWR_HOME, name the SuperLink in `$FLWR_HOME/config.toml`:
+
+```toml
+[superlink.federation]
+address = "{host}:{port}"
+root-certificates = "{here}/keys/ca.crt"
+```
+
+let the clients in, each once, and start the run:
+
+```sh
+for i in $(seq 0 {last}); do flwr supernode register keys/client-$i.pub federation; done
+flwr run . federation --stream
+```
+
+The run's folder is on the server, as `out` in `pyproject.toml` says. After a crash:
+`flwr run . federation --stream --run-config 'resume=true'`
+
+## On client i
+
+```sh
+flower-supernode --superlink {host}:{port} --root-certificates ca.crt --auth-supernode-private-key client-i \\
+  --node-config 'partition-id=i state-dir="/var/lib/undrift"'
+```
+"""
+
+
+def write_app(folder: Path, plan: Plan, host: str = "127.0.0.1", port: int = 8000) -> None:
+    """The app's files in a new or empty folder."""
+    if folder.exists() and any(folder.iterdir()):
+        raise BadSetting(f"{folder} is not empty; give another folder")
+    folder.mkdir(parents=True, exist_ok=True)
+    name = "".join(c if c.isalnum() else "-" for c in folder.resolve().name.lower()).strip("-") or "federation"
+    package = name.replace("-", "_")
+    package = package if package.isidentifier() else f"app_{package}"
+    (folder / package).mkdir()
+    for file, text in (("__init__", ""), ("server_app", SERVER), ("client_app", CLIENT)):
+        (folder / package / f"{file}.py").write_text(text)
+    run = plan.run
+    components = {"serverapp": f"{package}.server_app:app", "clientapp": f"{package}.client_app:app"}
+    project = {
+        "project": {
+            "name": name, "version": "1.0.0", "description": f"{run.algorithm} on {run.dataset}, by undrift",
+            "license": "Apache-2.0", "dependencies": [f"undrift[flower]>={__version__}"],
+        },
+        "build-system": {"requires": ["hatchling"], "build-backend": "hatchling.build"},
+        "tool": {
+            "hatch": {"build": {"targets": {"wheel": {"packages": ["."]}}}},
+            "flwr": {"app": {"publisher": "undrift", "components": components, "config": plan.flat()}},
+        },
+    }  # fmt: skip
+    (folder / "pyproject.toml").write_text(tomli_w.dumps(project))
+    facts = {"algorithm": run.algorithm, "dataset": run.dataset, "clients": run.clients, "cohort": run.cohort}
+    text = README.format(name=name, host=host, port=port, last=run.clients - 1, here=folder.resolve(), **facts)
+    (folder / "README.md").write_text(text)

@@ -1,0 +1,61 @@
+"""`undrift deploy init | local | keys`."""
+
+from __future__ import annotations
+
+import importlib.util
+import signal
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from undrift.config import RunConfig
+from undrift.deploy.settings import Plan
+from undrift.errors import BadSetting, UnknownName
+
+ACTIONS = ("init", "local", "keys")
+
+
+def deploy(action: str, place: Path | None, settings: Mapping[str, Any], host: str, insecure: bool) -> None:
+    """One of the actions, with the settings by their names."""
+    if action not in ACTIONS:
+        raise UnknownName("deploy action", action, ACTIONS)
+    clients = int(settings.get("clients", 4))
+    cohort = settings.get("cohort", min(clients, RunConfig.cohort))
+    plan = Plan.of({"clients": clients, "cohort": cohort} | dict(settings))
+    if importlib.util.find_spec("flwr") is None:
+        raise BadSetting("deploy needs Flower; pip install 'undrift[flower]'")
+    if action == "local":
+        local(plan, place, insecure)
+        return
+    if place is None:
+        raise BadSetting(f"undrift deploy {action} needs a folder: undrift deploy {action} DIR")
+    if action == "init":
+        from undrift.deploy.app import write_app
+
+        write_app(place, plan, host)
+        print(f"written to {place}; read {place / 'README.md'}")
+    else:
+        from undrift.deploy.keys import write_keys
+
+        write_keys(place, host, clients)
+        print(f"certificates for {host} and keys of {clients} clients written to {place}")
+
+
+def local(plan: Plan, home: Path | None, insecure: bool) -> None:
+    from undrift.deploy.local import run_local
+
+    if insecure:
+        print(
+            "undrift: --insecure: nothing is encrypted and any node may join; use it on your own machine only",
+            file=sys.stderr,
+        )
+
+    def ended(number: int, frame: object) -> None:  # so that everything that was started is ended too
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGTERM, ended)
+    try:
+        run_local(plan, not insecure, home, print)
+    finally:
+        signal.signal(signal.SIGTERM, before)

@@ -1,0 +1,148 @@
+"""Flower's side: letters as its messages, clients found by name, and the two apps that a federation runs."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Message, RecordDict
+from flwr.clientapp import ClientApp
+from flwr.serverapp import Grid, ServerApp
+
+from undrift.deploy.messages import Encoded, Letter, Refused
+from undrift.deploy.node import name_of, this_client
+from undrift.deploy.run import Roster, deploy
+from undrift.deploy.settings import Plan
+from undrift.errors import UndriftError
+
+NPY = "numpy.ndarray"  # Flower's name for a .npy file
+PAUSE = 1.0  # seconds between two looks at who is there
+
+
+def to_records(letter: Letter) -> RecordDict:
+    arrays = {name: Array(a.dtype, a.shape, NPY, a.data) for name, a in letter.arrays.items()}
+    return RecordDict({"arrays": ArrayRecord(arrays), "facts": ConfigRecord(dict(letter.facts))})
+
+
+def from_records(records: RecordDict) -> Letter:
+    """The letter in a message; nothing is made of its arrays yet."""
+    arrays, facts = records.get("arrays"), records.get("facts")
+    if (
+        set(records) != {"arrays", "facts"}
+        or not isinstance(arrays, ArrayRecord)
+        or not isinstance(facts, ConfigRecord)
+    ):
+        raise Refused(f"a message has the records arrays and facts, not {sorted(records)[:5]}")
+    for name, array in arrays.items():
+        if array.stype != NPY:
+            raise Refused(f"{name} is written as {array.stype!r}, not {NPY}")
+    plain: Any = {name: fact for name, fact in facts.items() if isinstance(fact, bool | int | float | str)}
+    return Letter(plain, {name: Encoded(a.dtype, tuple(a.shape), a.data) for name, a in arrays.items()})
+
+
+class GridPost:
+    """Carries letters over Flower's grid to the nodes that said they are these clients."""
+
+    def __init__(self, grid: Grid, timeout: float, say: Callable[[str], None]) -> None:
+        self.grid, self.timeout, self.say = grid, timeout, say
+        self.node: dict[str, int] = {}  # by the client's name
+
+    def roll(self, timeout: float) -> None:
+        """Ask the nodes that are new for their names."""
+        there = set(self.grid.get_node_ids())
+        new = sorted(there - set(self.node.values()))
+        asked = [Message(RecordDict(), node, "query", ttl=timeout) for node in new]
+        for reply in self.grid.send_and_receive(asked, timeout=timeout) if asked else ():
+            if reply.has_error():  # it is starting, or it is gone
+                continue
+            node = reply.metadata.src_node_id
+            try:
+                name = from_records(reply.content).fact("client", str)
+            except Refused as error:
+                self.say(f"node {node} does not say its name: {error}")
+                continue
+            if self.node.get(name) in there:
+                self.say(f"node {node} is turned away: {name} is there already")
+            else:
+                self.node[name] = node
+
+    def gather(self, clients: Iterable[str], wait: float) -> None:
+        """Wait until all these clients have said their names, or until the time is over."""
+        wanted, until = set(clients), time.monotonic() + wait
+        while wanted - self.node.keys() and time.monotonic() < until:
+            self.roll(min(30.0, wait))
+            time.sleep(PAUSE)
+
+    def exchange(self, letters: Mapping[str, Letter]) -> dict[str, Letter | str]:
+        there = set(self.grid.get_node_ids())
+        if any(self.node.get(name) not in there for name in letters):
+            self.roll(min(30.0, self.timeout))
+        answers: dict[str, Letter | str] = {}
+        messages, names = [], {}
+        for name, letter in letters.items():
+            answers[name] = "no answer in time" if name in self.node else "not connected"
+            if name in self.node:
+                names[self.node[name]] = name
+                messages.append(Message(to_records(letter), self.node[name], "train", ttl=self.timeout))
+        for reply in self.grid.send_and_receive(messages, timeout=self.timeout):
+            client = names.get(reply.metadata.src_node_id)
+            if client is None or isinstance(answers[client], Letter):  # a stranger, or a second answer
+                self.say(f"an answer of node {reply.metadata.src_node_id} that nobody waits for is ignored")
+            elif reply.has_error():
+                answers[client] = f"failed: {reply.error.reason}"
+            else:
+                try:
+                    answers[client] = from_records(reply.content)
+                except Refused as error:
+                    answers[client] = f"refused: {error}"
+        return answers
+
+
+def server_app() -> ServerApp:
+    """What a federation's server runs."""
+    app = ServerApp()
+
+    def main(grid: Grid, context: Context) -> None:
+        plan = Plan.from_flat(context.run_config)
+        post = GridPost(grid, plan.deploy.timeout, tell)
+
+        def meet(names: list[str]) -> Roster:
+            post.gather(names, plan.deploy.wait)
+            return Roster(names, [name for name in names if name in post.node])
+
+        deploy(plan, post, meet, Path(plan.deploy.out), tell)
+
+    app.main()(main)
+    return app
+
+
+def client_app() -> ClientApp:
+    """What each client of a federation runs."""
+    app = ClientApp()
+
+    def query(message: Message, context: Context) -> Message:
+        return Message(to_records(Letter({"client": name_of(context.node_config)}, {})), reply_to=message)
+
+    def train(message: Message, context: Context) -> Message:
+        client = this_client(Plan.from_flat(context.run_config), context.node_config)
+        try:
+            letter = from_records(message.content)
+            answer = client.answer(letter)
+        except UndriftError as error:
+            tell(f"{client.name}: {error}")
+            raise
+        tell(
+            f"{client.name}: round {int(letter.facts['round']) + 1} of run {letter.facts['run']}, {letter.facts['exchange']}: "
+            f"{answer.facts.get('steps', 0)} steps in {answer.facts['seconds']:.2f} s, {answer.nbytes} bytes up"
+        )
+        return Message(to_records(answer), reply_to=message)
+
+    app.query()(query)
+    app.train()(train)
+    return app
+
+
+def tell(line: str) -> None:
+    print(line, flush=True)

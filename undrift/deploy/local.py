@@ -1,0 +1,216 @@
+"""`undrift deploy local`: a SuperLink and SuperNodes on this machine, over TLS with keys made on the spot.
+
+Everything that is started is ended again, also after Ctrl-C. Flower's processes start others, some of them detached; they are
+known by the FLWR_HOME and the name that they all inherit.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
+
+from undrift.deploy.app import write_app
+from undrift.deploy.keys import write_keys
+from undrift.deploy.settings import Plan
+from undrift.errors import UndriftError
+from undrift.folder import RunFolder
+
+HOST = "127.0.0.1"
+MARK = "UNDRIFT_DEPLOY_PART"  # names, in a process's environment, what it belongs to
+AGAIN = 'trap \'kill $!; wait; exit\' TERM; while :; do "$0" "$@" & wait $!; sleep 3; done'
+PATIENCE = 60.0  # seconds until the SuperLink must answer
+GRACE = 5.0  # seconds that a process has to end by itself
+
+
+Within = Callable[[str], list[str]]
+
+
+def here(name: str) -> list[str]:
+    """On this machine, as it is."""
+    return []
+
+
+class Failed(UndriftError):
+    """One of the federation's processes failed."""
+
+
+class LocalFederation:
+    """The processes of a federation on loopback. Use it as `with federation(...)`."""
+
+    def __init__(self, home: Path, clients: int, secure: bool, host: str = HOST, within: Within = here) -> None:
+        """`within` puts words before the command of a part, such as those that start it in a network namespace."""
+        self.home, self.clients, self.secure, self.host, self.within = home, clients, secure, host, within
+        self.keys, self.app, self.port = home / "keys", home / "app", free_port()
+        self.started: dict[str, subprocess.Popen[bytes]] = {}
+        self.environment = os.environ | {
+            "FLWR_HOME": str(home / "flwr"), "FLWR_TELEMETRY_ENABLED": "0", "FLWR_DISABLE_UPDATE_CHECK": "1",
+            "PYTHONUNBUFFERED": "1", "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}",
+        }  # fmt: skip
+
+    def start(self, name: str, *command: str) -> subprocess.Popen[bytes]:
+        """A process whose output goes to its log."""
+        with (self.home / f"{name}.log").open("ab") as log:
+            process = subprocess.Popen(
+                [*self.within(name), *command], stdout=log, stderr=log, stdin=subprocess.DEVNULL,
+                env=self.environment | {MARK: name}, cwd=self.home, start_new_session=True,
+            )  # fmt: skip
+        self.started[name] = process
+        return process
+
+    def flwr(self, *arguments: str) -> str:
+        """A `flwr` command's output."""
+        done = subprocess.run(
+            [*self.within("run"), "flwr", *arguments],
+            env=self.environment,
+            cwd=self.home,
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        if done.returncode:
+            raise Failed(f"flwr {arguments[0]} failed: {done.stdout}{done.stderr}")
+        return done.stdout + done.stderr
+
+    def open(self) -> None:
+        """Start the SuperLink and let the clients' keys in."""
+        known = ["insecure = true"]
+        if self.secure:
+            write_keys(self.keys, self.host, self.clients)
+            known = [f'root-certificates = "{self.keys / "ca.crt"}"']
+        for old in self.home.glob("state.db*"):  # of an earlier federation in this folder; its nodes are gone
+            old.unlink()
+        (self.home / "flwr").mkdir(exist_ok=True)
+        config = ["[superlink]", 'default = "here"', "[superlink.here]", f'address = "{self.host}:{self.port}"', *known]
+        (self.home / "flwr" / "config.toml").write_text("\n".join(config) + "\n")
+        self.start_server()
+        for client in range(self.clients) if self.secure else ():
+            self.flwr("supernode", "register", str(self.keys / f"client-{client}.pub"), "here")
+
+    def start_server(self) -> None:
+        """Start the SuperLink, and wait until it answers; started again, it knows its clients from its database."""
+        security = ["--insecure"]
+        if self.secure:
+            files = {"ca-certfile": "ca.crt", "certfile": "server.crt", "keyfile": "server.key"}
+            security = [word for flag, file in files.items() for word in (f"--ssl-{flag}", str(self.keys / file))]
+            security.append("--enable-supernode-auth")
+        ready, before = "Uvicorn running", self.log("superlink")
+        link = self.start(
+            "superlink", "flower-superlink", *security, "--host", self.host, "--port", str(self.port), "--database",
+            str(self.home / "state.db"), "--disable-runtime-dependency-installation",
+        )  # fmt: skip
+        until = time.monotonic() + PATIENCE
+        while self.log("superlink").count(ready) == before.count(ready):
+            if link.poll() is not None or time.monotonic() > until:
+                raise Failed(f"the SuperLink did not start:\n{tail(self.log('superlink'))}")
+            time.sleep(0.2)
+
+    def start_client(self, client: int, key: Path | None = None) -> subprocess.Popen[bytes]:
+        """Client number `client`, with its own key or another one."""
+        security = ["--insecure"]
+        if self.secure:
+            key = key or self.keys / f"client-{client}"
+            security = ["--root-certificates", str(self.keys / "ca.crt"), "--auth-supernode-private-key", str(key)]
+        config = f'partition-id={client} state-dir="{self.home / "states" / str(client)}"'
+        node = (
+            "flower-supernode", *security, "--superlink", f"{self.host}:{self.port}", "--port", str(free_port()),
+            "--node-config", config,
+        )  # fmt: skip
+        # For a minute after a node was killed, the SuperLink holds its place and turns it away: it tries again.
+        return self.start(f"client-{client}", "sh", "-c", AGAIN, *node)
+
+    def run(self, plan: Plan, changed: Mapping[str, str] = {}) -> subprocess.Popen[bytes]:
+        """Start the run; its log is the server's output. `changed` are files of the app to be written otherwise."""
+        shutil.rmtree(self.app, ignore_errors=True)
+        write_app(self.app, plan, self.host, self.port)
+        for file, text in changed.items():
+            (self.app / "app" / file).write_text(text)
+        return self.start("run", "flwr", "run", str(self.app), "here", "--stream")
+
+    def log(self, name: str) -> str:
+        file = self.home / f"{name}.log"
+        return file.read_text(errors="replace") if file.exists() else ""
+
+    def kill(self, name: str, how: signal.Signals = signal.SIGKILL) -> None:
+        """End a process and all that it started."""
+        process = self.started.pop(name)
+        if how != signal.SIGKILL:
+            process.send_signal(how)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(GRACE)
+        for pid in {*descended(self.home, name), *([process.pid] if process.poll() is None else [])}:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        process.wait()
+
+    def close(self) -> None:
+        for name in reversed(list(self.started)):
+            self.kill(name, signal.SIGTERM)
+
+
+@contextlib.contextmanager
+def federation(
+    clients: int, secure: bool = True, home: Path | None = None, host: str = HOST, within: Within | None = None
+) -> Iterator[LocalFederation]:
+    """A SuperLink and its folder; nothing of it is left afterwards, unless `home` says where it is to be."""
+    folder = Path(tempfile.mkdtemp(prefix="undrift-")) if home is None else home.resolve()
+    folder.mkdir(parents=True, exist_ok=True)
+    made = LocalFederation(folder, clients, secure, host, within or here)
+    try:
+        made.open()
+        yield made
+    finally:
+        made.close()
+        if home is None:
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def run_local(plan: Plan, secure: bool, home: Path | None, say: Callable[[str], None]) -> None:
+    """The whole run on this machine, with one SuperNode a client."""
+    plan = replace(plan, deploy=replace(plan.deploy, out=str(Path(plan.deploy.out).resolve())))
+    with federation(plan.run.clients, secure, home) as parts:
+        for client in range(plan.run.clients):
+            parts.start_client(client)
+        process, shown = parts.run(plan), 0
+        while True:
+            ended = process.poll() is not None
+            text = parts.log("run")
+            for line in text[shown:].splitlines():
+                if not line.startswith(("INFO", "\x1b")) or "round" in line:
+                    say(line)
+            shown = len(text)
+            if ended:
+                break
+            time.sleep(0.3)
+        if not RunFolder(Path(plan.deploy.out)).finished():
+            raise Failed(f"the run did not come to its end:\n{tail(text)}\n{tail(parts.log('superlink'))}")
+
+
+def descended(home: Path, name: str) -> list[int]:
+    """The processes that were started under this name in this federation; only Linux tells."""
+    marks = {f"FLWR_HOME={home / 'flwr'}".encode(), f"{MARK}={name}".encode()}
+    found = []
+    for entry in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            if marks <= set((entry / "environ").read_bytes().split(b"\0")):
+                found.append(int(entry.name))
+    return found
+
+
+def tail(text: str, lines: int = 20) -> str:
+    return "\n".join(text.splitlines()[-lines:])
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind((HOST, 0))
+        return int(probe.getsockname()[1])

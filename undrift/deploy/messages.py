@@ -1,0 +1,126 @@
+"""What travels between the server and a client: named arrays and a few plain facts.
+
+An array travels as a .npy file without pickle, the form that Flower uses too. Whoever receives one knows which names, shapes
+and dtypes to expect, and compares them, and the number of bytes, before an array is made of anything.
+"""
+
+from __future__ import annotations
+
+import io
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple, TypeVar
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from undrift.errors import UndriftError
+from undrift.layout import Layout
+from undrift.simulate.engine import named_leaves
+from undrift.vec import leaves, map_leaves
+
+T = TypeVar("T")
+Fact = bool | int | float | str
+HEADER = 256  # bytes of a .npy file before the numbers, at most, for arrays of so few dimensions
+
+
+class Refused(UndriftError):
+    """A message that is not what was asked for; the text says why."""
+
+
+class Encoded(NamedTuple):
+    """One array as it travels."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    data: bytes  # a .npy file
+
+
+@dataclass(frozen=True)
+class Letter:
+    """One message: arrays by dotted names, and facts."""
+
+    facts: dict[str, Fact]
+    arrays: dict[str, Encoded]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the arrays as they travel; the facts are a few hundred more."""
+        return sum(len(array.data) for array in self.arrays.values())
+
+    def fact(self, name: str, kind: type[T]) -> T:
+        """A fact of that kind."""
+        value = self.facts.get(name)
+        if not isinstance(value, kind) or (kind is not bool and isinstance(value, bool)):
+            raise Refused(f"{name} must be {kind.__name__}, not {value!r}")
+        return value
+
+    def number(self, name: str) -> float:
+        """A fact that is a finite number."""
+        value = self.facts.get(name)
+        if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+            raise Refused(f"{name} must be a finite number, not {value!r}")
+        return float(value)
+
+
+def encode(tensor: Tensor) -> Encoded:
+    array = np.ascontiguousarray(tensor.detach().cpu().numpy())
+    file = io.BytesIO()
+    np.lib.format.write_array(file, array, version=(1, 0), allow_pickle=False)
+    return Encoded(str(array.dtype), tuple(tensor.shape), file.getvalue())
+
+
+def decode(name: str, sent: Encoded, like: Tensor) -> Tensor:
+    """The tensor that was sent, if it has the shape and the dtype of `like`."""
+    dtype = np.dtype(str(like.dtype).removeprefix("torch."))
+    expected, bytes_expected = tuple(like.shape), like.numel() * dtype.itemsize
+    if len(sent.data) > bytes_expected + HEADER:
+        raise Refused(f"{name} has {len(sent.data)} bytes, but {bytes_expected} were expected")
+    said: Any = sent.dtype, tuple(sent.shape)
+    if said == (str(dtype), expected):
+        file = io.BytesIO(sent.data)
+        try:
+            version = np.lib.format.read_magic(file)
+            shape, fortran, inside = np.lib.format.read_array_header_1_0(file) if version == (1, 0) else (None,) * 3
+        except ValueError as error:
+            raise Refused(f"{name} is not a .npy file: {error}") from error
+        said = str(inside), shape
+    if said != (str(dtype), expected):
+        raise Refused(f"{name} is {said[0]} {list(said[1] or ())}, but {dtype} {list(expected)} was expected")
+    body = sent.data[file.tell() :]
+    if fortran or len(body) != bytes_expected:
+        raise Refused(f"{name} has {len(body)} bytes of numbers, but {bytes_expected} were expected")
+    return torch.from_numpy(np.frombuffer(body, dtype).reshape(expected).copy())
+
+
+def pack(state: Any, layout: Layout) -> dict[str, Encoded]:
+    """The arrays of a NamedTuple under dotted names, without what pads vectors."""
+    return {name.removeprefix("."): encode(leaf) for name, leaf in named_leaves("", layout.sent(state))}
+
+
+def unpack(arrays: Mapping[str, Encoded], like: T, layout: Layout) -> T:
+    """A NamedTuple like this one from what was sent; vectors get their padding again."""
+    expected = {name.removeprefix("."): leaf for name, leaf in named_leaves("", layout.sent(like))}
+    if arrays.keys() != expected.keys():
+        missing, extra = sorted(expected.keys() - arrays.keys()), sorted(arrays.keys() - expected.keys())
+        raise Refused(f"the arrays have other names: {missing[:3]} are missing, {extra[:3]} were not expected")
+    largest = sum(leaf.numel() * leaf.element_size() + HEADER for leaf in expected.values())
+    total = sum(len(array.data) for array in arrays.values())
+    if total > largest:
+        raise Refused(f"the arrays have {total} bytes, but at most {largest} were expected")
+    sent: Iterator[Tensor] = iter([decode(name, arrays[name], leaf) for name, leaf in expected.items()])
+
+    def padded(whole: Tensor) -> Tensor:
+        tensor = next(sent)
+        return F.pad(tensor, (0, whole.shape[-1] - tensor.shape[-1])).to(whole.device)
+
+    return map_leaves(padded, like)
+
+
+def check_finite(state: Any) -> None:
+    """Refuse NaN and infinity."""
+    if not all(bool(leaf.isfinite().all()) for leaf in leaves(state)):
+        raise Refused("it is not finite")

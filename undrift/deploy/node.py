@@ -1,0 +1,52 @@
+"""Which client a node is: its name, its samples, and where it keeps its states.
+
+A node is told by its --node-config: `partition-id=3` or `name="clinic-a"`; `state-dir="/path"` says where its states go;
+`allow="mypackage"` lets the run name models, data sets and algorithms of that installed package.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from undrift.datasets import load_dataset
+from undrift.deploy.client import Client
+from undrift.deploy.settings import Plan
+from undrift.errors import BadSetting
+from undrift.runs import pick_device, simulated
+
+
+def name_of(node: Mapping[str, Any]) -> str:
+    """The client's name: its partition's number."""
+    if "partition-id" not in node:
+        raise BadSetting("start the node with --node-config 'partition-id=0', the number of its share of the samples")
+    return str(int(node["partition-id"]))
+
+
+def state_folder(node: Mapping[str, Any]) -> Path:
+    """Where this node keeps its states."""
+    return Path(str(node.get("state-dir") or os.environ.get("UNDRIFT_STATE") or Path.home() / ".undrift" / "clients"))
+
+
+def check_allowed(plan: Plan, node: Mapping[str, Any]) -> None:
+    """Refuse a run that names code which this node was not told to run."""
+    allowed = [part for part in str(node.get("allow", "")).split(",") if part]
+    for setting in ("algorithm", "model", "dataset"):
+        value = str(getattr(plan.run, setting))
+        package = value.partition(":")[0]
+        if ":" in value and not any(package == a or package.startswith(f"{a}.") for a in allowed):
+            raise BadSetting(
+                f"the run's {setting} is {value}, and this node runs only what undrift has; to allow it, install the package "
+                f"and start the node with --node-config 'allow=\"{package}\"'"
+            )
+
+
+def this_client(plan: Plan, node: Mapping[str, Any]) -> Client:
+    """The client that this node is in the run."""
+    check_allowed(plan, node)
+    name = name_of(node)
+    run = plan.run
+    simulation = simulated(run, plan.alg, load_dataset(run.dataset), run.model, pick_device(run.device))
+    return Client(name, simulation, state_folder(node))

@@ -1,0 +1,100 @@
+"""Central differential privacy for clients: the server clips every update and adds noise to their sum.
+
+    d = (sum_i clip(d_i, C) + N(0, sigma^2 C^2 I)) / (q N)
+
+McMahan, Ramage, Talwar, Zhang: Learning Differentially Private Recurrent Language Models. ICLR 2018, with a fixed
+denominator. Each client takes part with probability q; who fails to answer counts as zero, so that the weights never depend on
+who answered. The noise comes from the operating system, not from the run's seed, which the clients know.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import secrets
+from dataclasses import asdict
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from undrift.algorithms.base import Cohort, Worker
+from undrift.deploy.settings import Plan
+from undrift.errors import BadSetting
+from undrift.net import Net
+from undrift.vec import leaves, norm
+
+UNLIKELY = 0.01  # of delta: how likely a cohort of nobody, which is drawn again, may be in the whole run
+
+
+def made_private(plan: Plan) -> Any:
+    """The algorithm with a private sum in place of the weighted mean."""
+    bound, noise, expected = plan.deploy.dp_clip, plan.deploy.dp_noise, float(plan.run.cohort)  # q N = S
+
+    def gather(self: Any, companion: Any, up: Any, cohort: Cohort) -> tuple[Tensor, Any]:
+        return private_sum(up.d, bound, noise, cohort.layout.entries) / expected, companion
+
+    kind = type(plan.alg)
+    return type(f"Private{kind.__name__}", (kind,), {"gather": gather})(**asdict(plan.alg))
+
+
+def private_sum(d: Tensor, bound: float, noise: float, entries: int) -> Tensor:
+    """The sum of updates [S, P], each no longer than `bound`, with noise on the first entries; the rest is padding."""
+    clipped = d * (bound / norm(d).clamp(min=1e-30)).clamp(max=1.0)
+    random = torch.Generator().manual_seed(secrets.randbits(63))
+    z = torch.zeros(d.shape[-1], dtype=d.dtype)
+    z[:entries] = noise * bound * torch.randn(entries, generator=random, dtype=d.dtype)
+    return clipped.sum(-2) + z.to(d.device)
+
+
+def epsilon(rate: float, noise: float, rounds: int, delta: float) -> float:
+    """What the rounds so far cost, for adding or removing one client, by Renyi differential privacy."""
+    import dp_accounting
+
+    add_or_remove = dp_accounting.NeighboringRelation.ADD_OR_REMOVE_ONE
+    accountant = dp_accounting.rdp.RdpAccountant(range(2, 257), add_or_remove)
+    one = dp_accounting.PoissonSampledDpEvent(rate, dp_accounting.GaussianDpEvent(noise))
+    return float(accountant.compose(one, rounds).get_epsilon(delta))
+
+
+def check_private(plan: Plan, net: Net) -> None:
+    """Refuse settings under which the promise would not hold, with the reason."""
+    run, deploy, alg = plan.run, plan.deploy, plan.alg
+    x, buffers = net.start()
+    down = alg.broadcast(x, alg.companion_init(x, run.clients), nobody(net, run.clients))
+    client = alg.client_init(down, torch.tensor(0), buffers)
+    more = not alg.sends_updates or type(alg).gather is not Worker.gather or alg.measures
+    empty = run.rounds * (1 - run.cohort / run.clients) ** run.clients
+    for wrong, why in (
+        (alg.needs_single_updates, "its server looks at single updates"),
+        (more, "its clients send more than their update"),
+        (bool(leaves(client)), "its clients keep a state, which ties rounds together"),
+    ):
+        if wrong:
+            raise BadSetting(
+                f"{run.algorithm} cannot be made private: {why}; use one that needs only the sum, such as fedavg"
+            )
+    for wrong, why in (
+        (run.sampling != "bernoulli", "give --sampling bernoulli: the promise is for clients drawn independently"),
+        (run.weights != "uniform", "give --weights uniform: a weight by size would change a client's share"),
+        (deploy.min_replies > 1, "leave min_replies at 1: a round must not depend on how many answer"),
+        (
+            bool(buffers.numel()),
+            "the model has BatchNorm, whose statistics would go up without noise; use another normalisation",
+        ),
+        (
+            not (deploy.dp_noise > 0 and 0 < deploy.dp_delta < 1),
+            "dp_noise must be above 0 and dp_delta between 0 and 1",
+        ),
+        (empty > UNLIKELY * deploy.dp_delta, "a round without any client is too likely; raise cohort or clients"),
+        (importlib.util.find_spec("dp_accounting") is None, "install dp-accounting: pip install 'undrift[privacy]'"),
+    ):
+        if wrong:
+            raise BadSetting(f"dp_clip: {why}")
+
+
+def nobody(net: Net, clients: int) -> Cohort:
+    """A cohort of one, only to know what would be sent."""
+    one = torch.ones(1, 1, dtype=net.dtype)
+    return Cohort(
+        torch.zeros(1, dtype=torch.int64), torch.zeros(1, dtype=torch.int64), one, one, 0.1, clients, net.layout
+    )

@@ -1,0 +1,190 @@
+"""The server of a real federation: the simulator's round, with clients that answer by letter.
+
+A client that does not answer in time, or whose answer is refused, stands in the cohort with an answer of NaN; the round drops
+it as it drops every answer that is not finite, and the weights of the others add up to one.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple, Protocol, cast
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from undrift.algorithms.base import Algorithm, Nothing
+from undrift.deploy.client import MEASURE, TRAIN, Measured, Reply, Request
+from undrift.deploy.messages import Letter, Refused, check_finite, pack, unpack
+from undrift.round import Answers, RoundRecord, fill
+from undrift.simulate.engine import Simulation
+from undrift.simulate.execute import Execution, RoundWork
+from undrift.vec import map_leaves
+
+
+class Post(Protocol):
+    """Carries letters to clients by name; for whom no letter came back, the answer is a text that says why."""
+
+    def exchange(self, letters: Mapping[str, Letter]) -> dict[str, Letter | str]: ...
+
+
+class Visit(NamedTuple):
+    """What one client did in one exchange, a line of clients.jsonl."""
+
+    round: int
+    client: str
+    exchange: str
+    outcome: str  # "answered", or why its answer does not count
+    bytes_down: int
+    bytes_up: int
+    seconds: float  # that the client says it worked
+    away: float  # from the letter's leaving to the end of the exchange
+
+
+class Remote:
+    """An execution of the clients' part on other machines."""
+
+    name = "flower"
+
+    def __init__(self, post: Post, names: Sequence[str], token: str, least: int, say: Callable[[str], None]) -> None:
+        self.post, self.names, self.token, self.least, self.say = post, names, token, least, say
+        self.counted = np.zeros(len(names), dtype=np.int64)  # the last round of each client whose answer counted
+        self.position = self.counted  # batches each has taken, the simulation's own
+        self.visits: list[Visit] = []
+        self.absent = torch.nan  # what stands for a missing update; 0 where the sum is private, and nobody is left out
+
+    def __call__(
+        self, alg: Algorithm, down: Any, client: Any, buffers: Tensor, work: RoundWork, limit: int | None = None
+    ) -> Answers:
+        # One client's answer, without its work: only to know what it will be like.
+        mine = map_leaves(lambda v: v[0], client)
+        up = fill(alg.local_end(down, mine, alg.local_start(down, mine))[0], torch.Size())
+        facts = alg.local_facts(alg.local_start(down, mine))
+        like, one = Reply(up, buffers), torch.full_like(down.x[..., :1], torch.nan)
+
+        def read(letter: Letter) -> Answers:
+            reply: Reply = unpack(letter.arrays, like, work.net.layout)
+            check_finite(reply)
+            if letter.fact("anew", bool):
+                self.say(f"round {work.round + 1}: {letter.facts['client']} had lost its state and begins anew")
+            numbers = type(facts)(*(down.x.new_tensor([letter.number(f"fact.{n}")]) for n in facts._fields))
+            loss = down.x.new_tensor([letter.number("loss")])
+            # What stays with a client is not here: neither its state nor its model.
+            return Answers(reply.up, Nothing(), reply.buffers, one, loss, numbers)
+
+        found = self.ask(TRAIN, Request(down, buffers), work, read)
+        lost = map_leaves(lambda v: torch.full_like(v, torch.nan), Answers(up, Nothing(), buffers, one, one, facts))
+        lost = lost._replace(up=map_leaves(lambda v: torch.full_like(v, self.absent), up))
+        joined: Answers = map_leaves(lambda *parts: torch.stack(parts), *(lost if a is None else a for a in found))
+        return joined
+
+    def measure(self, alg: Algorithm, down: Any, buffers: Tensor, work: RoundWork) -> Tensor:
+        """The first exchange: what every client measures [S, P]."""
+
+        def read(letter: Letter) -> Measured:
+            measured: Measured = unpack(letter.arrays, Measured(down.x), work.net.layout)
+            check_finite(measured)
+            return measured
+
+        found = self.ask(MEASURE, Request(down, buffers), work, read)
+        return torch.stack([torch.full_like(down.x, torch.nan) if a is None else a.sent for a in found])
+
+    def ask(self, exchange: str, request: Request, work: RoundWork, read: Callable[[Letter], Any]) -> list[Any]:
+        """The cohort's answers in the order of its ids, None for each that does not count."""
+        ids, arrays = work.ids.tolist(), pack(request, work.net.layout)
+        letters = {}
+        for id in ids:
+            facts = {"run": self.token, "client": self.names[id], "id": id, "round": work.round, "exchange": exchange}
+            facts |= {"since": int(self.counted[id]), "position": int(self.position[id])}
+            letters[self.names[id]] = Letter(facts, arrays)
+        began = time.perf_counter()
+        answers = self.post.exchange(letters)
+        away = time.perf_counter() - began
+        found = []
+        for id in ids:
+            name = self.names[id]
+            answer, taken, seconds = answers.get(name, "no answer"), None, 0.0
+            outcome = answer if isinstance(answer, str) else "answered"
+            if isinstance(answer, Letter):
+                try:
+                    for fact in ("run", "client", "round", "exchange"):
+                        if answer.facts.get(fact) != letters[name].facts[fact]:
+                            raise Refused(
+                                f"its {fact} is {answer.facts.get(fact)!r}, not {letters[name].facts[fact]!r}"
+                            )
+                    seconds, gradients = answer.number("seconds"), answer.fact("gradients", int)
+                    taken = read(answer)
+                    work.gradients += gradients
+                except Refused as error:
+                    outcome = f"refused: {error}"
+            if taken is None:
+                self.say(f"round {work.round + 1}: {name} does not count: {outcome}")
+            up = answer.nbytes if isinstance(answer, Letter) else 0
+            down = letters[name].nbytes
+            self.visits.append(Visit(work.round + 1, name, exchange, outcome, down, up, seconds, away))
+            found.append(taken)
+        if sum(a is not None for a in found) < self.least:
+            self.say(f"round {work.round + 1}: fewer than {self.least} clients answered; the model stays as it is")
+            return [None] * len(found)
+        return found
+
+
+class Deployment:
+    """A run whose clients are elsewhere, with what `runs.Course` asks of a simulation."""
+
+    def __init__(
+        self,
+        simulation: Simulation,
+        remote: Remote,
+        keep: Callable[[list[Visit]], None],
+        spent: Callable[[int], dict[str, float]] = lambda rounds: {},
+    ) -> None:
+        """`keep` is given each round's visits; `spent` says what of privacy so many rounds have spent."""
+        self.spent = spent
+        self.simulation, self.remote, self.keep = simulation, remote, keep
+        self.net, self.device = simulation.net, simulation.device
+        simulation.execution = cast(Execution, remote)
+
+    @property
+    def t(self) -> int:
+        return self.simulation.t
+
+    def rounds(self, most: int, last: bool = False) -> list[RoundRecord]:
+        """The next round."""
+        run, remote = self.simulation, self.remote
+        remote.position, before = run.position, run.position.copy()
+        remote.visits = []
+        record = run.round(last and most == 1)
+        remote.counted[run.position != before] = run.t  # whose batches were taken, its answer counted
+        self.keep(remote.visits)
+        return [self.completed(record)]
+
+    def completed(self, record: RoundRecord) -> RoundRecord:
+        """The record with what was measured on the way."""
+        visits = self.remote.visits
+        answered = [v for v in visits if v.outcome == "answered"]
+        measured = {
+            "wire_down": sum(v.bytes_down for v in visits),
+            "wire_up": sum(v.bytes_up for v in visits),
+            "client_seconds": sum(v.seconds for v in answered) / max(1, len(answered)),
+            "exchange_seconds": sum({v.exchange: v.away for v in visits}.values()),
+            "refused": sum(v.outcome.startswith("refused") for v in visits),
+        }
+        # The simulator counts an upload for each client that was asked; who did not answer has sent nothing.
+        bytes_up = record.bytes_up * sum(v.bytes_up > 0 for v in visits) // max(1, len(visits))
+        silent = len({v.client for v in visits} - {v.client for v in answered})
+        dropped = max(record.dropped, silent)
+        return record._replace(
+            bytes_up=bytes_up, dropped=dropped, more=record.more | measured | self.spent(record.round)
+        )
+
+    def tensors(self) -> dict[str, Tensor]:
+        return self.simulation.tensors() | {"counted": torch.from_numpy(self.remote.counted)}
+
+    def restore(self, tensors: dict[str, Tensor], t: int) -> None:
+        self.simulation.restore(tensors, t)
+        self.remote.counted = tensors["counted"].cpu().numpy().copy()
+
+    def model(self) -> dict[str, Tensor]:
+        return self.simulation.model()

@@ -1,0 +1,92 @@
+"""The settings of a deployment: those of a run, and how the server deals with clients that are elsewhere.
+
+In a Flower app they stand in [tool.flwr.app.config] of its pyproject.toml, where values are plain: the algorithm's fields as
+"set.lr", a list of numbers as text.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any, get_type_hints
+
+from undrift.config import FIELDS, RunConfig, from_mapping, make_algorithm, parse_value, typed
+from undrift.errors import BadSetting
+from undrift.registry import algorithm_class
+
+# Settings of a simulation that a real federation has no use for: its clients fail, dawdle and wait for the network by
+# themselves, and each runs as it can.
+SIMULATED = ("dropout_rate", "slow", "bandwidth", "latency")
+UNUSED = (*SIMULATED, "execution", "chunk", "replay", "compile", "client_state", "checkpoint_every", "compress")
+
+
+@dataclass(frozen=True)
+class DeployConfig:
+    """How the server deals with its clients. Each field is a flag of `undrift deploy`."""
+
+    out: str = field(default="runs/deployed", metadata={"help": "the run's folder, on the server"})
+    resume: bool = field(default=False, metadata={"help": "go on from the folder's last checkpoint"})
+    timeout: float = field(default=600.0, metadata={"help": "seconds that clients have for an answer"})
+    min_replies: int = field(default=1, metadata={"help": "answers without which a round leaves the model as it is"})
+    wait: float = field(default=600.0, metadata={"help": "seconds to wait for all clients before the first round"})
+    dp_clip: float = field(
+        default=0.0, metadata={"help": "C, longest update of a client, for differential privacy; 0: none"}
+    )
+    dp_noise: float = field(default=1.0, metadata={"help": "sigma: the noise on the sum is N(0, sigma^2 C^2)"})
+    dp_delta: float = field(default=1e-5, metadata={"help": "delta, for which the record says epsilon"})
+
+    def __post_init__(self) -> None:
+        if not self.dp_clip >= 0:
+            raise BadSetting(f"dp_clip must be at least 0, not {self.dp_clip}")
+        if not (self.timeout > 0 and self.wait > 0 and self.min_replies >= 1):
+            raise BadSetting("timeout, wait and min_replies must be greater than 0")
+
+
+DEPLOY_FIELDS = {f.name: f for f in dataclasses.fields(DeployConfig)}
+TYPES = get_type_hints(RunConfig) | get_type_hints(DeployConfig)
+FLAGS = {name: f for name, f in FIELDS.items() if name not in UNUSED} | DEPLOY_FIELDS  # of `undrift deploy`
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A deployment as it was asked for."""
+
+    run: RunConfig
+    alg: Any
+    deploy: DeployConfig
+
+    @classmethod
+    def of(cls, given: Mapping[str, Any]) -> Plan:
+        """From settings by their names; the algorithm's fields are under `set`."""
+        own = typed({n: v for n, v in given.items() if n in DEPLOY_FIELDS}, TYPES)
+        chosen = from_mapping({n: v for n, v in given.items() if n not in DEPLOY_FIELDS})
+        for name in SIMULATED:
+            if getattr(chosen, name) != FIELDS[name].default:
+                raise BadSetting(f"{name} is for simulations; real clients and links are as they are")
+        if chosen.compress:
+            raise BadSetting("compress is not offered in a deployment yet; leave it out")
+        alg = make_algorithm(algorithm_class(chosen.algorithm), chosen.algorithm, chosen.set)
+        # A checkpoint after every round: clients keep only the states before and after their last one.
+        chosen = dataclasses.replace(chosen, set=asdict(alg), checkpoint_every=1)
+        deploy = DeployConfig(**own)
+        if deploy.min_replies > chosen.cohort:
+            raise BadSetting(f"min_replies is {deploy.min_replies}, but only {chosen.cohort} clients are asked a round")
+        return cls(chosen, alg, deploy)
+
+    @classmethod
+    def from_flat(cls, flat: Mapping[str, Any]) -> Plan:
+        """From the plain values of a Flower app."""
+        given = {n: v for n, v in flat.items() if not n.startswith("set.")}
+        fields = {n[4:]: parse_value(v) if isinstance(v, str) else v for n, v in flat.items() if n.startswith("set.")}
+        return cls.of(given | {"set": fields})
+
+    def flat(self) -> dict[str, bool | int | float | str]:
+        """As a Flower app holds it."""
+        run = {n: v for n, v in asdict(self.run).items() if n not in (*UNUSED, "set")}
+        if not run["epochs"]:
+            del run["epochs"]
+        if not run["steps"]:
+            del run["steps"]
+        fields = {f"set.{n}": str(list(v)) if isinstance(v, tuple | list) else v for n, v in self.run.set.items()}
+        return run | asdict(self.deploy) | fields

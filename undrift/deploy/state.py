@@ -1,0 +1,69 @@
+"""What a client keeps between rounds, on its own disk: it survives a restart and leaves the client only where the
+algorithm sends it.
+
+A state belongs to one run (its token), one client (its name) and the round after which it stands. The states before and
+after the client's last round are kept: where that round did not count, because the answer came late or the server was killed
+and repeats the round, the client begins from the state before it.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping
+from pathlib import Path
+
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from undrift.deploy.messages import Refused
+from undrift.simulate.client_store import sync
+
+NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,63}")  # of a client or a run: it becomes the name of a folder
+
+
+class Store:
+    """The states of one client in one run."""
+
+    def __init__(self, root: Path, run: str, client: str) -> None:
+        for what, name in (("run", run), ("client", client)):
+            if not NAME.fullmatch(name):
+                raise Refused(f"{name!r} cannot be the name of a {what}: letters, digits, '.', '_' and '-', at most 64")
+        self.run, self.client, self.folder = run, client, root / run / client
+
+    def file(self, round: int) -> Path:
+        return self.folder / f"after-{round:06d}.safetensors"
+
+    def read(self, round: int) -> dict[str, Tensor] | None:
+        """The state after that round, None where there is none."""
+        file = self.file(round)
+        if not file.exists():
+            return None
+        try:
+            with safe_open(file, framework="pt") as opened:
+                belongs = opened.metadata()
+                tensors = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
+        except (OSError, SafetensorError) as error:
+            raise Refused(f"the state in {file} is damaged: {error}") from error
+        if belongs != self.belongs(round):
+            raise Refused(f"the state in {file} belongs to {belongs}, not to {self.belongs(round)}")
+        return tensors
+
+    def write(self, before: int, round: int, tensors: Mapping[str, Tensor]) -> None:
+        """Keep the state after this round beside the one it began from; older ones go, and what lies between.
+
+        A newer one stays: then this round was answered long after the server had given it up.
+        """
+        self.folder.mkdir(parents=True, exist_ok=True)
+        temporary = self.folder / f".new-{os.getpid()}"
+        save_file({name: t.cpu().contiguous().clone() for name, t in tensors.items()}, temporary, self.belongs(round))
+        sync(temporary)
+        os.replace(temporary, self.file(round))
+        sync(self.folder)
+        for old in self.folder.glob("after-*.safetensors"):
+            if old < self.file(round) and old != self.file(before):
+                old.unlink(missing_ok=True)
+
+    def belongs(self, round: int) -> dict[str, str]:
+        return {"run": self.run, "client": self.client, "round": str(round)}
