@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -114,9 +113,8 @@ def test_second_answers_failures_and_doubles_are_dealt_with(tmp_path: Path) -> N
     post.roll(5.0)
     assert post.node["1"] == 2 * 7919 and said == ["node 5 is turned away: 1 is there already"]
     nodes.twice, nodes.failing = True, {7919}
-    app = SimpleNamespace()  # a letter that a client can answer, as the server would write it
-    app.run = simulated(plan.run, plan.alg, load_dataset("digits"), "logreg", torch.device("cpu"))
-    arrays = {"down.x": encode(app.run.net.layout.sent(app.run.state.x)), "buffers": encode(app.run.state.buffers)}
+    run = simulated(plan.run, plan.alg, load_dataset("digits"), "logreg", torch.device("cpu"))
+    arrays = {"down.x": encode(run.net.layout.sent(run.state.x)), "buffers": encode(run.state.buffers)}
     facts = {"run": "a1", "round": 0, "exchange": "train", "since": 0, "position": 0}
     letters = {n: Letter(facts | {"client": n, "id": int(n)}, arrays) for n in ("0", "2", "7")}
     answers = post.exchange(letters)

@@ -91,7 +91,7 @@ class GridPost:
             if client is None or isinstance(answers[client], Letter):  # a stranger, or a second answer
                 self.say(f"an answer of node {reply.metadata.src_node_id} that nobody waits for is ignored")
             elif reply.has_error():
-                answers[client] = f"failed: {reply.error.reason}"
+                answers[client] = f"failed: {' '.join(str(reply.error.reason).split())[:300]}"
             else:
                 try:
                     answers[client] = from_records(reply.content)
