@@ -12,7 +12,7 @@ from undrift.data.dataset import Dataset
 from undrift.data.own import dataset_from
 from undrift.data.partition import deal
 from undrift.errors import BadData, BadSetting, MissingData, UndriftError
-from undrift.registry import attribute, module_of, names
+from undrift.registry import attribute, call_with_options, module_of, names
 
 
 def data_root() -> Path | None:
@@ -38,7 +38,7 @@ def load_dataset(name: str) -> Dataset:
         except Exception as error:  # whatever the user's function raises
             raise BadData(f"{name} failed: {type(error).__name__}: {error}") from error
         return dataset_from(data)
-    found: Dataset = module_of("datasets", name).load(data_root())
+    found: Dataset = call_with_options(module_of("datasets", name).load, (data_root(),), name)
     return found
 
 

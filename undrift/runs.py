@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 import undrift.data.federation as federation
+from undrift import segmentation
 from undrift.algorithms.base import Worker
 from undrift.config import (
     FIELDS,
@@ -40,7 +41,7 @@ from undrift.datasets import load_dataset
 from undrift.errors import BadRunFolder, BadSetting, UndriftError
 from undrift.folder import ReadOnlyFolder, RunFolder
 from undrift.net import Loss, Net
-from undrift.registry import algorithm_class, attribute, module_of
+from undrift.registry import algorithm_class, attribute, call_with_options, module_of
 from undrift.round import RoundRecord
 from undrift.simulate import ranks
 from undrift.simulate.client_store import DiskTable
@@ -180,12 +181,26 @@ def simulated(
 ) -> Simulation:
     """The run that the settings describe, before its first round; `model` is an nn.Module, its name, or what builds it."""
     clients = federation.federate(
-        dataset, config.partition, config.clients, config.seed, device, config.val_fraction, config.colour
+        dataset,
+        config.partition,
+        config.clients,
+        config.seed,
+        device,
+        config.val_fraction,
+        config.colour,
+        config.own_test,
     )
     if not isinstance(model, nn.Module):
         model = build_model(model, clients.shape, clients.classes, config.seed)
-    net = Net(model, loss, torch.float64 if config.dtype == "float64" else torch.float32)
-    if metrics is None:
+    if dataset.structures and loss is F.cross_entropy:
+        loss = segmentation.dice_loss
+    dtype = torch.float64 if config.dtype == "float64" else torch.float32
+    net = Net(model, loss, dtype)
+    for name, (other, outputs) in alg.networks(clients.clients).items():
+        net.beside[name] = Net(build_model(other, clients.shape, outputs, config.seed), dtype=dtype)
+    if metrics is None and dataset.structures:
+        metrics = segmentation.metrics(dataset.structures)
+    elif metrics is None:
         metrics = {"accuracy": accuracy} if net.loss is F.cross_entropy else {}
     plan = Plan(config.batch, config.steps, config.epochs, config.batches == "persistent")
     how = Settings(
@@ -376,15 +391,16 @@ def build_model(model: Any, shape: tuple[int, ...], classes: int, seed: int) -> 
 
     They are drawn on the CPU, so that they are the same for every device.
     """
-    build = model
+    build, options = model, ""
     if isinstance(model, str):
         if model.startswith("object "):
             raise BadSetting(f"the run's model was {model}; give it again from Python")
         build = attribute(model) if ":" in model else module_of("models", model).build
+        options = "" if ":" in model else model
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(stream(seed, Purpose.INITIAL) >> 1)
         try:
-            made = build(shape, classes)
+            made = call_with_options(build, (shape, classes), options)
         except UndriftError:
             raise
         except Exception as error:  # whatever the user's function raises
@@ -410,6 +426,8 @@ def written(config: RunConfig, simulation: Simulation) -> dict[str, Any]:
         "numpy": np.__version__, "device": str(simulation.device), "threads": torch.get_num_threads(),
         "ranks": ranks.count(), "parameters": simulation.net.layout.entries,
     }  # fmt: skip
+    if simulation.data.site_names:
+        made["sites"] = list(simulation.data.site_names)
     if simulation.device.type == "cuda":
         settings["compile"] = "on" if simulation.settings.compile else "off"
     if simulation.execution is not None:
