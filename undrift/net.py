@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -170,6 +171,12 @@ class Net:
         self._local = threading.local()
         self._prepared = prepared
         self._still = _unshared(prepared, self.current).eval()
+
+    def put_beside(self, name: str, other: Net) -> None:
+        """Have another network trained beside this one. Its vector gets a length of its own, by which `sent` knows it."""
+        while other.layout.size in {net.layout.size for net in (self, *self.beside.values())}:
+            other.layout = replace(other.layout, padding=other.layout.padding + ALIGNED)
+        self.beside[name] = other
 
     def start(self) -> tuple[Tensor, Tensor]:
         """x0 [P] and the buffers' start [Q]."""

@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from undrift.layout import Layout
@@ -144,18 +145,32 @@ class Oracle:
         return self._relative(self.net.beside[name], self.batch, buffers)
 
     def parts(self, count: int) -> list[Oracle]:
-        """The mini-batch as independent ones: every count-th sample, from the first on, from the second on, and so on."""
+        """The mini-batch as independent ones: every count-th sample, from the first on, from the second on, and so on.
+
+        A part without a sample has the gradient zero.
+        """
         inputs, targets, real, key, dropout = self.batch
-        dim, every = len(self.lead), range(count)
+        dim = len(self.lead)
+        width = inputs.shape[dim]
+        if width < count:
+            real = torch.ones(*self.lead, width, dtype=self.loss.dtype, device=inputs.device) if real is None else real
+            more = [
+                t.narrow(dim, 0, 1).expand(*self.lead, count - width, *t.shape[dim + 1 :]) for t in (inputs, targets)
+            ]
+            inputs, targets = torch.cat([inputs, more[0]], dim), torch.cat([targets, more[1]], dim)
+            real = F.pad(real, (0, count - width))
 
         def some(t: Tensor, j: int) -> Tensor:
-            return t.index_select(dim, torch.arange(min(j, t.shape[dim] - 1), t.shape[dim], count, device=t.device))
+            return t.index_select(dim, torch.arange(j, t.shape[dim], count, device=t.device))
 
-        batches = [
-            Batch(some(inputs, j), some(targets, j), None if real is None else some(real, j), key, dropout)
-            for j in every
+        return [
+            self._relative(
+                self.net,
+                Batch(some(inputs, j), some(targets, j), None if real is None else some(real, j), key, dropout),
+                self.buffers,
+            )
+            for j in range(count)
         ]
-        return [self._relative(self.net, batch, self.buffers) for batch in batches]
 
     def _relative(self, net: Net, batch: Batch, buffers: Tensor) -> Oracle:
         made = Oracle(net, batch, buffers.expand(*self.lead, buffers.shape[-1]))

@@ -197,7 +197,7 @@ def simulated(
     dtype = torch.float64 if config.dtype == "float64" else torch.float32
     net = Net(model, loss, dtype)
     for name, (other, outputs) in alg.networks(clients.clients).items():
-        net.beside[name] = Net(build_model(other, clients.shape, outputs, config.seed), dtype=dtype)
+        net.put_beside(name, Net(build_model(other, clients.shape, outputs, config.seed), dtype=dtype))
     if metrics is None and dataset.structures:
         metrics = segmentation.metrics(dataset.structures)
     elif metrics is None:

@@ -51,7 +51,7 @@ class ThenSelector(GlobalAndPulled):
         models: Tensor  # [N P] v_1, v_2, ... one after another; [0] while they are trained
         statistics: Tensor  # [N Q]
 
-    class Client(NamedTuple):
+    class Member(NamedTuple):
         own: Stream
         s_opt: Any  # the selector's optimiser
 
@@ -119,16 +119,16 @@ class ThenSelector(GlobalAndPulled):
     def reply(self, companion: Companion, up: Any, buffers: Tensor, cohort: Cohort) -> Any:
         return self.Silence() if self.phase else super().reply(companion, up, buffers, cohort)
 
-    def receive(self, client: Client, reply: Any) -> Client:
-        found: ThenSelector.Client = client if self.phase else super().receive(client, reply)
+    def receive(self, client: Member, reply: Any) -> Member:
+        found: ThenSelector.Member = client if self.phase else super().receive(client, reply)
         return found
 
     # A client.
-    def client_init(self, down: Down, ids: Tensor, buffers: Tensor) -> Client:
+    def client_init(self, down: Down, ids: Tensor, buffers: Tensor) -> Member:
         own = super().client_init(down, ids, buffers).own
-        return self.Client(own, self.chooser.rest(down.s))
+        return self.Member(own, self.chooser.rest(down.s))
 
-    def local_start(self, down: Down, client: Client) -> Any:
+    def local_start(self, down: Down, client: Member) -> Any:
         if not self.phase:
             return super().local_start(down, client)
         opt = client.s_opt if self.keep_moments else self.chooser.rest(down.s)
@@ -140,7 +140,7 @@ class ThenSelector(GlobalAndPulled):
     def left_moments(self, work: Any, opt: Any) -> Any:
         return opt if self.phase else super().left_moments(work, opt)
 
-    def local_step(self, down: Down, client: Client, work: Any, oracle: GradientOracle) -> Any:
+    def local_step(self, down: Down, client: Member, work: Any, oracle: GradientOracle) -> Any:
         if not self.phase:
             return super().local_step(down, client, work, oracle)
         watching = oracle.other("selector", work.statistics)
@@ -162,7 +162,7 @@ class ThenSelector(GlobalAndPulled):
         best = known.view(len(inputs), -1).argmin(-1)  # one_hot(argmin_k L(h_k, y))
         return F.cross_entropy(model(s, inputs), best, reduction="none")
 
-    def local_end(self, down: Down, client: Client, work: Any) -> tuple[Any, Any]:
+    def local_end(self, down: Down, client: Member, work: Any) -> tuple[Any, Any]:
         if self.phase:
             return self.Choice(work.x, work.statistics), client._replace(s_opt=work.opt)
         up, _ = super().local_end(down, client, work)

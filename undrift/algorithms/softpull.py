@@ -30,7 +30,7 @@ def pulled(v: Tensor, lam: float, cohort: Cohort) -> Tensor:
         size = cohort.size.unsqueeze(-1)
         share = torch.where(size > 1, (size * lam - 1) / (size - 1).clamp(min=1), 1.0)
     centre = mean(v, cohort.uniform).unsqueeze(-2)
-    return centre + share * (v - centre)
+    return share * v + (1 - share) * centre
 
 
 def check_pull(alg: Any, cohort: int) -> None:
