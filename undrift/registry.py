@@ -11,8 +11,12 @@ import tomllib
 from pathlib import Path
 from typing import Any
 
+import torch
+from torch import nn
+
 from undrift.algorithms.base import Server, Worker
-from undrift.errors import BadSetting, UnknownName
+from undrift.errors import BadSetting, UndriftError, UnknownName
+from undrift.streams import Purpose, stream
 
 SAME_MEANING = {"qp_scope", "rho"}  # fields of GradMA's two sides that one setting serves
 PACKAGES = {"algorithms": "undrift.algorithms", "datasets": "undrift.data", "models": "undrift.models"}
@@ -94,6 +98,30 @@ def module_of(kind: str, name: str) -> Any:
     if name not in names(kind):
         raise UnknownName(kind.removesuffix("s"), name, names(kind))
     return importlib.import_module(f"{PACKAGES[kind]}.{name.replace('-', '_')}")
+
+
+def build_model(model: Any, shape: tuple[int, ...], classes: int, seed: int) -> nn.Module:
+    """A model, by its name or by a function of (shape, classes), with its initial weights drawn under the seed.
+
+    They are drawn on the CPU, so that they are the same for every device.
+    """
+    build, options = model, ""
+    if isinstance(model, str):
+        if model.startswith("object "):
+            raise BadSetting(f"the run's model was {model}; give it again from Python")
+        build = attribute(model) if ":" in model else module_of("models", model).build
+        options = "" if ":" in model else model
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(stream(seed, Purpose.INITIAL) >> 1)
+        try:
+            made = call_with_options(build, (shape, classes), options)
+        except UndriftError:
+            raise
+        except Exception as error:  # whatever the user's function raises
+            raise BadSetting(f"the model function {model} failed: {type(error).__name__}: {error}") from error
+    if not isinstance(made, nn.Module):
+        raise BadSetting(f"a model function takes (shape, classes) and returns an nn.Module, not {type(made).__name__}")
+    return made
 
 
 def algorithm_class(name: str) -> type[Any]:

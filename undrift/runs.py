@@ -38,10 +38,10 @@ from undrift.data.batches import Plan
 from undrift.data.dataset import Dataset
 from undrift.data.own import dataset_from
 from undrift.datasets import load_dataset
-from undrift.errors import BadRunFolder, BadSetting, UndriftError
+from undrift.errors import BadRunFolder, BadSetting
 from undrift.folder import ReadOnlyFolder, RunFolder
 from undrift.net import Loss, Net
-from undrift.registry import algorithm_class, attribute, call_with_options, module_of
+from undrift.registry import algorithm_class, build_model
 from undrift.round import RoundRecord
 from undrift.simulate import ranks
 from undrift.simulate.client_store import DiskTable
@@ -49,7 +49,7 @@ from undrift.simulate.clients import ClientTable
 from undrift.simulate.engine import Settings, Simulation
 from undrift.simulate.evaluate import Metric, accuracy
 from undrift.simulate.execute import Stacked, available_memory
-from undrift.streams import Purpose, stream
+from undrift.simulate.own import personal_models
 from undrift.vec import nbytes
 
 REPAID = 50_000  # local steps: compiling takes ten to twenty seconds, and a step of a small model saves 0.1 to 0.5 ms
@@ -307,8 +307,38 @@ class Course:
         simulation, folder, stopped = self.simulation, self.folder, self.reached or "rounds"
         if folder is not None and (self.saved < simulation.t or not folder.finished()):
             folder.write_model(simulation.model())
+            if simulation.alg.personalises:
+                folder.write_super(all_models(simulation), about_models(self.config, simulation, self.records))
             save(simulation, folder, {"seconds": self.elapsed, "finished": True, "stopped": stopped})
         return Result(self.records, simulation.model(), self.config, folder.path if folder else None, stopped)
+
+
+def all_models(simulation: Simulation) -> dict[str, Tensor]:
+    """The server's model, everybody's own and the selector, as state dicts under `global.`, `client1.`, ..., `selector.`."""
+    net, state = simulation.net, simulation.state
+    found = {f"global.{name}": tensor for name, tensor in net.state_dict(state.x, state.buffers).items()}
+    for number, served in enumerate(personal_models(simulation), 1):
+        found |= {f"client{number}.{name}": tensor for name, tensor in net.state_dict(*served).items()}
+    if simulation.alg.chooses:
+        chosen = net.beside["selector"].state_dict(*simulation.alg.selector(state.companion))
+        found |= {f"selector.{name}": tensor for name, tensor in chosen.items()}
+    return found
+
+
+def about_models(config: RunConfig, simulation: Simulation, records: list[dict[str, Any]]) -> dict[str, Any]:
+    """What it takes to use them."""
+    data, alg = simulation.data, simulation.alg
+    gammas = [r["gamma"] for r in records if r.get("gamma") is not None]
+    networks = alg.networks(data.clients)
+    return {
+        "algorithm": config.algorithm, "dataset": config.dataset, "model": config.model, "shape": list(data.shape),
+        "outputs": data.classes, "clients": data.clients, "chooses": alg.chooses,
+        "gamma": gammas[-1] if gammas else max(float(getattr(alg, "gamma", 0.0)), 0.0),
+        "selector_model": networks["selector"][0] if networks else "",
+        "selector_outputs": networks["selector"][1] if networks else 0,
+        "masks": data.masks, "mean": list(data.transform.mean), "std": list(data.transform.std),
+        "sites": list(data.site_names) or [f"client {n + 1}" for n in range(data.clients)],
+    }  # fmt: skip
 
 
 def drive(course: Course) -> Result:
@@ -384,30 +414,6 @@ def check_same_run(folder: RunFolder, stored: Mapping[str, Any], asked: Mapping[
             raise BadRunFolder(
                 f"{folder.path} holds another run: its {name} is {was}, not {value}; choose another --out"
             )
-
-
-def build_model(model: Any, shape: tuple[int, ...], classes: int, seed: int) -> nn.Module:
-    """A model, by its name or by a function of (shape, classes), with its initial weights drawn under the seed.
-
-    They are drawn on the CPU, so that they are the same for every device.
-    """
-    build, options = model, ""
-    if isinstance(model, str):
-        if model.startswith("object "):
-            raise BadSetting(f"the run's model was {model}; give it again from Python")
-        build = attribute(model) if ":" in model else module_of("models", model).build
-        options = "" if ":" in model else model
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(stream(seed, Purpose.INITIAL) >> 1)
-        try:
-            made = call_with_options(build, (shape, classes), options)
-        except UndriftError:
-            raise
-        except Exception as error:  # whatever the user's function raises
-            raise BadSetting(f"the model function {model} failed: {type(error).__name__}: {error}") from error
-    if not isinstance(made, nn.Module):
-        raise BadSetting(f"a model function takes (shape, classes) and returns an nn.Module, not {type(made).__name__}")
-    return made
 
 
 def pick_device(name: str) -> torch.device:

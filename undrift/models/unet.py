@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from undrift.errors import BadSetting, UnknownName
-from undrift.models._blocks import convolution, image_shape
+from undrift.models._blocks import convolution, he_initialised, image_shape
 
 NORMS = ("group", "batch", "instance", "none")
 
@@ -27,7 +27,8 @@ def build(shape: tuple[int, ...], classes: int, width: int = 16, depth: int = 4,
             f"unet halves the image {depth} times, so its sides must be multiples of {2**depth}, not {height}x{breadth}; "
             "use a smaller depth, such as unet(depth=2), or resize the images"
         )
-    return UNet(channels, classes, width, depth, norm)
+    model = UNet(channels, classes, width, depth, norm)
+    return he_initialised(model) if norm == "none" else model
 
 
 class UNet(nn.Module):
