@@ -22,6 +22,9 @@ from undrift.data.partition import Dealt
 from undrift.datasets import load_dataset
 from undrift.errors import BadData, BadSetting, MissingData, UnknownName
 from undrift.models import small_cnn, unet
+from undrift.report import sites
+from undrift.report.page import html
+from undrift.report.runs import grouped, load
 from undrift.segmentation import dice_loss, dice_scores, metrics
 
 CPU = torch.device("cpu")
@@ -165,14 +168,17 @@ def test_retina_in_parts_and_prostate(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("norm", ["group", "batch", "instance", "none"])
 def test_unet(norm: str) -> None:
+    torch.manual_seed(0)
     net = unet.build((3, 16, 24), 2, width=4, depth=2, norm=norm)
     assert net(torch.rand(2, 3, 16, 24)).shape == (2, 2, 16, 24)
     deeper = unet.build((3, 16, 24), 2, width=4, depth=3, norm=norm)
     count = [sum(p.numel() for p in m.parameters()) for m in (net, deeper)]
     assert count[1] > 2 * count[0]
     x = torch.rand(1, 3, 16, 24, requires_grad=True)
-    net.eval()(x)[0, 0, 8, 12].backward()
-    assert x.grad is not None and (x.grad[0, :, 8, 12].abs() > 1e-6).any()  # the way across reaches the pixel itself
+    net(x)[0, :, 6:10, 10:14].sum().backward()
+    assert (
+        x.grad is not None and (x.grad[0, :, 6:10, 10:14].abs() > 1e-6).any()
+    )  # the way across reaches the pixel itself
 
 
 def test_bad_options_are_refused() -> None:
@@ -252,7 +258,7 @@ def test_predict_writes_masks_overlays_and_a_table(trained: Path, tmp_path: Path
     assert "validation samples" in capsys.readouterr().out
     out = tmp_path / "out"
     assert main(["predict", "--super", str(trained), "--in", str(tmp_path / "new" / "images"), "--out", str(out)]) == 0
-    rows = list(csv.DictReader((out / "predictions.csv").open()))
+    rows = list(csv.DictReader((out / "predictions.csv").read_text().splitlines()))
     assert [row["name"] for row in rows] == ["p0.png", "p1.png", "p2.png"]
     for row in rows:
         number = int(row["model"])
@@ -261,3 +267,39 @@ def test_predict_writes_masks_overlays_and_a_table(trained: Path, tmp_path: Path
         assert mask.size == drawn.size == (20, 20) and set(np.unique(np.asarray(mask))) <= {0, 127, 254}
     assert main(["predict", "--super", str(tmp_path), "--in", "x", "--out", "y"]) == 2
     assert "holds no super model" in capsys.readouterr().err
+
+
+def test_a_site_can_be_left_out_and_tested_as_unseen() -> None:
+    spec = "synthetic-sites(sites=3, patients=8, without=2, size=16)"
+    whole, data = load_dataset("synthetic-sites(sites=3, patients=8, size=16)"), load_dataset(spec)
+    assert data.site_names == ("site 1", "site 3") and data.unseen is not None and whole.test_sites is not None
+    assert np.array_equal(data.unseen[1], whole.y_test[whole.test_sites == 1])
+    result = undrift.run(
+        algorithm="fedsm", dataset=spec, model="unet(width=4, depth=1)", partition="sites", clients=2, cohort=2, epochs=1,
+        batch=8, rounds=2, eval_every=2, device="cpu", execution="pool",
+        set={"optimizer": "adam", "lr": 0.01, "selector_model": "small-cnn(width=4)", "gamma": 0.0},
+    )  # fmt: skip
+    last = result.records[-1]
+    assert set(last["sites"]["unseen"]) == {"global", "super"} and "unseen_own_dice" in last
+    assert sum(last["sites"]["chosen"]["unseen"][0]) == 4 and last["sites"]["chosen"]["unseen"][0][0] == 0
+    with pytest.raises(BadSetting, match="from 1 to 3"):
+        load_dataset("synthetic-sites(sites=3, patients=8, without=4)")
+    with pytest.raises(BadSetting, match="no sites"):
+        load_dataset("digits(without=1)")
+
+
+def test_the_report_shows_every_site(tmp_path: Path) -> None:
+    common: dict[str, Any] = dict(
+        dataset="synthetic-sites(sites=3, patients=8, size=16, without=1)", model="unet(width=4, depth=1)", partition="sites",
+        clients=2, cohort=2, epochs=1, batch=8, rounds=1, device="cpu", execution="pool",
+    )  # fmt: skip
+    undrift.run(algorithm="local", out=tmp_path / "local", **common)
+    undrift.run(algorithm="fedsm", out=tmp_path / "fedsm", set={"selector_model": "small-cnn(width=4)"}, **common)
+    page = html(load([tmp_path]), None)
+    for words in ("Sites: dice", "Every model on every site", "Chosen models", "The unseen site", "client average"):
+        assert words in page
+    (table,) = (part for part in sites.tables(grouped(load([tmp_path]))) if part.title == "Sites: dice")
+    assert table.rows[0][3:5] == ["site 2", "site 3"] and table.rows[1][0].startswith("local")
+    record = json.loads((tmp_path / "fedsm" / "rounds.jsonl").read_text())
+    (row,) = (row for row in table.rows if row[0].startswith("fedsm") and row[1:3] == ["super", "last"])
+    assert row[3:6] == [f"{v:.4f}" for v in (*record["sites"]["test"]["super"]["dice"], record["own_dice"])]

@@ -51,7 +51,7 @@ def with_options(spec: str) -> tuple[str, dict[str, Any]]:
     options: dict[str, Any] = {}
     if bracket and not rest.endswith(")"):
         raise BadSetting(f"{spec!r} opens a bracket and does not end in one; write name(option=value, option=value)")
-    for part in filter(None, rest.removesuffix(")").split(",")):
+    for part in filter(str.strip, rest.removesuffix(")").split(",")):
         option, equals, value = (text.strip() for text in part.partition("="))
         if not equals:
             raise BadSetting(

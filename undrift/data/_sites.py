@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
 
 from undrift.data.dataset import Dataset
-from undrift.errors import BadData
+from undrift.errors import BadData, BadSetting
 
 SHARES = (0.5, 0.25, 0.25)  # training, validation and test
 SPLITS = ("train", "val", "test")
@@ -67,6 +67,24 @@ def dataset_of_sites(
         mean=tuple(pixels.mean(0).round(4).tolist()), std=tuple(pixels.std(0).round(4).tolist()), crop=crop, flip=flip,
         sites=owner[ours], test_sites=owner[~ours], validation=np.flatnonzero(split[ours] == "val"),
         structures=structures, site_names=tuple(site.name for site in sites),
+    )  # fmt: skip
+
+
+def without(data: Dataset, number: int) -> Dataset:
+    """The data set with one site (counted from 1) left out: nobody trains on it, and its test samples are `unseen`."""
+    if data.sites is None or data.test_sites is None or not isinstance(data.x_train, np.ndarray):
+        raise BadSetting(f"{data.name} has no sites of which one could be left out; use data such as synthetic-sites")
+    count = int(data.sites.max()) + 1
+    if not 1 <= number <= count:
+        raise BadSetting(f"without must be a site from 1 to {count}, not {number}")
+    kept, tested, x_test = data.sites != number - 1, data.test_sites != number - 1, np.asarray(data.x_test)
+    validation = np.zeros(len(kept), bool)
+    validation[[] if data.validation is None else data.validation] = True
+    return replace(
+        data, x_train=data.x_train[kept], y_train=data.y_train[kept], x_test=x_test[tested], y_test=data.y_test[tested],
+        sites=data.sites[kept], test_sites=data.test_sites[tested], validation=np.flatnonzero(validation[kept]),
+        site_names=tuple(name for k, name in enumerate(data.site_names, 1) if k != number),
+        unseen=(x_test[~tested], data.y_test[~tested]),
     )  # fmt: skip
 
 

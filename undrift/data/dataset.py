@@ -38,6 +38,5 @@ class Dataset:
     test_sites: NDArray[np.int64] | None = None  # and of each test sample
     site_names: tuple[str, ...] = ()
     validation: NDArray[np.int64] | None = None  # training rows that the data set itself holds out for validation
-    structures: tuple[
-        str, ...
-    ] = ()  # what masks [n, H, W] show besides background, from the outside in; () for classes
+    unseen: tuple[Samples, NDArray[np.generic]] | None = None  # test samples of a site that is left out of training
+    structures: tuple[str, ...] = ()  # what masks [n, H, W] show besides background, from the outside in

@@ -52,7 +52,7 @@ class Split:
 
 
 class Own(NamedTuple):
-    """Held-out samples that belong to clients."""
+    """Held-out samples that belong to clients, or to a site that is none (then owner 0)."""
 
     split: Split
     rows: Tensor  # [n] of the split
@@ -142,6 +142,9 @@ def federate(
         ):
             if len(held):
                 own[name] = _own(split, held, np.array([client[site] for site in at.tolist()]))
+    if data.unseen is not None:
+        left_out = _split(*data.unseen, device)
+        own["unseen"] = _own(left_out, np.arange(len(left_out)), np.zeros(len(left_out), np.int64))
     return replace(made, masks=bool(data.structures), own=own, site_names=data.site_names if spec == "sites" else ())
 
 

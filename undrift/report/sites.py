@@ -33,8 +33,10 @@ def tables(groups: list[Group]) -> list[Part]:
     titles = _site_names(scored[0].runs[0])
     parts = [_scores(scored, metric, name, titles)]
     parts += [_crossed(g, name, titles) for g in scored if g.algorithm == "local" and _crossed_of(g.runs[0], name)]
-    parts += [_chosen(g, titles) for g in scored if _chosen_of(g.runs[0])]
-    return parts
+    parts += [_chosen(g, titles, "test") for g in scored if _chosen_of(g.runs[0], "test")]
+    parts += [_chosen(g, titles, "unseen") for g in scored if _chosen_of(g.runs[0], "unseen")]
+    unseen = [g for g in scored if "unseen" in (_at_end(g.runs[0]) or {})["sites"]]
+    return [*parts, _unseen(unseen, name)] if unseen else parts
 
 
 def _scores(groups: list[Group], metric: Metric, name: str, titles: list[str]) -> Part:
@@ -47,9 +49,9 @@ def _scores(groups: list[Group], metric: Metric, name: str, titles: list[str]) -
                 if values:
                     rows.append([group.label, kind, when, *_row(values), _overall(found, kind, name)])
     legend = (
-        f"Test {name} of each site, mean over seeds, ± the standard deviation of the client average. The client average is the "
-        "unweighted mean of the sites, the last column the mean over all test samples, for what serves the clients. Rounds: the one "
-        "with the best validation score (where there are validation samples), and the last one. Local and Centralized are the two ends."
+        f"Test {name} of each site, mean over seeds, ± the standard deviation of the client average, the unweighted mean "
+        "of the sites. The last column is the mean over all test samples, for what serves the clients. Rounds: the one with the "
+        "best validation score, where there are validation samples, and the last one. Local and Centralized are the two ends."
     )
     return Part(f"Sites: {name}", rows, legend)
 
@@ -83,16 +85,33 @@ def _crossed(group: Group, name: str, titles: list[str]) -> Part:
     )
 
 
-def _chosen(group: Group, titles: list[str]) -> Part:
+def _chosen(group: Group, titles: list[str], split: str) -> Part:
     """How often the selector chose which model."""
-    counts = [_chosen_of(run) for run in group.runs if _chosen_of(run)]
+    counts = [_chosen_of(run, split) for run in group.runs if _chosen_of(run, split)]
     rows = [["site", "global", *titles]]
-    for k, title in enumerate(titles):
+    for k, title in enumerate(["the unseen one"] if split == "unseen" else titles):
         total = [sum(seed[k][m] for seed in counts) for m in range(len(titles) + 1)]
         rows.append([title, *(f"{count / max(sum(total), 1):.2f}" for count in total)])
     gammas = [value for run in group.runs if (value := number(_at_end(run) or {}, "gamma")) is not None]
     told = f" The threshold was {', '.join(f'{g:g}' for g in gammas)}." if gammas else ""
-    return Part(f"Chosen models: {group.label}", rows, f"The share of a site's test samples, in the last round.{told}")
+    about = "an unseen site" if split == "unseen" else "test samples"
+    return Part(
+        f"Chosen models, {about}: {group.label}", rows, f"The share of a site's samples, in the last round.{told}"
+    )
+
+
+def _unseen(groups: list[Group], name: str) -> Part:
+    """The site that took no part in training."""
+    rows = [["method", *KINDS]]
+    for group in groups:
+        found = [(_at_end(run) or {})["sites"]["unseen"] for run in group.runs if _at_end(run)]
+        values = ([seed[kind][name][0] for seed in found if kind in seed] for kind in KINDS)
+        rows.append([group.label, *(f"{statistics.fmean(v):.4f}" if v else "-" for v in values)])
+    return Part(
+        "The unseen site",
+        rows,
+        f"Test {name} of the site that was left out of training, in the last round, mean over seeds.",
+    )
 
 
 def _at_end(run: Run) -> dict[str, Any] | None:
@@ -108,8 +127,8 @@ def _crossed_of(run: Run, name: str) -> Any:
     return (_at_end(run) or {}).get("sites", {}).get("crossed", {}).get(name)
 
 
-def _chosen_of(run: Run) -> Any:
-    return (_at_end(run) or {}).get("sites", {}).get("chosen", {}).get("test")
+def _chosen_of(run: Run, split: str) -> Any:
+    return (_at_end(run) or {}).get("sites", {}).get("chosen", {}).get(split)
 
 
 def _site_names(run: Run) -> list[str]:

@@ -28,24 +28,20 @@ def own_scores(run: Simulation, last: bool) -> dict[str, Any]:
     of all that there is under `sites`.
     """
     data, alg = run.data, run.alg
-    sites = max(int(own.owners.max()) for own in data.own.values()) + 1
+    most = max(int(own.owners.max()) for own in data.own.values()) + 1
     served = personal_models(run) if alg.personalises else []
     shared = Served(run.state.x, run.state.buffers)
     found: dict[str, Any] = {}
     table: dict[str, Any] = {}
-    gamma = 0.0
-    for name in sorted(data.own, reverse=True):  # validation before test: the threshold comes from there
-        own = data.own[name]
+    gamma = max(getattr(alg, "gamma", 0.0), 0.0)
+    for name in sorted(data.own, reverse=True):  # validation before the others: the threshold comes from there
+        own, sites = data.own[name], 1 if name == "unseen" else most
         kinds = {"global": scores_of(run, own, shared)}
-        if served:
+        if served and name != "unseen":
             kinds["personal"] = by_owner(run, own, [served[i] for i in range(sites)])
         if alg.chooses:
-            if name == "val" or "val" not in data.own:
-                gamma = (
-                    tuned(run, own, shared, served)
-                    if name == "val" and tunes(run)
-                    else max(getattr(alg, "gamma", 0.0), 0.0)
-                )
+            if name == "val" and tunes(run):
+                gamma = tuned(run, own, shared, served)
             kinds["super"], choice = super_scores(run, own, shared, served, gamma)
             counts = torch.zeros(sites, len(served) + 1, dtype=torch.int64)
             counts.index_put_(
@@ -60,11 +56,11 @@ def own_scores(run: Simulation, last: bool) -> dict[str, Any]:
         found |= {f"{prefix}own_{m}_all": float(v.mean()) for m, v in kinds[best].items()}
     if alg.chooses:
         found["gamma"] = gamma
-    if last and served and sites <= MOST_CROSSED and "test" in data.own:
+    if last and served and most <= MOST_CROSSED and "test" in data.own:
         own = data.own["test"]
         crossed = [scores_of(run, own, model) for model in served]
         table["crossed"] = {
-            m: [group_means(scores[m], own.owners, sites).tolist() for scores in crossed] for m in crossed[0]
+            m: [group_means(scores[m], own.owners, most).tolist() for scores in crossed] for m in crossed[0]
         }
     return found | {"sites": table}
 
