@@ -63,12 +63,11 @@ NEUTRAL: dict[str, tuple[dict[str, Any], dict[str, Any], int] | None] = {
     "per-fedavg": ({"alpha": 0.0, "split": False}, {}, 4),
     "pfedme": ({"lam": 1.0, "lr": 1.0, "inner_lr": 0.1, "inner_steps": 1, "reset": True}, {}, 4),
     "fedsm": ({}, {}, 4),
-    "fedsm-extra": ({}, {"cohort": 6}, 4),
-    "ensemble": ({}, {"cohort": 6}, 4),
+    "fedsm-extra": ({}, {}, 4),
+    "ensemble": ({}, {}, 4),
 }
 # Methods whose server's model is FedAvg's for all settings; what they leave the clients is tested in reference/test_personal.py.
 FEDAVG_INSIDE = ("fedavg", "ft", "apfl", "fedsm", "fedsm-extra", "ensemble")
-ALL_CLIENTS = ("fedsm-extra", "ensemble")  # need the whole federation in every round
 GENTLE: dict[str, dict[str, Any]] = {
     "fedavgslm": {"lr": 0.002},  # momentum on both sides, kept between rounds: 100 times the rate
     "pfedme": {"lam": 2.0},
@@ -270,8 +269,7 @@ def test_descends(name: str) -> None:
 
 @pytest.mark.parametrize("name", ALGORITHMS)
 def test_restoring_in_the_middle_changes_nothing(name: str) -> None:
-    cohort = 6 if name in ALL_CLIENTS else 3
-    whole, first, second = (simulation(make(name, momentum=0.5), cohort=cohort) for _ in range(3))
+    whole, first, second = (simulation(make(name, momentum=0.5)) for _ in range(3))
     for _ in range(7):
         whole.round()
     for _ in range(3):
@@ -288,7 +286,7 @@ def test_restoring_in_the_middle_changes_nothing(name: str) -> None:
 @pytest.mark.parametrize("execution", ["stacked", "pool"])
 def test_bytes_and_gradients_are_as_its_page_says(name: str, execution: str) -> None:
     down, up, gradients = COSTS[name]
-    cohort = 6 if name in ALL_CLIENTS else 1 if name == "centralized" else 4
+    cohort = 1 if name == "centralized" else 4
     run = simulation(make(name), cohort=cohort, steps=3, execution=execution)
     model, before = nbytes(run.net.layout.sent(run.state.x)), set()
     chooser = nbytes(run.net.sent(run.alg.selector(run.state.companion).x)) if name == "fedsm" else 0
@@ -312,7 +310,7 @@ def test_bytes_and_gradients_are_as_its_page_says(name: str, execution: str) -> 
 @pytest.mark.parametrize("name", ALGORITHMS)
 def test_golden(name: str) -> None:
     """The first three rounds in float64 are those of the last deliberate change (`make golden`)."""
-    points = path(simulation(make(name), cohort=6 if name in ALL_CLIENTS else 4), 3)
+    points = path(simulation(make(name), cohort=4), 3)
     found = [[float(p.sum()), float(p.norm()), float(p[7])] for p in points]
     file = GOLDEN / f"{name}.json"
     if os.environ.get("UNDRIFT_WRITE_GOLDEN"):

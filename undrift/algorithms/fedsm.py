@@ -107,7 +107,7 @@ class WithSelector(Worker):
     inner_steps: int = 5  # of pfedme
     begin: int = 90  # of ft
     phase: int = 0  # of ft, set by the run
-    selector_model: str = "vgg11"
+    selector_model: str = "small-cnn"  # the paper's is vgg11
     selector_lr: float = 1e-3  # eta_s
     selector_mode: str = "full_batch_synced"
     gamma: float = (
