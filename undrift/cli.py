@@ -187,6 +187,9 @@ def run_command(arguments: argparse.Namespace) -> None:
     last = result.records[-1] if result.records else {}
     scores = [r["accuracy"] for r in result.records if r["accuracy"] is not None]
     text = f"accuracy {scores[-1]:.4f}, best {max(scores):.4f} (on test)" if scores else f"loss {last.get('loss')}"
+    for name in ("own_dice", "own_accuracy"):
+        if last.get(name) is not None:
+            text += f", {name} {last[name]:.4f} (mean over clients, each on its own samples)"
     print(f"{len(result.records)} rounds, {text}; stopped by {result.stopped}; written to {out}")
 
 
