@@ -54,7 +54,7 @@ def cases(kind: str) -> list[str]:
         return [f"{name} changing" for name in papers] + ["scaffold broken", "mime ragged", "mime ragged pool"]
     ways = ("float32", "float32 pool", "pool", "ragged", "ragged pool", "changing", "broken")
     return (
-        names("algorithms")
+        [name for name in names("algorithms") if name != "centralized"]  # whose one client cannot be shared
         + [f"{name} {way}" for name in papers for way in ways]
         + [
             "fedavg auto",

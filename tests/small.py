@@ -57,7 +57,10 @@ def simulation(
     plan = Plan(batch, 0 if epochs else steps, epochs, persistent=not epochs)
     chosen = Settings(cohort, plan, seed, **({"execution": "stacked"} | settings))
     fed = federation() if fed is None else fed
-    return Simulation(alg, Net(module or tiny_mlp(), dtype=dtype), fed, chosen, {"accuracy": accuracy}, CPU)
+    net = Net(module or tiny_mlp(), dtype=dtype)
+    for name, (_, outputs) in alg.networks(fed.clients).items():
+        net.put_beside(name, Net(tiny_mlp(1, classes=outputs), dtype=dtype))
+    return Simulation(alg, net, fed, chosen, {"accuracy": accuracy}, CPU)
 
 
 def path(run: Simulation, rounds: int) -> torch.Tensor:

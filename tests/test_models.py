@@ -96,7 +96,9 @@ def small_shape(name: str) -> tuple[int, ...]:
 
 def test_the_table_names_every_model() -> None:
     files = Path(undrift.models._blocks.__file__).parent.glob("*.py")
-    assert {file.stem.replace("_", "-") for file in files if not file.stem.startswith("_")} == set(MODELS)
+    tested_elsewhere = {"unet", "small-cnn"}  # test_sites.py
+    named = {file.stem.replace("_", "-") for file in files if not file.stem.startswith("_")}
+    assert named - tested_elsewhere == set(MODELS)
 
 
 @every_model

@@ -106,7 +106,15 @@ def agree(plain: Simulation, one: list[RoundRecord], packed: Simulation, two: li
     return max(float((other[n].double() - t.double()).abs().max()) for n, t in mine.items() if t.numel())
 
 
-@pytest.mark.parametrize("name", names("algorithms"))
+PACKABLE = [n for n in names("algorithms") if not (algorithm_class(n).personalises or algorithm_class(n).pools)]
+
+
+@pytest.mark.parametrize("name", sorted({*names("algorithms")} - {*PACKABLE}))
+def test_a_personal_method_is_not_packed(name: str, tmp_path: Path) -> None:
+    assert packs.kind(RunConfig(algorithm=name), RunFolder(tmp_path)) is None
+
+
+@pytest.mark.parametrize("name", PACKABLE)
 def test_packed_runs_equal_the_same_runs_alone(name: str) -> None:
     make = maker(algorithms(name, **STRUCTURE.get(name, {})), eval_every=4)
     for pair in both(make, 6):

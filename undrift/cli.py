@@ -1,4 +1,4 @@
-"""The command line: `undrift run | deploy | dp | pipe | sweep | report | list | data | cite`. No logic of its own."""
+"""The command line: `undrift run | deploy | dp | pipe | sweep | report | list | data | predict | cite`. No logic of its own."""
 
 from __future__ import annotations
 
@@ -115,6 +115,17 @@ def parser() -> Parser:
     data.add_argument("--seed", type=int, default=0)
     data.add_argument(
         "--out", type=Path, metavar="FILE", help="prepare: where NAME.npz goes; show: a .png or .svg picture"
+    )
+
+    predict = commands.add_parser("predict", help="use a run's super model on a folder of pictures", allow_abbrev=False)
+    predict.add_argument(
+        "--super", type=Path, required=True, metavar="DIR", help="the folder of a finished personal run"
+    )
+    predict.add_argument("--in", type=Path, dest="pictures", metavar="FOLDER", help="pictures")
+    predict.add_argument("--out", type=Path, metavar="FOLDER", help="for masks, overlays and predictions.csv")
+    predict.add_argument("--gamma", type=float, metavar="GAMMA", help="another threshold than the stored one")
+    predict.add_argument(
+        "--tune-gamma", action="store_true", help="first tune it on the run's validation samples, and store it"
     )
 
     cite = commands.add_parser(
@@ -275,6 +286,9 @@ def tell(name: str, out: Path, run: Callable[..., Any], resume: bool) -> None:
     last = result.records[-1] if result.records else {}
     scores = [r["accuracy"] for r in result.records if r["accuracy"] is not None]
     text = f"accuracy {scores[-1]:.4f}, best {max(scores):.4f} (on test)" if scores else f"loss {last.get('loss')}"
+    for name in ("own_dice", "own_accuracy"):
+        if last.get(name) is not None:
+            text += f", {name} {last[name]:.4f} (mean over clients, each on its own samples)"
     print(f"{len(result.records)} rounds, {text}; stopped by {result.stopped}; written to {out}")
 
 
@@ -391,6 +405,20 @@ def data_command(arguments: argparse.Namespace) -> None:
         raise UnknownName("data action", arguments.action, ("list", "prepare", "show"))
 
 
+def predict_command(arguments: argparse.Namespace) -> None:
+    from undrift.supermodel import SuperModel, predict_folder, tune
+
+    if arguments.tune_gamma:
+        print(tune(arguments.super))
+    if arguments.pictures is None and arguments.out is None and arguments.tune_gamma:
+        return
+    if arguments.pictures is None or arguments.out is None:
+        raise BadSetting("predict needs --in FOLDER with pictures and --out FOLDER for what is made of them")
+    model = SuperModel.load(arguments.super)
+    count = predict_folder(model, arguments.pictures, arguments.out, arguments.gamma)
+    print(f"{count} pictures; written to {arguments.out}")
+
+
 def cite_command(arguments: argparse.Namespace) -> None:
     from undrift.dp.methods import FILES
     from undrift.registry import algorithm_class
@@ -429,5 +457,6 @@ COMMANDS = {
     "report": report_command,
     "list": list_command,
     "data": data_command,
+    "predict": predict_command,
     "cite": cite_command,
 }

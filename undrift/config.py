@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, get_type_hints
 
 from undrift.errors import BadSetting, UnknownName
+from undrift.registry import parse_value as parse_value
 
 
 @dataclass(frozen=True)
@@ -47,6 +48,9 @@ class RunConfig:
     )
     latency: float = field(default=0.0, metadata={"help": "of each message in seconds, for simulated seconds"})
     val_fraction: float = field(default=0.0, metadata={"help": "share of the training samples held out for validation"})
+    own_test: float = field(
+        default=0.0, metadata={"help": "share of each client's own samples held out to test what serves it"}
+    )
     colour: float = field(default=0.0, metadata={"help": "strength of the client-correlated colour perturbation"})
     device: str = field(default="auto", metadata={"help": "auto, cpu or cuda"})
     dtype: str = field(default="float32", metadata={"help": "float32 or float64"})
@@ -183,20 +187,6 @@ def as_type(name: str, value: Any, kind: Any) -> Any:
     if isinstance(value, bool) != (kind is bool) or not isinstance(value, kind):
         raise BadSetting(f"{name} must be {kind.__name__}, not {value!r}")
     return value
-
-
-def parse_value(text: str) -> Any:
-    """A value as TOML would read it, and text where TOML would not.
-
-    >>> parse_value("0.5"), parse_value(".5"), parse_value("True"), parse_value("tensor"), parse_value("[0.6, 0.3]")
-    (0.5, 0.5, True, 'tensor', [0.6, 0.3])
-    """
-    for form in (text, text.lower(), f"0{text}"):  # also True, and .5
-        try:
-            return tomllib.loads(f"value = {form}")["value"]
-        except tomllib.TOMLDecodeError:
-            continue
-    return text
 
 
 def parse_stop(text: str) -> dict[str, float]:

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import os
+import re
 from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
+from undrift.data._sites import without
 from undrift.data.dataset import Dataset
 from undrift.data.own import dataset_from
 from undrift.data.partition import deal
 from undrift.errors import BadData, BadSetting, MissingData, UndriftError
-from undrift.registry import attribute, module_of, names
+from undrift.registry import attribute, call_with_options, module_of, names, with_options
 
 
 def data_root() -> Path | None:
@@ -38,8 +40,13 @@ def load_dataset(name: str) -> Dataset:
         except Exception as error:  # whatever the user's function raises
             raise BadData(f"{name} failed: {type(error).__name__}: {error}") from error
         return dataset_from(data)
-    found: Dataset = module_of("datasets", name).load(data_root())
-    return found
+    load, left_out = module_of("datasets", name).load, with_options(name)[1].get("without")
+    if left_out is None:
+        found: Dataset = call_with_options(load, (data_root(),), name)
+        return found
+    if type(left_out) is not int:
+        raise BadSetting(f"without takes a site's number, such as without=1, not {left_out!r}")
+    return without(call_with_options(load, (data_root(),), re.sub(r"\bwithout\s*=[^,)]*,?", "", name)), left_out)
 
 
 def available(root: Path | None) -> list[tuple[str, str]]:

@@ -32,6 +32,7 @@ except ImportError:  # no such thing on Windows: there two runs in one folder ar
     fcntl = None  # type: ignore[assignment]
 
 OURS = ("run.toml", "rounds.jsonl", "checkpoint", "model.safetensors", "clients.table", "clients.undo")
+SUPER = "super.safetensors", "super.json"  # all models of a personal method, and what they are
 
 
 class RunFolder:
@@ -163,6 +164,13 @@ class RunFolder:
         sync(temporary)
         os.replace(temporary, self.model_file)
 
+    def write_super(self, tensors: dict[str, Tensor], facts: dict[str, Any]) -> None:
+        temporary = self.path / f".{SUPER[0]}"
+        save_file({name: tensor.cpu().contiguous() for name, tensor in tensors.items()}, temporary)
+        sync(temporary)
+        os.replace(temporary, self.path / SUPER[0])
+        _replace(self.path / SUPER[1], json.dumps(facts, indent=1).encode())
+
 
 class ReadOnlyFolder(RunFolder):
     """A run folder that another process writes: this one only reads what is there when it resumes."""
@@ -190,6 +198,9 @@ class ReadOnlyFolder(RunFolder):
         yield
 
     def write_model(self, model: dict[str, Tensor]) -> None:
+        pass
+
+    def write_super(self, tensors: dict[str, Tensor], facts: dict[str, Any]) -> None:
         pass
 
 

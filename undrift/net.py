@@ -10,7 +10,8 @@ from __future__ import annotations
 import copy
 import threading
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from dataclasses import replace
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -23,8 +24,10 @@ from torch.nn.modules.instancenorm import _InstanceNorm
 from undrift.errors import BadSetting
 from undrift.kernels.linear import linear
 from undrift.layout import Layout
+from undrift.segmentation import dice_loss, soft_dice_loss
 from undrift.streams import mix
 
+T = TypeVar("T")
 Loss = Callable[[Tensor, Tensor], Tensor]
 ALIGNED = 4  # entries, 16 bytes of float32: a GPU's fast products want every client's row of a stack to begin there
 
@@ -164,9 +167,16 @@ class Net:
             ]
             or [torch.zeros(0, dtype=torch.bool)]
         )  # which entries of the buffers' vector are counters: they are aggregated by maximum
+        self.beside: dict[str, Net] = {}  # further networks that an algorithm trains on the same samples, by name
         self._local = threading.local()
         self._prepared = prepared
         self._still = _unshared(prepared, self.current).eval()
+
+    def put_beside(self, name: str, other: Net) -> None:
+        """Have another network trained beside this one. Its vector gets a length of its own, by which `sent` knows it."""
+        while other.layout.size in {net.layout.size for net in (self, *self.beside.values())}:
+            other.layout = replace(other.layout, padding=other.layout.padding + ALIGNED)
+        self.beside[name] = other
 
     def start(self) -> tuple[Tensor, Tensor]:
         """x0 [P] and the buffers' start [Q]."""
@@ -176,6 +186,8 @@ class Net:
 
     def to(self, device: torch.device) -> Net:
         """Move what the clients share (frozen parameters, constant buffers) to a device."""
+        for other in self.beside.values():
+            other.to(device)
         if isinstance(self.loss, nn.Module):
             self.loss = copy.deepcopy(self.loss).to(device)
         self.original.to(device)
@@ -258,10 +270,32 @@ class Net:
         if self.loss is F.cross_entropy:
             each = F.cross_entropy(outputs, targets, reduction="none")
             return each.flatten(1).mean(1) if each.dim() > 1 else each  # with a label for every pixel, say
+        if self.loss is dice_loss:
+            return dice_loss(outputs, targets)
         losses: Tensor = torch.vmap(lambda o, t: self.loss(o.unsqueeze(0), t.unsqueeze(0)).reshape(()))(
             outputs, targets
         )
         return losses
+
+    def probabilities(self, outputs: Tensor) -> Tensor:
+        """What the outputs say of each class, or of each structure at each pixel."""
+        return outputs.softmax(1) if self.loss is F.cross_entropy else outputs.sigmoid()
+
+    def mixed_losses(self, probabilities: Tensor, targets: Tensor) -> Tensor:
+        """The loss of each sample [B] for probabilities, such as a mixture of several models'."""
+        if self.loss is F.cross_entropy:
+            return F.nll_loss(probabilities.clamp(min=1e-12).log(), targets, reduction="none")
+        if self.loss is dice_loss:
+            return soft_dice_loss(probabilities, targets)
+        raise BadSetting(
+            "models can be mixed for cross-entropy and for the Dice loss only; use fedsm-extra, which chooses one"
+        )
+
+    def sent(self, message: T) -> T:
+        """A message as it travels: vectors of this network and of those beside it without the zeros behind them."""
+        for net in (self, *self.beside.values()):
+            message = net.layout.sent(message)
+        return message
 
     def state_dict(self, x: Tensor, buffers: Tensor) -> dict[str, Tensor]:
         """A plain PyTorch state dict with the module's own names and dtypes."""

@@ -6,10 +6,11 @@ ordinary calls. The oracle alone knows how many clients there are: x is [..., P]
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from undrift.layout import Layout
@@ -21,12 +22,26 @@ Objective = Callable[..., Tensor]
 class GradientOracle(Protocol):
     """What `local_start` and `local_step` may use."""
 
+    buffers: Tensor  # [..., Q] BatchNorm's statistics
+    loss: Tensor  # [..., 1] of the last tracked gradient: the step's loss in the record
+
     @property
     def layout(self) -> Layout: ...
+
+    @property
+    def samples(self) -> Tensor: ...
 
     def grad(self, x: Tensor, objective: Objective | None = None, *others: Tensor, track: bool = True) -> Tensor: ...
 
     def grads(self, *points: Tensor) -> list[Tensor]: ...
+
+    def values(self, x: Tensor, ask: Objective, *others: Tensor) -> Tensor: ...
+
+    def at(self, buffers: Tensor) -> GradientOracle: ...
+
+    def other(self, name: str, buffers: Tensor) -> GradientOracle: ...
+
+    def parts(self, count: int) -> Sequence[GradientOracle]: ...
 
 
 class LocalData(Protocol):
@@ -50,8 +65,8 @@ class Batch(NamedTuple):
 class View:
     """The model as an objective sees it: a function of a vector [P] and inputs, for one client."""
 
-    def __init__(self, net: Net, buffers: Tensor, context: Context, stacked: bool) -> None:
-        self.net, self.buffers, self.context, self.stacked = net, buffers, context, stacked
+    def __init__(self, net: Net, task: Net, buffers: Tensor, context: Context, stacked: bool) -> None:
+        self.net, self.task, self.buffers, self.context, self.stacked = net, task, buffers, context, stacked
         self.after = buffers
 
     def __call__(self, x: Tensor, inputs: Tensor) -> Tensor:
@@ -72,9 +87,21 @@ class View:
         """The input [B, h] of the classifier in evaluation mode, with the given statistics."""
         return self.net.trace(x, buffers, inputs, None, self.stacked)[0][-2].flatten(1)
 
+    def still(self, x: Tensor, buffers: Tensor, inputs: Tensor) -> Tensor:
+        """Outputs in evaluation mode, with the given statistics."""
+        return self.net(x, buffers, inputs, None, self.stacked)[0]
+
     def loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
         """The task's loss of each sample [B]."""
         return self.net.sample_losses(outputs, targets)
+
+    def probabilities(self, outputs: Tensor) -> Tensor:
+        """What the outputs say of each class, or of each structure at each pixel."""
+        return self.task.probabilities(outputs)
+
+    def mixed_loss(self, probabilities: Tensor, targets: Tensor) -> Tensor:
+        """The task's loss of each sample [B] for probabilities that are a mixture."""
+        return self.task.mixed_losses(probabilities, targets)
 
 
 def task_loss(model: View, x: Tensor, inputs: Tensor, targets: Tensor) -> Tensor:
@@ -91,10 +118,70 @@ class Oracle:
 
     def __init__(self, net: Net, batch: Batch, buffers: Tensor) -> None:
         self.net, self.batch, self.buffers = net, batch, buffers
+        self.task = net  # whose task it is, where `net` is a network beside it
         self.lead = batch.key.shape
-        self.calls = 0
+        self.counter = [0]  # gradients so far, shared with the oracles made of this one
         self.layout = net.layout
         self.loss = torch.zeros((*self.lead, 1), dtype=buffers.dtype, device=buffers.device)
+
+    @property
+    def calls(self) -> int:
+        return self.counter[0]
+
+    @property
+    def samples(self) -> Tensor:
+        """[..., 1] how many real samples the mini-batch has."""
+        if self.batch.real is not None:
+            return self.batch.real.sum(-1, keepdim=True)
+        count = self.batch.inputs.shape[len(self.lead)]
+        return torch.full((*self.lead, 1), float(count), dtype=self.loss.dtype, device=self.loss.device)
+
+    def at(self, buffers: Tensor) -> Oracle:
+        """The same mini-batch for a model with BatchNorm statistics of its own, which are then in `.buffers`."""
+        return self._relative(self.net, self.batch, buffers)
+
+    def other(self, name: str, buffers: Tensor) -> Oracle:
+        """The same mini-batch for another network; an objective has to say what its loss is."""
+        return self._relative(self.net.beside[name], self.batch, buffers)
+
+    def parts(self, count: int) -> list[Oracle]:
+        """The mini-batch as independent ones: every count-th sample, from the first on, from the second on, and so on.
+
+        A part without a sample has the gradient zero.
+        """
+        inputs, targets, real, key, dropout = self.batch
+        dim = len(self.lead)
+        width = inputs.shape[dim]
+        if width < count:
+            real = torch.ones(*self.lead, width, dtype=self.loss.dtype, device=inputs.device) if real is None else real
+            more = [
+                t.narrow(dim, 0, 1).expand(*self.lead, count - width, *t.shape[dim + 1 :]) for t in (inputs, targets)
+            ]
+            inputs, targets = torch.cat([inputs, more[0]], dim), torch.cat([targets, more[1]], dim)
+            real = F.pad(real, (0, count - width))
+
+        def some(t: Tensor, j: int) -> Tensor:
+            return t.index_select(dim, torch.arange(j, t.shape[dim], count, device=t.device))
+
+        return [
+            self._relative(
+                self.net,
+                Batch(some(inputs, j), some(targets, j), None if real is None else some(real, j), key, dropout),
+                self.buffers,
+            )
+            for j in range(count)
+        ]
+
+    def _relative(self, net: Net, batch: Batch, buffers: Tensor) -> Oracle:
+        made = Oracle(net, batch, buffers.expand(*self.lead, buffers.shape[-1]))
+        made.counter, made.task = self.counter, self.task
+        return made
+
+    def values(self, x: Tensor, ask: Objective, *others: Tensor) -> Tensor:
+        """What ask(model, x, inputs, targets, *others) says of each sample [..., B, m], without a gradient."""
+        points = [v.detach().expand(*self.lead, v.shape[-1]) for v in (x, *others)]
+        with torch.no_grad():
+            return self._each(ask, points[0], points[1:])[0]
 
     def grad(self, x: Tensor, objective: Objective | None = None, *others: Tensor, track: bool = True) -> Tensor:
         """The gradient [..., P] at x [..., P] of the mean over real samples of objective(model, x, inputs, targets, *others).
@@ -102,7 +189,7 @@ class Oracle:
         The objective is written for one client and returns one number a sample; `others` are further vectors [..., P]
         that it needs, such as the server's model. Without an objective it is the task's loss.
         """
-        self.calls += 1
+        self.counter[0] += 1
         points = [v.detach().expand(*self.lead, v.shape[-1]) for v in (x, *others)]
         at = points[0].requires_grad_()
         with torch.enable_grad():
@@ -126,12 +213,29 @@ class Oracle:
         batch = Batch(inputs, targets, None if real is None else real.expand(len(points), *real.shape), key, dropout)
         inner = Oracle(self.net, batch, self.buffers.expand(*many, self.buffers.shape[-1]))
         found = inner.grad(stacked)
-        self.calls += len(points)
+        self.counter[0] += len(points)
         self.buffers, self.loss = inner.buffers[0], inner.loss[0]
         return list(found)
 
     def _losses(self, objective: Objective, x: Tensor, others: list[Tensor]) -> tuple[Tensor, Tensor]:
-        """Every client's loss [...] and buffers [..., Q], by vmap over all leading dimensions at once."""
+        """Every client's mean loss [...] over its real samples, and buffers [..., Q]."""
+
+        def of_one(losses: Tensor, real: Tensor | None) -> Tensor:
+            if real is None:
+                return losses.mean()
+            # Padding may hold anything, so it is cut off rather than multiplied by zero.
+            return torch.where(real > 0, losses, 0.0).sum() / real.sum().clamp(min=1)
+
+        return self._each(objective, x, others, of_one)
+
+    def _each(
+        self,
+        ask: Objective,
+        x: Tensor,
+        others: list[Tensor],
+        summed: Callable[[Tensor, Tensor | None], Tensor] | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """What is asked about every client, and its buffers [..., Q], by vmap over all leading dimensions at once."""
 
         batch = self.batch
 
@@ -144,16 +248,13 @@ class Oracle:
             key: Tensor,
             *others: Tensor,
         ) -> tuple[Tensor, Tensor]:
-            model = View(self.net, buffers, Context(real, key, batch.dropout), bool(self.lead))
-            losses = objective(model, x, inputs, targets, *others)
-            if real is None:
-                return losses.mean(), model.after
-            # Padding may hold anything, so it is cut off rather than multiplied by zero.
-            return torch.where(real > 0, losses, 0.0).sum() / real.sum().clamp(min=1), model.after
+            model = View(self.net, self.task, buffers, Context(real, key, batch.dropout), bool(self.lead))
+            said = ask(model, x, inputs, targets, *others)
+            return said if summed is None else summed(said, real), model.after
 
         if not self.lead:
             return of_one(x, self.buffers, *batch[:-1], *others)
         last = len(self.lead) - 1
         flat: list[Any] = [None if t is None else t.flatten(0, last) for t in (x, self.buffers, *batch[:-1], *others)]
-        losses, after = torch.vmap(of_one, in_dims=tuple(None if t is None else 0 for t in flat))(*flat)
-        return losses.unflatten(0, self.lead), after.unflatten(0, self.lead)
+        said, after = torch.vmap(of_one, in_dims=tuple(None if t is None else 0 for t in flat))(*flat)
+        return said.unflatten(0, self.lead), after.unflatten(0, self.lead)

@@ -35,9 +35,13 @@ def kind(config: RunConfig, folder: RunFolder) -> Hashable:
     execution = folder.settings().get("execution", "auto") if folder.exists() else config.execution
     if config.compress or execution == "pool" or config.client_state == "disk" or "time" in parse_stop(config.stop_at):
         return None
+    alg = algorithm(config)
+    # Methods with a part of the server's work for each client are not written for a dimension of runs.
+    if alg.personalises or alg.pools:
+        return None
     same = {name: value for name, value in asdict(config).items() if name not in DIFFER}
     seed = config.seed if config.colour else None  # a client's colour is drawn under the seed
-    return folder.reached(), seed, *same.items(), structure(algorithm(config))
+    return folder.reached(), seed, *same.items(), structure(alg)
 
 
 def algorithm(config: RunConfig) -> Algorithm:

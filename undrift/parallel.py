@@ -24,7 +24,8 @@ from undrift.dp.workers import Ranks, Stacked
 from undrift.errors import BadSetting
 from undrift.folder import ReadOnlyFolder, RunFolder
 from undrift.net import Net
-from undrift.runs import Course, Progress, Result, arithmetic, build_model, check_same_run, drive, pick_device
+from undrift.registry import build_model
+from undrift.runs import Course, Progress, Result, arithmetic, check_same_run, drive, pick_device
 from undrift.simulate import ranks
 from undrift.simulate.evaluate import accuracy
 

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from undrift.algorithms.base import Algorithm, Cohort
+from undrift.algorithms.base import Algorithm, Cohort, Served
 from undrift.net import Net
 from undrift.oracle import LocalData, Oracle
 from undrift.vec import leaves, map_leaves, mean, where
@@ -36,13 +36,29 @@ class Answers(NamedTuple):
     facts: Any  # the worker part's own numbers [..., 1]
 
 
+class Kept(NamedTuple):
+    """What a client keeps between rounds, where it keeps the base optimiser's state too."""
+
+    own: Any  # what the worker part keeps
+    opt: Any
+
+
 def fill(state: T, lead: torch.Size) -> T:
     """Leaves [P] or [1, P] expanded to [*lead, P]."""
     return map_leaves(lambda t: t.expand(*lead, t.shape[-1]), state)
 
 
 def server_init(alg: Algorithm, net: Net, x0: Tensor, buffers: Tensor, clients: int) -> State:
-    return State(x0, buffers, alg.server_init(x0, clients, net.layout), alg.companion_init(x0, clients))
+    others = {name: Served(*(v.to(x0.device) for v in other.start())) for name, other in net.beside.items()}
+    starts = {"model": Served(x0, buffers)} | others
+    companion = alg.companion_more(alg.companion_init(x0, clients), starts)
+    return State(x0, buffers, alg.server_init(x0, clients, net.layout), companion)
+
+
+def client_init(alg: Algorithm, down: Any, ids: Tensor, buffers: Tensor) -> Any:
+    """The states [..., S, ...] of clients that take part for the first time; down and buffers are [..., 1, ...]."""
+    client = alg.client_init(down, ids, buffers)
+    return fill(Kept(client, alg.rest(down.x)) if alg.keep_moments else client, ids.shape)
 
 
 def client_part(
@@ -73,8 +89,11 @@ def begin(
 ) -> tuple[Any, Tensor, Any]:
     """The clients' states, buffers and work before the first step, for clients [*lead]."""
     client, buffers = fill(client, lead), fill(buffers, lead)
-    work = fill(alg.local_start(down, client), lead)
-    return client, buffers, work if local is None else fill(alg.prepare(down, client, work, local), lead)
+    own = client.own if isinstance(client, Kept) else client
+    work = fill(alg.local_start(down, own), lead)
+    if isinstance(client, Kept):
+        work = alg.take_moments(work, client.opt)
+    return client, buffers, work if local is None else fill(alg.prepare(down, own, work, local), lead)
 
 
 def step(
@@ -82,7 +101,8 @@ def step(
 ) -> tuple[Any, Tensor, Tensor]:
     """The work and the buffers after one step, and its loss [..., 1]: NaN for a client that has no batch left."""
     oracle.buffers = buffers
-    new = fill(alg.local_step(down, client, work, oracle), oracle.lead)
+    own = client.own if isinstance(client, Kept) else client
+    new = fill(alg.local_step(down, own, work, oracle), oracle.lead)
     work = new if live is None else where(live, new, work)
     buffers = oracle.buffers if live is None else torch.where(live, oracle.buffers, buffers)
     if "buffers" in work._fields:
@@ -93,7 +113,8 @@ def step(
 def end(alg: Algorithm, down: Any, client: Any, work: Any, buffers: Tensor, loss: Tensor) -> Answers:
     """What comes back from the clients."""
     lead = loss.shape[:-1]
-    up, client = alg.local_end(down, client, work)
+    up, after = alg.local_end(down, client.own if isinstance(client, Kept) else client, work)
+    client = Kept(after, alg.left_moments(work, client.opt)) if isinstance(client, Kept) else after
     return Answers(fill(up, lead), fill(client, lead), buffers, work.x, loss, fill(alg.local_facts(work), lead))
 
 
@@ -102,9 +123,20 @@ def server_part(alg: Algorithm, net: Net, state: State, answers: Answers, cohort
     d, companion = alg.gather(state.companion, answers.up, cohort)
     x, server = alg.server_step(state.server, state.x, d, answers.up, cohort)
     companion = alg.companion_step(companion, answers.up, cohort, state.x, x)
+    if not alg.buffers_up:
+        return State(x, state.buffers, server, companion)
     averaged = mean(answers.buffers, cohort.weight)
     buffers = torch.where(net.counters, answers.buffers.amax(-2), averaged) if net.counters.numel() else averaged
     return State(x, buffers, server, companion)
+
+
+def replied(alg: Algorithm, state: State, answers: Answers, cohort: Cohort) -> tuple[Any, Any]:
+    """The clients' states after the round is over, and what the server sent each of them for that."""
+    reply = alg.reply(state.companion, answers.up, answers.buffers, cohort)
+    client = answers.client
+    if isinstance(client, Kept):
+        return client._replace(own=alg.receive(client.own, reply)), reply
+    return alg.receive(client, reply), reply
 
 
 def finite(answers: Answers) -> Tensor:
@@ -135,7 +167,7 @@ class RoundRecord(NamedTuple):
     train_loss: float  # mean over the cohort and its local steps
     clients: int  # that were invited
     dropped: int  # who failed to answer, or whose update was not finite
-    more: dict[str, float]  # other metrics, validation scores, the algorithm's own facts
+    more: dict[str, Any]  # other metrics, validation scores, the algorithm's own facts
 
     def as_dict(self) -> dict[str, Any]:
         flat = self._asdict() | self.more

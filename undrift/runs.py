@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 import undrift.data.federation as federation
+from undrift import segmentation
 from undrift.algorithms.base import Worker
 from undrift.config import (
     FIELDS,
@@ -38,10 +39,10 @@ from undrift.data.dataset import Dataset
 from undrift.data.own import dataset_from
 from undrift.datasets import load_dataset
 from undrift.dp.training import Training
-from undrift.errors import BadRunFolder, BadSetting, UndriftError
+from undrift.errors import BadRunFolder, BadSetting
 from undrift.folder import ReadOnlyFolder, RunFolder
 from undrift.net import Loss, Net
-from undrift.registry import algorithm_class, attribute, module_of
+from undrift.registry import algorithm_class, build_model
 from undrift.round import RoundRecord
 from undrift.simulate import ranks
 from undrift.simulate.client_store import DiskTable
@@ -49,7 +50,7 @@ from undrift.simulate.clients import ClientTable
 from undrift.simulate.engine import Settings, Simulation
 from undrift.simulate.evaluate import Metric, accuracy
 from undrift.simulate.execute import Stacked, available_memory
-from undrift.streams import Purpose, stream
+from undrift.simulate.own import personal_models
 from undrift.vec import nbytes
 
 REPAID = 50_000  # local steps: compiling takes ten to twenty seconds, and a step of a small model saves 0.1 to 0.5 ms
@@ -184,12 +185,26 @@ def simulated(
 ) -> Simulation:
     """The run that the settings describe, before its first round; `model` is an nn.Module, its name, or what builds it."""
     clients = federation.federate(
-        dataset, config.partition, config.clients, config.seed, device, config.val_fraction, config.colour
+        dataset,
+        config.partition,
+        config.clients,
+        config.seed,
+        device,
+        config.val_fraction,
+        config.colour,
+        config.own_test,
     )
     if not isinstance(model, nn.Module):
         model = build_model(model, clients.shape, clients.classes, config.seed)
-    net = Net(model, loss, torch.float64 if config.dtype == "float64" else torch.float32)
-    if metrics is None:
+    if dataset.structures and loss is F.cross_entropy:
+        loss = segmentation.dice_loss
+    dtype = torch.float64 if config.dtype == "float64" else torch.float32
+    net = Net(model, loss, dtype)
+    for name, (other, outputs) in alg.networks(clients.clients).items():
+        net.put_beside(name, Net(build_model(other, clients.shape, outputs, config.seed), dtype=dtype))
+    if metrics is None and dataset.structures:
+        metrics = segmentation.metrics(dataset.structures)
+    elif metrics is None:
         metrics = {"accuracy": accuracy} if net.loss is F.cross_entropy else {}
     plan = Plan(config.batch, config.steps, config.epochs, config.batches == "persistent")
     how = Settings(
@@ -305,8 +320,38 @@ class Course(Generic[Trained]):
         simulation, folder, stopped = self.simulation, self.folder, self.reached or "rounds"
         if folder is not None and (self.saved < simulation.t or not folder.finished()):
             folder.write_model(simulation.model())
+            if isinstance(simulation, Simulation) and simulation.alg.personalises:
+                folder.write_super(all_models(simulation), about_models(self.config, simulation, self.records))
             save(simulation, folder, {"seconds": self.elapsed, "finished": True, "stopped": stopped})
         return Result(self.records, simulation.model(), self.config, folder.path if folder else None, stopped)
+
+
+def all_models(simulation: Simulation) -> dict[str, Tensor]:
+    """The server's model, everybody's own and the selector, as state dicts under `global.`, `client1.`, ..., `selector.`."""
+    net, state = simulation.net, simulation.state
+    found = {f"global.{name}": tensor for name, tensor in net.state_dict(state.x, state.buffers).items()}
+    for number, served in enumerate(personal_models(simulation), 1):
+        found |= {f"client{number}.{name}": tensor for name, tensor in net.state_dict(*served).items()}
+    if simulation.alg.chooses:
+        chosen = net.beside["selector"].state_dict(*simulation.alg.selector(state.companion))
+        found |= {f"selector.{name}": tensor for name, tensor in chosen.items()}
+    return found
+
+
+def about_models(config: RunConfig, simulation: Simulation, records: list[dict[str, Any]]) -> dict[str, Any]:
+    """What it takes to use them."""
+    data, alg = simulation.data, simulation.alg
+    gammas = [r["gamma"] for r in records if r.get("gamma") is not None]
+    networks = alg.networks(data.clients)
+    return {
+        "algorithm": config.algorithm, "dataset": config.dataset, "model": config.model, "shape": list(data.shape),
+        "outputs": data.classes, "clients": data.clients, "chooses": alg.chooses,
+        "gamma": gammas[-1] if gammas else max(float(getattr(alg, "gamma", 0.0)), 0.0),
+        "selector_model": networks["selector"][0] if networks else "",
+        "selector_outputs": networks["selector"][1] if networks else 0,
+        "masks": data.masks, "mean": list(data.transform.mean), "std": list(data.transform.std),
+        "sites": list(data.site_names) or [f"client {n + 1}" for n in range(data.clients)],
+    }  # fmt: skip
 
 
 def drive(course: Course[Any]) -> Result:
@@ -385,29 +430,6 @@ def check_same_run(folder: RunFolder, stored: Mapping[str, Any], asked: Mapping[
             )
 
 
-def build_model(model: Any, shape: tuple[int, ...], classes: int, seed: int) -> nn.Module:
-    """A model, by its name or by a function of (shape, classes), with its initial weights drawn under the seed.
-
-    They are drawn on the CPU, so that they are the same for every device.
-    """
-    build = model
-    if isinstance(model, str):
-        if model.startswith("object "):
-            raise BadSetting(f"the run's model was {model}; give it again from Python")
-        build = attribute(model) if ":" in model else module_of("models", model).build
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(stream(seed, Purpose.INITIAL) >> 1)
-        try:
-            made = build(shape, classes)
-        except UndriftError:
-            raise
-        except Exception as error:  # whatever the user's function raises
-            raise BadSetting(f"the model function {model} failed: {type(error).__name__}: {error}") from error
-    if not isinstance(made, nn.Module):
-        raise BadSetting(f"a model function takes (shape, classes) and returns an nn.Module, not {type(made).__name__}")
-    return made
-
-
 def pick_device(name: str) -> torch.device:
     if name == "cuda" and not torch.cuda.is_available():
         raise BadSetting("device cuda was asked for, but this PyTorch sees no GPU; use --device cpu or auto")
@@ -424,6 +446,8 @@ def written(config: Any, simulation: Simulation | Training) -> dict[str, Any]:
         "numpy": np.__version__, "device": str(simulation.device), "threads": torch.get_num_threads(),
         "ranks": ranks.count(), "parameters": simulation.net.layout.entries,
     }  # fmt: skip
+    if isinstance(simulation, Simulation) and simulation.data.site_names:
+        made["sites"] = list(simulation.data.site_names)
     if isinstance(simulation, Simulation) and simulation.device.type == "cuda":
         settings["compile"] = "on" if simulation.settings.compile else "off"
     if isinstance(simulation, Simulation) and simulation.execution is not None:

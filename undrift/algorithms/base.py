@@ -12,6 +12,7 @@ final dataclass that joins the two; its fields are its settings.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
 
@@ -51,6 +52,23 @@ class Adam(NamedTuple):
 
     m: Tensor
     v: Tensor
+    n: Tensor  # [..., 1] steps that m and v have seen
+
+
+class Stream(NamedTuple):
+    """A further model that a client trains, beside the one that it begins with or instead of it."""
+
+    x: Tensor
+    k: Tensor  # [..., 1] steps
+    opt: Any
+    statistics: Tensor  # [..., Q] of its BatchNorm layers
+
+
+class Served(NamedTuple):
+    """The model that a client is served by."""
+
+    x: Tensor
+    buffers: Tensor
 
 
 class Work(NamedTuple):
@@ -58,7 +76,7 @@ class Work(NamedTuple):
 
     x: Tensor  # x_i^k
     k: Tensor  # [..., 1] local steps taken so far
-    opt: Nothing | Momentum | Adam  # the base optimiser's state, new in every round
+    opt: Nothing | Momentum | Adam  # the base optimiser's state
     # A method's own Work may have more fields; one called `buffers` is kept at the client's BatchNorm statistics.
 
 
@@ -103,8 +121,9 @@ class Worker(ABC):
     weight_decay: float = 0.0  # coupled L2, added to the final direction of each local step
     decay_biases: bool = True  # False: weight decay spares biases and normalisation, the tensors of one dimension
     clip: float = 0.0  # longest local direction; 0 does not clip
-    optimizer: str = "sgd"  # the base optimiser of local steps: sgd, momentum or adam; its state is new in each round
+    optimizer: str = "sgd"  # the base optimiser of local steps: sgd, momentum or adam
     momentum: float = 0.9  # of the base optimiser: momentum's mu, Adam's beta_1
+    keep_moments: bool = False  # True: a client keeps the base optimiser's state between rounds
 
     paper: ClassVar[str] = ""  # BibTeX
     sends_updates: ClassVar[bool] = True  # Up.d is the client's own update d_i, not a difference of memories
@@ -164,13 +183,74 @@ class Worker(ABC):
         """A NamedTuple of numbers [..., 1] about the local steps; the record gets each one's mean over the cohort."""
         return Nothing()
 
+    # What the server sends to each client of a round by itself, when the round is over.
+    def reply(self, companion: Any, up: Any, buffers: Tensor, cohort: Cohort) -> Any:
+        """[..., S, P] for each client that answered; buffers [..., S, Q] are the statistics that came up."""
+        return Nothing()
+
+    def receive(self, client: Any, reply: Any) -> Any:
+        """The client's state with the reply."""
+        return client
+
+    # Methods that leave every client a model of its own, and methods that train more than one network.
+    personalises: ClassVar[bool] = False
+    pools: ClassVar[bool] = False  # True: all samples are put into one client's hands before training begins
+
+    def serves(self, down: Any, client: Any, local: LocalData) -> Served:
+        """The model that serves a client between rounds, where the method is personal; `down` is what would go down now."""
+        return Served(down.x, local.buffers)
+
+    @property
+    def buffers_down(self) -> bool:
+        """Whether the server's BatchNorm statistics go down to the clients in this round."""
+        return True
+
+    @property
+    def buffers_up(self) -> bool:
+        """Whether the clients' come up and are averaged."""
+        return True
+
+    # Methods with a network that chooses among the models: its vector, and how it chooses.
+    chooses: ClassVar[str] = ""  # threshold, argmax or mix, see `undrift.choosing`
+
+    def selector(self, companion: Any) -> Served:
+        """The network called `selector`, as the server has it now."""
+        raise NotImplementedError
+
+    def networks(self, clients: int) -> dict[str, tuple[str, int]]:
+        """Further networks by name: which model, and how many outputs it has."""
+        return {}
+
+    def companion_more(self, companion: Any, starts: Mapping[str, Served]) -> Any:
+        """The companion with what further networks begin with; `model` is the network that everybody trains."""
+        return companion
+
+    # Methods whose rounds are not all alike.
+    def at(self, t: int) -> Any:
+        """The algorithm of round t, counted from 0: itself, or a copy with a field that says what is done now."""
+        return self
+
+    def take_moments(self, work: Any, opt: Any) -> Any:
+        """The work with the base optimiser's state that the client has kept."""
+        return work._replace(opt=opt)
+
+    def left_moments(self, work: Any, opt: Any) -> Any:
+        """What the client keeps of the base optimiser's state, where it had `opt` before the round."""
+        return work.opt
+
     # How every local step ends.
+    def advance(self, stream: Stream, oracle: GradientOracle) -> tuple[Stream, Tensor]:
+        """One plain step of a further model on the same mini-batch, and its loss [..., 1]."""
+        beside = oracle.at(stream.statistics)
+        moved: Stream = self.move(stream, beside.grad(stream.x), oracle)
+        return moved._replace(statistics=beside.buffers), beside.loss
+
     def rest(self, x: Tensor) -> Nothing | Momentum | Adam:
         """The base optimiser's state before the first step from x."""
         if self.optimizer == "momentum":
             return Momentum(torch.zeros_like(x))
         if self.optimizer == "adam":
-            return Adam(torch.zeros_like(x), torch.zeros_like(x))
+            return Adam(torch.zeros_like(x), torch.zeros_like(x), torch.zeros_like(x[..., :1]))
         return Nothing()
 
     def move(self, work: Any, u: Tensor, oracle: GradientOracle) -> Any:
@@ -183,14 +263,18 @@ class Worker(ABC):
         if self.weight_decay:
             decayed = work.x if self.decay_biases else work.x * weights(oracle.layout, work.x.dtype, work.x.device)
             u = u + self.weight_decay * decayed
+        return self.optimise(work, u)
+
+    def optimise(self, work: Any, u: Tensor) -> Any:
+        """One step of the base optimiser along u."""
         opt = work.opt
         if isinstance(opt, Momentum):  # b <- mu b + u
             opt = Momentum(self.momentum * opt.b + u)
             u = opt.b
         elif isinstance(opt, Adam):
-            k, beta2 = work.k + 1, 0.999
-            opt = Adam(torch.lerp(u, opt.m, self.momentum), torch.lerp(u * u, opt.v, beta2))
-            u = opt.m / (1 - self.momentum**k) / ((opt.v / (1 - beta2**k)).sqrt() + 1e-8)
+            n, beta2 = opt.n + 1, 0.999
+            opt = Adam(torch.lerp(u, opt.m, self.momentum), torch.lerp(u * u, opt.v, beta2), n)
+            u = opt.m / (1 - self.momentum**n) / ((opt.v / (1 - beta2**n)).sqrt() + 1e-8)
         return work._replace(x=descend(work.x, self.lr, u), k=work.k + 1, opt=opt)
 
     def check(self, clients: int, cohort: int) -> None:
@@ -250,6 +334,11 @@ def check(alg: Algorithm, clients: int, cohort: int) -> None:
         raise BadSetting(
             f"the server part of {type(alg).__name__} needs the clients' own updates; its worker part sends none"
         )
+
+
+def standing_still(cohort: Cohort) -> Tensor:
+    """The direction [..., P] of a round in which the server's model stays where it is."""
+    return cohort.weight.new_zeros(*cohort.weight.shape[:-2], cohort.layout.size)
 
 
 @dataclass(frozen=True)

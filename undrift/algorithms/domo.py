@@ -82,6 +82,8 @@ class FusedMomentum(Worker):
         super().check(clients, cohort)
         if self.optimizer != "momentum" or not self.beta >= 0:
             raise BadSetting(f"DOMO needs optimizer=momentum and beta >= 0, not {self.optimizer} and {self.beta}")
+        if self.keep_moments:
+            raise BadSetting("DOMO's local buffers are new in each round; leave keep_moments at false")
         if not getattr(self, "server_lr", 1.0) > 0:
             raise BadSetting("DOMO infers its momentum from the server's steps; server_lr must be greater than 0")
         if getattr(self, "nesterov", False):

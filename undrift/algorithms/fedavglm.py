@@ -53,6 +53,8 @@ class AveragedMomentum(LocalSGD):
         super().check(clients, cohort)
         if self.optimizer != "momentum":
             raise BadSetting(f"the averaged buffer is that of optimizer=momentum, not of {self.optimizer}")
+        if self.keep_moments:
+            raise BadSetting("the averaged buffer comes from the server in each round; leave keep_moments at false")
 
 
 @dataclass(frozen=True)

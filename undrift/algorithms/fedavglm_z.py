@@ -23,6 +23,8 @@ class ResetMomentum(LocalSGD):
         super().check(clients, cohort)
         if self.optimizer != "momentum":
             raise BadSetting(f"local momentum is that of optimizer=momentum, not of {self.optimizer}")
+        if self.keep_moments:
+            raise BadSetting("the buffers of this method are reset in each round; leave keep_moments at false")
 
 
 @dataclass(frozen=True)

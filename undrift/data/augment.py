@@ -49,6 +49,10 @@ class Transform:
             x = (x - channels(self.mean, dtype, x.device)) / channels(self.std, dtype, x.device)
         return x
 
+    def masks(self, masks: Tensor, keys: Tensor) -> Tensor:
+        """Masks [n, H, W] moved as the pictures of the same draws are."""
+        return self.crop_and_flip(masks.unsqueeze(1), keys).squeeze(1) if self.draws else masks
+
     def crop_and_flip(self, raw: Tensor, keys: Tensor) -> Tensor:
         n, channels, height, width = raw.shape
         word = words(keys, 3)

@@ -35,3 +35,8 @@ class Dataset:
     crop: int = 0  # random crop after padding by this many pixels, in training
     flip: bool = False  # random left-right flip, in training
     sites: NDArray[np.int64] | None = None  # the natural client of each training sample, where there is one
+    test_sites: NDArray[np.int64] | None = None  # and of each test sample
+    site_names: tuple[str, ...] = ()
+    validation: NDArray[np.int64] | None = None  # training rows that the data set itself holds out for validation
+    unseen: tuple[Samples, NDArray[np.generic]] | None = None  # test samples of a site that is left out of training
+    structures: tuple[str, ...] = ()  # what masks [n, H, W] show besides background, from the outside in

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -49,6 +51,14 @@ class Split:
         return len(self.targets)
 
 
+class Own(NamedTuple):
+    """Held-out samples that belong to clients, or to a site that is none (then owner 0)."""
+
+    split: Split
+    rows: Tensor  # [n] of the split
+    owners: Tensor  # [n] the client of each
+
+
 @dataclass(frozen=True)
 class Federation:
     """The clients' samples, the held-out samples, and how a batch is made of them."""
@@ -62,6 +72,11 @@ class Federation:
     transform: Transform
     classes: int
     shape: tuple[int, ...]  # of one input
+    masks: bool = False  # targets are masks, which move with their pictures
+    site_names: tuple[str, ...] = ()
+    own: Mapping[str, Own] = field(
+        default_factory=dict
+    )  # `test` and `val`: what is held out of each client's own samples
 
     @property
     def clients(self) -> int:
@@ -88,14 +103,22 @@ def federate(
     device: torch.device,
     val_fraction: float = 0.0,
     colour: float = 0.0,
+    own_test: float = 0.0,
 ) -> Federation:
-    """Hold out a validation set, partition the rest, and put the samples on the device."""
+    """Hold out a validation set, partition the rest, and put the samples on the device.
+
+    `own_test` is the share of each client's own samples that is held out to test what serves it.
+    """
     rows = np.arange(len(data.y_train))
     held_out = round(val_fraction * len(rows))
     if not 0.0 <= val_fraction < 1.0 or (val_fraction > 0 and held_out == 0):
         raise BadSetting(f"val_fraction must lie in [0, 1) and leave at least one sample, not {val_fraction}")
     order = np.random.Generator(np.random.PCG64(stream(seed, Purpose.VALIDATION))).permutation(rows)
     validation, kept = np.sort(order[:held_out]), np.sort(order[held_out:])
+    if data.validation is not None:
+        if val_fraction:
+            raise BadSetting(f"{data.name} has a validation split of its own; leave val_fraction at 0")
+        validation, kept = data.validation, np.setdiff1d(rows, data.validation)
     labelled = data.y_train.ndim == 1 and data.y_train.dtype.kind in "iu"
     if not labelled and spec.partition(":")[0] not in ("iid", "sites", "resample"):
         raise BadSetting(
@@ -104,13 +127,55 @@ def federate(
     labels = data.y_train.astype(np.int64) if labelled else np.zeros(len(rows), np.int64)
     sites = None if data.sites is None else data.sites[kept]
     dealt = deal(spec, labels[kept], clients, seed, sites)
-    return _federation(
-        data,
-        dealt._replace(members=kept[dealt.members]),
-        validation,
-        device,
-        Transform(data.mean, data.std, data.crop, data.flip, colour, seed),
+    dealt, tested = hold_out_own(dealt._replace(members=kept[dealt.members]), own_test)
+    made = _federation(
+        data, dealt, validation, device, Transform(data.mean, data.std, data.crop, data.flip, colour, seed)
     )
+    own = {}
+    if own_test:
+        own["test"] = _own(made.train, tested.members, np.repeat(np.arange(clients), tested.sizes))
+    elif spec == "sites" and data.sites is not None and data.test_sites is not None:
+        client = {site: k for k, site in enumerate(np.unique(data.sites[kept]).tolist())}
+        for name, split, held, at in (
+            ("test", made.test, np.arange(len(data.y_test)), data.test_sites),
+            ("val", made.train, validation, data.sites[validation]),
+        ):
+            if len(held):
+                own[name] = _own(split, held, np.array([client[site] for site in at.tolist()]))
+    if data.unseen is not None:
+        left_out = _split(*data.unseen, device)
+        own["unseen"] = _own(left_out, np.arange(len(left_out)), np.zeros(len(left_out), np.int64))
+    return replace(made, masks=bool(data.structures), own=own, site_names=data.site_names if spec == "sites" else ())
+
+
+def hold_out_own(dealt: Dealt, share: float) -> tuple[Dealt, Dealt]:
+    """What each client keeps for training, and what is held out to test it: a share of its shuffled samples, at least one.
+
+    >>> hold_out_own(Dealt(np.arange(7), np.array([4, 3])), 0.25)[1]
+    Dealt(members=array([0, 4]), sizes=array([1, 1]))
+    """
+    if not 0.0 <= share < 1.0:
+        raise BadSetting(f"own_test must lie in [0, 1), not {share}")
+    if share and (dealt.sizes < 2).any():
+        raise BadSetting("own_test needs two samples of every client; use another partition or fewer clients")
+    held = (
+        np.clip(np.rint(share * dealt.sizes), 1, np.maximum(dealt.sizes - 1, 1)).astype(np.int64)
+        if share
+        else 0 * dealt.sizes
+    )
+    place = np.arange(len(dealt.members)) - np.repeat(np.cumsum(dealt.sizes) - dealt.sizes, dealt.sizes)
+    tested = place < np.repeat(held, dealt.sizes)
+    return Dealt(dealt.members[~tested], dealt.sizes - held), Dealt(dealt.members[tested], held)
+
+
+def pooled(data: Federation) -> Federation:
+    """All clients' samples in the hands of one; what is held out keeps its owners."""
+    return replace(data, start=np.zeros(1, np.int64), sizes=data.sizes.sum(keepdims=True))
+
+
+def _own(split: Split, rows: NDArray[np.int64], owners: NDArray[np.int64]) -> Own:
+    device = split.targets.device
+    return Own(split, torch.from_numpy(rows).to(device), torch.from_numpy(owners).to(device))
 
 
 def _federation(

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Mapping
-from typing import final
+from typing import TypeVar, final
 
 from torch import Tensor, nn
 
 from undrift.errors import BadSetting
+
+Model = TypeVar("Model", bound=nn.Module)
 
 
 @final
@@ -31,7 +33,7 @@ def convolution(channels_in: int, channels_out: int, kernel: int, stride: int = 
     return nn.Conv2d(channels_in, channels_out, kernel, stride=stride, padding=kernel // 2, bias=bias)
 
 
-def he_initialised(model: Blocks) -> Blocks:
+def he_initialised(model: Model) -> Model:
     """The model with its convolutions drawn as in He et al. (ICCV 2015).
 
     The weights are normal with variance 2 / (kernel^2 * channels_out), the biases zero. PyTorch's default

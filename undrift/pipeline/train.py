@@ -34,8 +34,9 @@ from undrift.pipeline.micro import MicroBatches
 from undrift.pipeline.processes import Processes
 from undrift.pipeline.settings import PipeConfig, as_toml, from_mapping
 from undrift.pipeline.split import Part, balanced, parts
+from undrift.registry import build_model
 from undrift.round import RoundRecord
-from undrift.runs import Progress, Result, arithmetic, build_model, check_same_run, commit, pick_device
+from undrift.runs import Progress, Result, arithmetic, check_same_run, commit, pick_device
 from undrift.simulate import ranks
 from undrift.simulate.execute import keep_freed_memory
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from undrift.errors import UndriftError
+from undrift.report import sites
 from undrift.report.charts import Curve, chart, colour, dash, over_megabytes, over_network_seconds, over_rounds
 from undrift.report.runs import Group, Run, by_task, differing, grouped, load, number, shown, sweep_target
 from undrift.report.scores import metric_of, ranked
@@ -138,6 +139,7 @@ def _results(groups: list[Group], target: float | None, name: str, alone: bool) 
             '<p class="faint">Mean ± standard deviation over seeds (n - 1); none for a single seed. '
             "Targets are reached on the test set. Bytes are down and up together.</p>",
             _more(groups),
+            _sites(groups),
             note,
             f'<div class="charts">{_charts(drawn, name)}</div>',
             '<p class="faint">Lines are means over seeds, bands go from the lowest seed to the highest; '
@@ -158,6 +160,14 @@ def _more(groups: list[Group]) -> str:
         "mean over rounds (server) or local steps (clients)."
     )
     return f'<h3>More measures</h3>{_table(rows)}<p class="faint">{escape(legend)}</p>'
+
+
+def _sites(groups: list[Group]) -> str:
+    """Every site's scores, where the records have them."""
+    return "".join(
+        f'<h3>{escape(part.title)}</h3>{_table(part.rows)}<p class="faint">{escape(part.legend)}</p>'
+        for part in sites.tables(groups)
+    )
 
 
 def _charts(groups: list[Group], name: str) -> str:

@@ -37,11 +37,18 @@ class Metric(NamedTuple):
 
 
 ACCURACY, LOSS = Metric("accuracy", True), Metric("loss", False)
+# Where all runs have them, these come first: the mean over clients, each on its own samples, of what serves it.
+OWN = Metric("own_dice", True), Metric("own_accuracy", True)
+DICE = Metric("dice", True)
 
 
 def metric_of(groups: list[Group]) -> Metric:
-    """Accuracy, but loss where a run was evaluated and has no accuracy at all."""
+    """Accuracy, but loss where a run was evaluated and has no accuracy at all; scores on the clients' own samples before both."""
     runs = [run for group in groups for run in group.runs]
+    evaluated = [run for run in runs if has(run, "loss")]
+    for metric in (*OWN, DICE):
+        if evaluated and all(has(run, metric.name) for run in evaluated):
+            return metric
     lacking = any(has(run, "loss") and not has(run, "accuracy") for run in runs)
     return LOSS if lacking else ACCURACY
 

@@ -13,20 +13,21 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from undrift.algorithms.base import Algorithm, Cohort, check
+from undrift.algorithms.base import Algorithm, Cohort, Worker, check
 from undrift.data.batches import Plan
-from undrift.data.federation import Federation, Ids
+from undrift.data.federation import Federation, Ids, pooled
 from undrift.errors import BadSetting
 from undrift.net import Net
-from undrift.round import RoundRecord, consistency, fill, finite, server_init, server_part
+from undrift.round import RoundRecord, client_init, consistency, finite, replied, server_init, server_part
 from undrift.simulate import ranks
 from undrift.simulate.client_store import DiskTable
 from undrift.simulate.clients import ClientTable
 from undrift.simulate.evaluate import Metric, accuracy, client_scores, forgetting, group_means, means, sample_scores
 from undrift.simulate.execute import Execution, RoundWork, check_labels, check_repeatable, choose, keep_freed_memory
 from undrift.simulate.graphs import recorded
+from undrift.simulate.own import own_scores
 from undrift.simulate.ranks import agreed, over_ranks
-from undrift.simulate.replay import Part, Replay
+from undrift.simulate.replay import LONGEST, Part, Replay
 from undrift.simulate.uplink import Compressed, Uplink, check_summed
 from undrift.streams import Purpose, fold, sample, stream, uniform
 from undrift.vec import map_leaves, nbytes
@@ -83,6 +84,8 @@ class Simulation:
         metrics: Mapping[str, Metric],
         device: torch.device,
     ) -> None:
+        if alg.pools:
+            data, settings = pooled(data), replace(settings, cohort=1)
         if not 1 <= settings.cohort <= data.clients:
             raise BadSetting(f"cohort must lie between 1 and the {data.clients} clients, not {settings.cohort}")
         check(alg, data.clients, data.clients if settings.sampling == "bernoulli" else settings.cohort)
@@ -91,6 +94,7 @@ class Simulation:
             raise BadSetting(
                 f"a metric cannot be called {taken[0]!r}, which the record uses itself; give it another name"
             )
+        self.whole = alg  # `alg` is what it does in the present round
         self.alg, self.net, self.data, self.settings, self.metrics = alg, net.to(device), data, settings, metrics
         self.device = device
         self.uplink = Uplink(settings.compress, settings.seed, net.layout) if settings.compress else None
@@ -172,11 +176,12 @@ class Simulation:
     def fresh(self, alg: Algorithm, down: Any, ids: Tensor) -> Any:
         """The states of clients that take part for the first time."""
         shared = map_leaves(lambda v: v.unsqueeze(-2), down)
-        return fill(alg.client_init(shared, ids, self.state.buffers.unsqueeze(-2)), ids.shape)
+        return client_init(alg, shared, ids, self.state.buffers.unsqueeze(-2))
 
     def round(self, last: bool = False) -> RoundRecord:
         """One round; `last` asks for an evaluation whatever the interval is."""
         began = time.perf_counter()
+        self.enter()
         part = self.takes_part(self.t)
         invited_ids, host_ids = part.invited, part.ids
         if not len(host_ids):
@@ -194,16 +199,15 @@ class Simulation:
             down = alg.broadcast(state.x, state.companion, invited)
         answers = over_ranks(self.execution)(alg, down, client, self.state.buffers, work)
         # Bytes are those of what travels; the server sees it unpacked.
-        layout = self.net.layout
-        bytes_up = nbytes(layout.sent(answers.up)) + nbytes(answers.buffers)
-        bytes_up += 0 if sent is None else nbytes(layout.sent(sent))
+        bytes_up = nbytes(self.net.sent(answers.up)) + (nbytes(answers.buffers) if alg.buffers_up else 0)
+        bytes_up += 0 if sent is None else nbytes(self.net.sent(sent))
         if isinstance(alg, Compressed):
             answers = answers._replace(up=alg.received(answers.up, answers.client.error))
         # In the first round nobody lacks anything of a round before.
         returning = len(np.intersect1d(invited_ids, self.last_cohort)) if self.t else len(invited_ids)
         asked = len(invited_ids)
-        bytes_down = alg.bytes_down(layout.sent(down), asked, returning, self.data.clients)
-        bytes_down += asked * nbytes(self.state.buffers)
+        bytes_down = alg.bytes_down(self.net.sent(down), asked, returning, self.data.clients)
+        bytes_down += asked * nbytes(self.state.buffers) if alg.buffers_down else 0
 
         # A client whose update is not finite is dropped: its state stays as it was, the others' weights add up to one.
         good = finite(answers) & fine
@@ -213,7 +217,9 @@ class Simulation:
         cohort = self.cohort(alg, ids[good], drawn[good], steps[good])
         if kept:
             self.state = server_part(alg, self.net, state, answers, cohort)
-            self.clients.write(cohort.ids, answers.client)
+            client, reply = replied(alg, self.state, answers, cohort)
+            bytes_down += nbytes(self.net.sent(reply))
+            self.clients.write(cohort.ids, client)
             self.last_cohort = host_ids
         self.position[host_ids[good.cpu().numpy()]] += table.steps[good.cpu().numpy()]
 
@@ -241,6 +247,7 @@ class Simulation:
 
         On a GPU they are replayed, see `replay`.
         """
+        alike = self.enter()
         if self.replays and self.replay is None:
             part = self.takes_part(self.t)
             if not len(part.ids):
@@ -255,7 +262,7 @@ class Simulation:
             return [self.round(last and most == 1)]
         began = time.perf_counter()
         try:
-            records, cohort = self.replay.rounds(min(most, self.until_scores()))
+            records, cohort = self.replay.rounds(min(most, alike, self.until_scores()))
         except RuntimeError as error:  # what was changed has been put back
             warnings.warn(f"rounds are run one by one, because they could not be replayed: {error}", stacklevel=2)
             self.replay, self.replays, records = None, False, []
@@ -264,6 +271,14 @@ class Simulation:
         records = self.scored(records, cohort, last and len(records) == most)
         seconds = (time.perf_counter() - began) / len(records)
         return [record._replace(seconds=seconds) for record in records]
+
+    def enter(self) -> int:
+        """Turn to what the algorithm does in the next round; for how many rounds, up to LONGEST, it goes on like that."""
+        now = self.whole.at(self.t)
+        if now != self.alg:
+            self.alg, self.replay = now, None
+        alike = (n for n in range(1, LONGEST) if self.whole.at(self.t + n) != now)
+        return LONGEST if type(self.whole).at is Worker.at else next(alike, LONGEST)
 
     def scored(self, records: list[RoundRecord], cohort: Ids, last: bool) -> list[RoundRecord]:
         """The records with what is due of scores in the last one, in which `cohort` took part."""
@@ -316,12 +331,12 @@ class Simulation:
             self.data.clients, self.net.layout,
         )  # fmt: skip
 
-    def evaluate(self, cohort: Tensor, last: bool) -> dict[str, float]:
+    def evaluate(self, cohort: Tensor, last: bool) -> dict[str, Any]:
         """What is due after this round of the server's model's scores: on the test samples, on the validation samples as
         val_*, and on the clients' own samples.
         """
         where, data = (self.net, self.state.x, self.state.buffers), self.data
-        scores: dict[str, float] = {}
+        scores: dict[str, Any] = {}
         if last or self.t % self.settings.eval_every == 0:
             tested = self.tested()
             scores |= means(tested)
@@ -332,6 +347,8 @@ class Simulation:
             validation = torch.from_numpy(data.validation).to(self.device)
             held_out = means(sample_scores(*where, data.train, data.transform, self.metrics, validation))
             scores |= {f"val_{name}": value for name, value in held_out.items()}
+        if data.own and (last or self.t % self.settings.eval_every == 0):
+            scores |= own_scores(self, last)
         every = self.settings.client_eval_every
         if last or (every and self.t % every == 0):
             scores |= client_scores(*where, data, self.metrics, cohort, self.settings.seed)

@@ -86,6 +86,8 @@ def mini_batch(
     targets = train.targets[rows]
     if targets.is_floating_point():
         targets = targets.to(net.dtype)
+    if data.masks and draw is not None:
+        targets = transform.masks(targets.flatten(0, -3), draw).view(targets.shape)
     if count is None:
         return Batch(inputs, targets, None, dropout)
     real = place < count.unsqueeze(-1)

@@ -24,7 +24,7 @@ from undrift.algorithms.base import Algorithm, Cohort, Server, Worker
 from undrift.data.federation import Federation
 from undrift.net import Net
 from undrift.oracle import Oracle
-from undrift.round import Answers, State, begin, consistency, end, fill, server_part, step
+from undrift.round import Answers, State, begin, client_init, consistency, end, replied, server_part, step
 from undrift.simulate.execute import LocalWhole, mini_batch
 from undrift.simulate.graphs import recorded
 from undrift.vec import leaves, map_leaves, nbytes
@@ -168,6 +168,7 @@ class Program:
         # What every round has alike, found out by playing one.
         self.down: Any = None
         self.bytes_measured = self.bytes_answered = 0  # what one client sends up in the two exchanges
+        self.bytes_replied = 0  # what it gets when the round is over
         self.calls = 0  # gradients of a step
         self.passes = 0  # over a client's whole data
 
@@ -335,7 +336,7 @@ class Program:
         whole = LocalWhole(self.net, self.data, ids, start, sizes, self.width, shape.batches, buffers)
         companion, down = state.companion, server.broadcast(state.x, state.companion, cohort)
         shared = map_leaves(lambda t: t.unsqueeze(-2), down)
-        fresh = fill(alg.client_init(shared, ids, buffers), ids.shape)
+        fresh = client_init(alg, shared, ids, buffers)
         known, columns = self.known[rows], iter(self.columns)
         client = map_leaves(
             lambda new: torch.where(
@@ -345,7 +346,7 @@ class Program:
         )
         if alg.measures:  # two exchanges
             sent = alg.measure(shared, whole)
-            self.bytes_measured = nbytes(self.net.layout.sent(sent)) // ids.numel()
+            self.bytes_measured = nbytes(self.net.sent(sent)) // ids.numel()
             fine = sent.isfinite().flatten(len(self.lead)).all(-1).view(-1)
             companion = server.measured(companion, sent, cohort)
             down = server.broadcast(state.x, companion, cohort)
@@ -420,7 +421,7 @@ class Program:
         loss = here.loss / here.made.clamp(min=1)
         answers = end(self.on_clients(now.rate), here.down, here.client, here.work, here.buffers, loss)
         sums = torch.stack([t.flatten(len(self.lead)).sum(-1) for t in (*leaves(answers.up), answers.buffers)])
-        sent = nbytes(self.net.layout.sent(answers.up)) + nbytes(answers.buffers)
+        sent = nbytes(self.net.sent(answers.up)) + (nbytes(answers.buffers) if self.alg.buffers_up else 0)
         self.bytes_answered = sent // loss.numel()
         return answers, here.fine & sums.isfinite().all(0)
 
@@ -453,7 +454,9 @@ class Program:
         tells |= {"fine": fine} | self.facts(state.server)
         self.told = list(tells)
         numbers = [value.reshape(self.lead).to(share.device, torch.float64) for value in tells.values()]
-        return After(state, answers.client, torch.stack(numbers))
+        client, reply = replied(self.server_alg, state, answers, cohort)
+        self.bytes_replied = nbytes(self.net.sent(reply)) // share.numel()
+        return After(state, client, torch.stack(numbers))
 
     def keep(self, now: Now, after: After) -> None:
         """Put what a round leaves where the next one finds it."""

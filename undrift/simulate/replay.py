@@ -155,8 +155,9 @@ class Outlook:
         simulation, invited, clients = self.simulation, len(part.invited), len(part.ids)
         # In the first round nobody lacks anything of a round before.
         returning = len(np.intersect1d(part.invited, simulation.last_cohort)) if simulation.t else invited
-        bytes_down = self.alg.bytes_down(simulation.net.layout.sent(down), invited, returning, self.data.clients)
-        bytes_down += invited * nbytes(simulation.state.buffers)
+        bytes_down = self.alg.bytes_down(simulation.net.sent(down), invited, returning, self.data.clients)
+        bytes_down += invited * nbytes(simulation.state.buffers) if self.alg.buffers_down else 0
+        bytes_down += clients * program.bytes_replied
         bytes_up = clients * (program.bytes_measured + program.bytes_answered)
         passes = program.passes * int((-(-self.data.sizes[part.ids] // self.width)).sum())
         network = simulation.network_seconds(bytes_down / invited + bytes_up / clients, 2 if self.alg.measures else 1)

@@ -1,0 +1,32 @@
+"""Centralized: all samples in one place, the upper end of what a federation can reach.
+
+Xu: New Efficient and Privacy-Preserving Methods for Distributed Training. PhD thesis, University of Pittsburgh, 2023, chapter 3.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from undrift.algorithms.base import Average, LocalSGD
+
+
+@dataclass(frozen=True)
+class Pooled(LocalSGD):
+    """Plain steps on all clients' samples, which one client holds."""
+
+    keep_moments: bool = True
+
+    pools: ClassVar[bool] = True
+
+
+@dataclass(frozen=True)
+class Centralized(Pooled, Average):
+    """x <- x - eta_l g(x) on mini-batches of everything."""
+
+    paper: ClassVar[str] = """@phdthesis{xu2023distributed,
+  title  = {New Efficient and Privacy-Preserving Methods for Distributed Training},
+  author = {Xu, An},
+  school = {University of Pittsburgh},
+  year   = {2023}
+}"""

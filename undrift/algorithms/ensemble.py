@@ -1,0 +1,52 @@
+"""Ensemble: the models first, and then, in extra rounds, a network that weighs their predictions for each sample.
+
+Xu, Li, Guo, Yang, Roth, Hatamizadeh, Zhao, Xu, Huang, Xu: Closing the Generalization Gap of Cross-silo Federated Medical
+Image Segmentation. CVPR 2022, section 3.1.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from undrift.algorithms.base import Average
+from undrift.algorithms.fedsm_extra import ThenSelector, of_all
+from undrift.oracle import View
+
+
+@dataclass(frozen=True)
+class Weighed(ThenSelector):
+    """The same rounds; what the network minimises is L(sum_k y_k h_k, y), y the softmax of its outputs, h_k probabilities."""
+
+    chooses: ClassVar[str] = "mix"
+
+    @staticmethod
+    def known(
+        model: View, x: Tensor, inputs: Tensor, targets: Tensor, v: Tensor, buffers: Tensor, statistics: Tensor
+    ) -> Tensor:
+        """[B, (N + 1) ...] each model's probabilities."""
+        outputs = of_all(model, x, inputs, v, buffers, statistics)
+        return torch.stack([model.probabilities(h) for h in outputs], 1).flatten(1)
+
+    @staticmethod
+    def objective(model: View, s: Tensor, inputs: Tensor, targets: Tensor, known: Tensor) -> Tensor:
+        weight = model(s, inputs).softmax(-1)  # [B, N + 1]
+        h = known.view(*weight.shape, -1, *targets.shape[1:])
+        mixed = (weight.view(*weight.shape, *(1,) * (h.dim() - 2)) * h).sum(1)
+        return model.mixed_loss(mixed, targets)
+
+
+@dataclass(frozen=True)
+class Ensemble(Weighed, Average):
+    """Models first, their mixture afterwards."""
+
+    paper: ClassVar[str] = """@inproceedings{xu2022fedsm,
+  title     = {Closing the Generalization Gap of Cross-silo Federated Medical Image Segmentation},
+  author    = {Xu, An and Li, Wenqi and Guo, Pengfei and Yang, Dong and Roth, Holger R. and Hatamizadeh, Ali and Zhao, Can
+               and Xu, Daguang and Huang, Heng and Xu, Ziyue},
+  booktitle = {CVPR},
+  year      = {2022}
+}"""

@@ -1,0 +1,112 @@
+"""Pictures and masks of sites as files: one .npz or one folder a site.
+
+SITE.npz holds x (uint8 [n, H, W, C]) and y (masks [n, H, W]), and if wanted groups [n] and split [n] (train, val, test).
+x_train, y_train, x_test, y_test serve too; both parts are put together, with id_train and id_test as groups.
+
+SITE/ holds images/NAME.* and masks/NAME.*, and if wanted samples.csv with the columns name, group, split.
+
+An id that ends in OD or OS, for the right and the left eye, is grouped by what stands before that.
+"""
+
+from __future__ import annotations
+
+import csv
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from undrift.data._image_files import SUFFIXES
+from undrift.data._sites import Site
+from undrift.errors import BadData, MissingData
+
+
+def read_sites(root: Path | None, name: str, size: int, structures: int) -> list[Site]:
+    """The sites in the folder NAME of the data folder, in the order of their names."""
+    folder = None if root is None else root / name
+    if folder is None or not folder.is_dir():
+        raise MissingData(
+            f"{name} is not there; set UNDRIFT_DATA to a folder with a folder {name}/ in it that holds one .npz file or one "
+            "folder with images/ and masks/ for each site, or use the drawn pictures of 'synthetic-sites'"
+        )
+    places = sorted(p for p in folder.iterdir() if p.suffix == ".npz" or (p.is_dir() and not p.name.startswith(".")))
+    return [from_npz(p) if p.suffix == ".npz" else from_folder(p, size, structures) for p in places]
+
+
+def from_npz(path: Path) -> Site:
+    try:
+        with np.load(path) as archive:
+            found = {key: archive[key] for key in archive.files}
+    except (OSError, ValueError) as error:
+        raise BadData(f"cannot read {path}: {error}") from error
+    if "x" in found and "y" in found:
+        images, masks, groups = found["x"], found["y"], found.get("groups")
+    elif all(key in found for key in ("x_train", "y_train", "x_test", "y_test")):
+        images, masks = (np.concatenate([found[f"{k}_train"], found[f"{k}_test"]]) for k in "xy")
+        groups = np.concatenate([found["id_train"], found["id_test"]]) if "id_train" in found else None
+    else:
+        raise BadData(
+            f"{path} holds {', '.join(sorted(found)) or 'nothing'}; expected x and y, or x_train, y_train, x_test, y_test"
+        )
+    if images.ndim == 3:
+        images = images[..., None]
+    split = found["split"].astype(str) if "split" in found else None
+    return Site(path.stem, images, masks, None if groups is None else patients(groups), split)
+
+
+def from_folder(folder: Path, size: int, structures: int) -> Site:
+    images, masks = (
+        {p.stem: p for p in sorted((folder / part).glob("*")) if p.suffix.lower() in SUFFIXES}
+        for part in ("images", "masks")
+    )
+    lone = sorted(images.keys() ^ masks.keys())
+    if not images or lone:
+        what = f"{lone[0]} has no picture or no mask" if lone else "there are no pictures"
+        raise BadData(f"{what} in {folder}; expected images/NAME.png and masks/NAME.png for every NAME")
+    x = np.stack([pixels(path, size, "RGB") for path in images.values()])
+    y = np.stack([pixels(masks[name], size, "L") for name in images])
+    if y.max(initial=0) > structures:  # grey levels up to 255 instead of 0, 1, 2
+        y = np.rint(y / 255.0 * structures).astype(np.uint8)
+    table = samples_table(folder / "samples.csv", list(images))
+    groups = [table[name].get("group") or name for name in images]
+    split = [table[name].get("split", "") for name in images]
+    return Site(folder.name, x, y, patients(np.array(groups)), np.array(split) if all(split) else None)
+
+
+def pixels(path: Path, size: int, mode: str) -> NDArray[np.uint8]:
+    """A picture [size, size, 3] or a mask [size, size], whose values are never mixed."""
+    from PIL import Image
+
+    try:
+        with Image.open(path) as picture:
+            # A mask with a palette keeps its numbers.
+            plain = picture if mode == "L" and picture.mode in ("P", "L") else picture.convert(mode)
+            sharp = Image.Resampling.NEAREST if mode == "L" else Image.Resampling.BOX
+            return np.asarray(plain.resize((size, size), sharp), dtype=np.uint8)
+    except OSError as error:
+        raise BadData(f"cannot read the picture {path}: {error}") from error
+
+
+def samples_table(path: Path, names: list[str]) -> dict[str, dict[str, str]]:
+    """The rows of samples.csv by name; empty ones where there is no such file."""
+    if not path.exists():
+        return {name: {} for name in names}
+    with path.open(newline="") as file:
+        rows = {row.get("name", ""): row for row in csv.DictReader(file)}
+    missing = [name for name in names if name not in rows]
+    if missing:
+        raise BadData(
+            f"{path} has no row for {missing[0]}; it needs the columns name, group and split, and a row for each picture"
+        )
+    return rows
+
+
+def patients(ids: NDArray[np.generic]) -> NDArray[np.generic]:
+    """Ids without the eye.
+
+    >>> patients(np.array(["RET002OD", "RET002OS", "RET004OD"])).tolist()
+    ['RET002', 'RET002', 'RET004']
+    """
+    if ids.dtype.kind != "U":
+        return ids
+    return np.array([i[:-2] if i[-2:] in ("OD", "OS") else i for i in ids.tolist()])

@@ -1,0 +1,124 @@
+"""Segmentation data of several sites: the split of each site, and all of them as one data set."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from undrift.data.dataset import Dataset
+from undrift.errors import BadData, BadSetting
+
+SHARES = (0.5, 0.25, 0.25)  # training, validation and test
+SPLITS = ("train", "val", "test")
+STREAM = 0x517E  # keeps these random numbers apart from everything else that has the same seed
+
+
+@dataclass(frozen=True)
+class Site:
+    """The pictures of one site."""
+
+    name: str
+    images: NDArray[np.uint8]  # [n, H, W, C]
+    masks: NDArray[np.uint8]  # [n, H, W]
+    groups: NDArray[np.generic] | None = None  # [n] a patient or a case; what has one id stays in one split
+    split: NDArray[np.str_] | None = None  # [n] train, val or test, where the site says so itself
+
+
+def split_of(groups: NDArray[np.generic], seed: int) -> NDArray[np.str_]:
+    """train, val or test for each sample: whole groups, in a random order, until each split has its share of them.
+
+    >>> split_of(np.array([1, 1, 2, 2, 3, 3, 4, 4]), 0).tolist().count("train")
+    4
+    """
+    names, member = np.unique(groups, return_inverse=True)
+    order = np.random.Generator(np.random.PCG64([seed, STREAM])).permutation(len(names))
+    ends = np.rint(np.cumsum(SHARES) * len(names)).astype(int)
+    of_group = np.empty(len(names), dtype="<U5")
+    for name, start, end in zip(SPLITS, [0, *ends], ends, strict=False):
+        of_group[order[start:end]] = name
+    return of_group[member]
+
+
+def dataset_of_sites(
+    name: str, sites: list[Site], structures: tuple[str, ...], seed: int, crop: int = 0, flip: bool = True
+) -> Dataset:
+    """All sites together; site k becomes client k under the partition `sites`."""
+    if len(sites) < 2:
+        raise BadData(f"{name} needs at least two sites, one .npz file or one folder for each, but has {len(sites)}")
+    shapes = {site.images.shape[1:] for site in sites}
+    if len(shapes) > 1:
+        raise BadData(f"the sites of {name} have pictures of different shapes {sorted(shapes)}; give them one size")
+    for site in sites:
+        check(site, len(structures))
+    split = np.concatenate([split_of_site(site, seed) for site in sites])
+    owner = np.repeat(np.arange(len(sites)), [len(site.masks) for site in sites])
+    for k, site in enumerate(sites):
+        missing = [part for part in SPLITS if not (split[owner == k] == part).any()]
+        if missing:
+            raise BadData(f"site {site.name} has no sample for {missing[0]}; it needs at least four groups of samples")
+    images = np.concatenate([site.images for site in sites])
+    masks = np.concatenate([site.masks for site in sites]).astype(np.int64)
+    ours = split != "test"
+    pixels = images[split == "train"].reshape(-1, images.shape[-1]) / 255.0
+    return Dataset(
+        name, images[ours], masks[ours], images[~ours], masks[~ours], len(structures),
+        mean=tuple(pixels.mean(0).round(4).tolist()), std=tuple(pixels.std(0).round(4).tolist()), crop=crop, flip=flip,
+        sites=owner[ours], test_sites=owner[~ours], validation=np.flatnonzero(split[ours] == "val"),
+        structures=structures, site_names=tuple(site.name for site in sites),
+    )  # fmt: skip
+
+
+def without(data: Dataset, number: int) -> Dataset:
+    """The data set with one site (counted from 1) left out: nobody trains on it, and its test samples are `unseen`."""
+    if data.sites is None or data.test_sites is None or not isinstance(data.x_train, np.ndarray):
+        raise BadSetting(f"{data.name} has no sites of which one could be left out; use data such as synthetic-sites")
+    count = int(data.sites.max()) + 1
+    if not 1 <= number <= count:
+        raise BadSetting(f"without must be a site from 1 to {count}, not {number}")
+    kept, tested, x_test = data.sites != number - 1, data.test_sites != number - 1, np.asarray(data.x_test)
+    validation = np.zeros(len(kept), bool)
+    validation[[] if data.validation is None else data.validation] = True
+    return replace(
+        data, x_train=data.x_train[kept], y_train=data.y_train[kept], x_test=x_test[tested], y_test=data.y_test[tested],
+        sites=data.sites[kept], test_sites=data.test_sites[tested], validation=np.flatnonzero(validation[kept]),
+        site_names=tuple(name for k, name in enumerate(data.site_names, 1) if k != number),
+        unseen=(x_test[~tested], data.y_test[~tested]),
+    )  # fmt: skip
+
+
+def split_of_site(site: Site, seed: int) -> NDArray[np.str_]:
+    """The split that the site gives, or one by the seed."""
+    groups = np.arange(len(site.masks)) if site.groups is None else site.groups
+    if site.split is None:
+        return split_of(groups, seed)
+    for group in np.unique(groups):
+        parts = np.unique(site.split[groups == group])
+        if len(parts) > 1:
+            raise BadData(
+                f"site {site.name} has {group!s} in both {parts[0]} and {parts[1]}; a group belongs in one split"
+            )
+    return site.split
+
+
+def check(site: Site, structures: int) -> None:
+    """Raise BadData unless pictures and masks belong together."""
+    if site.images.dtype != np.uint8 or site.images.ndim != 4:
+        raise BadData(
+            f"site {site.name} has pictures {site.images.dtype} {list(site.images.shape)}, not uint8 [n, height, width, channels]"
+        )
+    if site.masks.shape != site.images.shape[:3]:
+        raise BadData(
+            f"site {site.name} has pictures {list(site.images.shape[:3])} but masks {list(site.masks.shape)}; "
+            "give one mask of the same size for each picture"
+        )
+    if len(site.masks) and site.masks.max() > structures:
+        raise BadData(
+            f"the masks of site {site.name} go up to {site.masks.max()}, but 0 is background and {structures} is the last one"
+        )
+    for what, values in (("groups", site.groups), ("split", site.split)):
+        if values is not None and values.shape != (len(site.masks),):
+            raise BadData(f"site {site.name} has {len(site.masks)} masks but {what} of shape {list(values.shape)}")
+    if site.split is not None and not set(np.unique(site.split).tolist()) <= set(SPLITS):
+        raise BadData(f"the split of site {site.name} must say train, val or test for each sample")

@@ -1,0 +1,63 @@
+"""Segmentation as a task: the Dice loss and the Dice score of nested structures.
+
+A mask [H, W] holds whole numbers: 0 is background and structure c (counted from 0) is where the mask is above c, so that
+a later structure lies inside an earlier one (the cup inside the disc). A model has one output channel for each structure;
+its probability is the sigmoid of the output.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+SMOOTH = 1e-5  # epsilon of the soft Dice
+
+
+def structures_of(masks: Tensor, count: int) -> Tensor:
+    """Masks [B, H, W] as one plane of zeros and ones for each structure [B, C, H, W].
+
+    >>> structures_of(torch.tensor([[[0, 1, 2]]]), 2)
+    tensor([[[[False,  True,  True]],
+    <BLANKLINE>
+             [[False, False,  True]]]])
+    """
+    return masks.unsqueeze(1) > torch.arange(count, device=masks.device).view(1, -1, 1, 1)
+
+
+def soft_dice_loss(probability: Tensor, masks: Tensor) -> Tensor:
+    """[B] the mean over structures of 1 - (2 sum p y + eps) / (sum p + sum y + eps), for probabilities [B, C, H, W]."""
+    y = structures_of(masks, probability.shape[1]).to(probability.dtype)
+    both, all_ = (probability * y).sum((-2, -1)), (probability + y).sum((-2, -1))
+    return (1 - (2 * both + SMOOTH) / (all_ + SMOOTH)).mean(1)
+
+
+def dice_loss(outputs: Tensor, masks: Tensor) -> Tensor:
+    """[B] the soft Dice loss of outputs [B, C, H, W] before the sigmoid."""
+    return soft_dice_loss(outputs.sigmoid(), masks)
+
+
+def dice_scores(outputs: Tensor, masks: Tensor) -> Tensor:
+    """[B, C] the Dice score of each structure, binarised at 0.5; 1 where neither mask nor prediction shows anything.
+
+    >>> dice_scores(torch.tensor([[[[9.0, 9.0, -9.0]]]]), torch.tensor([[[1, 0, 0]]]))
+    tensor([[0.6667]])
+    """
+    return overlap(outputs > 0, structures_of(masks, outputs.shape[1]))
+
+
+def overlap(found: Tensor, true: Tensor) -> Tensor:
+    """[B, C] 2 |a and b| / (|a| + |b|) of planes [B, C, H, W] of zeros and ones."""
+    both, sizes = (found & true).sum((-2, -1)), found.sum((-2, -1)) + true.sum((-2, -1))
+    return torch.where(sizes > 0, 2 * both / sizes.clamp(min=1), 1.0)
+
+
+def metrics(structures: tuple[str, ...]) -> dict[str, Callable[[Tensor, Tensor], Tensor]]:
+    """The mean Dice score under `dice`, and that of each structure under `dice_NAME` where there are several."""
+
+    def one(place: int) -> Callable[[Tensor, Tensor], Tensor]:
+        return lambda outputs, masks: dice_scores(outputs, masks)[:, place]
+
+    each = {f"dice_{name}": one(place) for place, name in enumerate(structures)} if len(structures) > 1 else {}
+    return {"dice": lambda outputs, masks: dice_scores(outputs, masks).mean(1)} | each
