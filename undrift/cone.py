@@ -100,12 +100,19 @@ def project(
 
 
 def combined(p: Tensor, rows: Tensor, index: Tensor, share: Tensor) -> Tensor:
-    """p + share rows[index] in float64, block by block, so that a CPU's cache holds what is widened."""
-    blocks = zip(p.split(BLOCK), rows.split(BLOCK, 1), strict=True) if p.device.type == "cpu" else [(p, rows)]
-    return torch.cat([(block.double() + share @ part[index].double()).to(p.dtype) for block, part in blocks])
+    """p + share rows[index] in float64; on a CPU block by block, so that the cache holds what is widened."""
+    if p.device.type != "cpu":
+        return (p.double() + share @ rows[index].double()).to(p.dtype)
+    u = torch.empty_like(p)
+    for out, start, part in zip(u.split(BLOCK), p.split(BLOCK), rows.split(BLOCK, 1), strict=True):
+        total = start.to(torch.float64, copy=True)
+        for row, z in zip(index.tolist(), share.tolist(), strict=True):
+            total.add_(part[row], alpha=z)
+        out.copy_(total)
+    return u
 
 
-BLOCK = 1 << 14
+BLOCK = 1 << 16
 
 
 def even_scale(rows: Tensor) -> Tensor:

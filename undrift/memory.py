@@ -12,6 +12,7 @@ from torch import Tensor
 
 from undrift.cone import gram
 from undrift.kernels import slots
+from undrift.kernels.rows import fade_and_add, inner_products, long_products
 
 
 class Memory(NamedTuple):
@@ -71,10 +72,10 @@ class Memory(NamedTuple):
         """
         age, at = self.age[place].unsqueeze(-1), place.to(updates.device)
         scale = torch.where(age < 0, 0.0, beta2 ** (age + 1).to(updates.dtype)).to(updates)
-        written = scale * self.rows[at] + updates
-        rows = self.rows.index_copy_(0, at, written)
+        fade_and_add(self.rows, at, scale, updates)
+        rows, vectors = self.rows, torch.cat([self.rows.index_select(0, at), m[None]])
         # Only the cohort's rows and columns of the Gram matrix change: S m d operations, not m m d, in one reading.
-        new = torch.stack([gram(torch.cat([written[:, part], m[None, part]]), rows[:, part]) for part in segments])
+        new = torch.stack([inner(vectors[:, part], rows[:, part]) for part in segments])
         new, along = new[:, :-1].to(self.products), new[:, -1]
         products = self.products.index_copy(1, at, new).index_copy(2, at, new.transpose(1, 2))
         age = (self.age + 1).index_fill(0, place, 0)
@@ -83,3 +84,8 @@ class Memory(NamedTuple):
     def constrains(self, beta2: float) -> Tensor:
         """[m] which rows are directions not to hurt: a column's length does not matter, but beta_2 = 0 wipes the absent."""
         return (self.ids >= 0) & ((self.age == 0) | (beta2 > 0))
+
+
+def inner(vectors: Tensor, rows: Tensor) -> Tensor:
+    """The inner products [k, m] of vectors [k, P] with rows [m, P], in float64 as far as they were summed up so."""
+    return inner_products(vectors, rows) if long_products(rows) else gram(vectors, rows).double()

@@ -1,0 +1,77 @@
+"""The memory's two passes over long rows against their plain forms."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from undrift.cone import combined, gram
+from undrift.kernels.rows import fade_and_add, inner_products, long_products
+from undrift.memory import Memory
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_rows_are_written_where_they_lie(dtype: torch.dtype) -> None:
+    rows, updates = torch.randn(6, 40, dtype=dtype), torch.randn(3, 40, dtype=dtype)
+    at, scale, address = torch.tensor([4, 0, 5]), torch.tensor([[0.5], [0.0], [0.25]], dtype=dtype), rows.data_ptr()
+    expected = rows.index_copy(0, at, scale * rows[at] + updates)
+    before = updates.clone()
+    fade_and_add(rows, at, scale, updates)
+    torch.testing.assert_close(rows, expected)
+    assert rows.data_ptr() == address and torch.equal(updates, before)
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("vectors, rows, length", [(11, 100, 70_001), (1, 1, 1 << 16), (3, 7, 99_999)])
+def test_long_products_are_those_of_float64(threads: int, vectors: int, rows: int, length: int) -> None:
+    """To the accuracy of float32 numbers, better than one long sum in float32; also for a part of longer rows."""
+    torch.manual_seed(0)
+    v, r = 1 + torch.randn(vectors, length + 3), 1 + torch.randn(rows, length + 3)
+    v, r = v[:, 1:-2], r[:, 1:-2]
+    assert long_products(r) and not long_products(r.double()) and not long_products(r[:, : 1 << 15])
+    exact = v.double() @ r.double().T
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        found = inner_products(v, r)
+    finally:
+        torch.set_num_threads(before)
+    assert found.dtype == torch.float64
+    torch.testing.assert_close(found, exact, rtol=2e-6, atol=2e-6 * length)
+    torch.testing.assert_close(gram(v, r).double(), exact, rtol=1e-4, atol=1e-4 * length)
+
+
+def test_a_memory_of_long_rows_knows_its_products() -> None:
+    """Three rounds with new, known and absent clients: the Gram matrix is that of the rows, also part by part."""
+    torch.manual_seed(0)
+    length = 1 << 17
+    parts = [slice(0, 100), slice(100, length)]
+    memory, m = Memory.empty(4, torch.zeros(length), 2), torch.randn(length)
+    plain: dict[int, torch.Tensor] = {}
+    for clients in ([0, 1, 2], [1, 3], [4, 1]):
+        updates = torch.randn(len(clients), length)
+        memory, place = memory.mem_red(clients)
+        memory, along = memory.remember(place, updates, 0.5, parts, m)
+        plain = {i: 0.5 * d for i, d in plain.items() if i in memory.ids.tolist()}
+        for i, update in zip(clients, updates, strict=True):
+            plain[i] = plain.get(i, torch.zeros(length)) + update
+    rows = memory.rows * 0.5 ** memory.age.clamp(min=0).unsqueeze(1)
+    for row, i in zip(rows, memory.ids.tolist(), strict=True):
+        torch.testing.assert_close(row, plain[i])
+    for n, part in enumerate(parts):
+        torch.testing.assert_close(
+            memory.products[n], gram(memory.rows[:, part], memory.rows[:, part]).double(), rtol=1e-4, atol=1
+        )
+        torch.testing.assert_close(along[n], (memory.rows[:, part] @ m[part]).double(), rtol=1e-4, atol=1)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_a_combination_is_summed_in_float64(dtype: torch.dtype) -> None:
+    """More than one block of a CPU, one of them short; p stays as it is."""
+    torch.manual_seed(0)
+    p, rows = torch.randn(150_000, dtype=dtype), torch.randn(5, 150_000, dtype=dtype)
+    index, share, before = torch.tensor([3, 0]), torch.tensor([1e4, 2.0], dtype=torch.float64), p.clone()
+    expected = (p.double() + share @ rows[index].double()).to(dtype)
+    assert torch.equal(combined(p, rows, index, share), expected) or dtype == torch.float64
+    torch.testing.assert_close(combined(p, rows, index, share), expected, rtol=1e-12, atol=1e-9)
+    assert torch.equal(p, before)
