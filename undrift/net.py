@@ -21,6 +21,7 @@ from torch.nn.modules.dropout import _DropoutNd
 from torch.nn.modules.instancenorm import _InstanceNorm
 
 from undrift.errors import BadSetting
+from undrift.kernels.chain import Chain
 from undrift.kernels.linear import linear
 from undrift.layout import Layout
 from undrift.streams import mix
@@ -164,6 +165,7 @@ class Net:
             ]
             or [torch.zeros(0, dtype=torch.bool)]
         )  # which entries of the buffers' vector are counters: they are aggregated by maximum
+        self.chain = Chain.of(self.original) if self.loss is F.cross_entropy else None
         self._local = threading.local()
         self._prepared = prepared
         self._still = _unshared(prepared, self.current).eval()

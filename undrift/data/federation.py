@@ -36,7 +36,7 @@ class Split:
     def take(self, index: Tensor) -> Tensor:
         """The raw samples at index [n], channels first."""
         if self.held is not None:
-            return self.held[index]
+            return self.held.index_select(0, index)  # copies whole samples, where held[index] goes entry by entry
         return _channels_first(torch.from_numpy(self.samples[index.cpu().numpy()])).to(index.device)
 
     def prefetch(self, index: Tensor) -> None:
