@@ -21,6 +21,7 @@ from typing import Any
 import numpy as np
 import torch
 from bare import BATCH, LR, MODELS, SHAPE, STEPS, bare_round, milliseconds, tensor_cores
+from rivals import CLIENTS, SAMPLES, pfl_rounds, plain_rounds
 from torch import nn
 
 import undrift
@@ -34,7 +35,6 @@ from undrift.registry import algorithm_class, names
 from undrift.runs import commit
 from undrift.simulate.engine import Settings, Simulation
 
-CLIENTS, SAMPLES = 100, 320
 GPU = torch.device("cuda")
 
 
@@ -74,9 +74,6 @@ def captured(run: Simulation) -> bool:
 
 
 def rivals(wanted: list[str], clients: int, models: list[str]) -> list[dict[str, Any]]:
-    import cpu
-
-    cpu.COHORT = clients
     data, rows = federation(), []
     for name, build in ((name, MODELS[name]) for name in models):
         row: dict[str, Any] = {"model": name, "clients": clients}
@@ -90,11 +87,11 @@ def rivals(wanted: list[str], clients: int, models: list[str]) -> list[dict[str,
             torch.cuda.empty_cache()
         x = torch.randn(CLIENTS, SAMPLES, *SHAPE, device=GPU)
         y = torch.randint(0, 10, (CLIENTS, SAMPLES), device=GPU)
-        for rival, rounds in (("plain", cpu.plain_rounds), ("pfl", cpu.pfl_rounds)):
+        for rival, rounds in (("plain", plain_rounds), ("pfl", pfl_rounds)):
             if rival not in wanted or (rival == "pfl" and not importlib.util.find_spec("pfl")):
                 continue
             try:
-                play = rounds(x, y, build().to(GPU))
+                play = rounds(build().to(GPU), x, y)
                 play(2)
                 torch.cuda.synchronize()
                 at = time.perf_counter()

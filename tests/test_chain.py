@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from tests.small import CPU, federation, path, simulation
 from undrift.algorithms.fedavg import FedAvg
-from undrift.kernels.chain import Chain
+from undrift.kernels.chain import HALVES, Chain, halved
 from undrift.models import lenet5, logreg, mlp
 from undrift.net import Net
 from undrift.oracle import Batch, Oracle, task_loss
@@ -70,6 +70,15 @@ def test_the_written_out_gradient_is_autograds(
     torch.testing.assert_close(loss, asked.loss, rtol=1e-12, atol=1e-13)
     assert g.abs().max() > 1e-3 and torch.equal(x, before) and not g.requires_grad
     assert asked.calls == 2
+
+
+@pytest.mark.parametrize("shape", [(3, 2, 6, 10), (1, 1, 2, 2), (2, 4, 4, 254)])
+def test_pooling_by_halves_is_torchs_also_among_equals(shape: tuple[int, ...]) -> None:
+    torch.manual_seed(0)
+    h = torch.randint(-1, 3, shape).double()  # many of the four are equal
+    expected, places = torch.ops.aten.max_pool2d_with_indices.default(h, *HALVES)
+    found, where = halved(h)
+    assert torch.equal(found, expected) and torch.equal(where, places)
 
 
 def test_an_untracked_gradient_leaves_the_loss_alone() -> None:
