@@ -12,6 +12,7 @@ and the engine runs it round by round.
 from __future__ import annotations
 
 import functools
+import warnings
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple, TypeVar, cast
@@ -383,7 +384,11 @@ class Program:
                 return leaves(made[0])
 
             graph = make_fx(flat)(*leaves(given))
-            self.compiled[name] = torch.compile(graph, dynamic=False, options={"max_pointwise_cat_inputs": 32}), made[0]
+            fast = torch.compile(graph, dynamic=False, options={"max_pointwise_cat_inputs": 32})
+            with warnings.catch_warnings():
+                warnings.filterwarnings("ignore", "TensorFloat32 tensor cores")  # the precision was chosen
+                fast(*leaves(given))
+            self.compiled[name] = fast, made[0]
         compiled, form = self.compiled[name]
         results = iter(compiled(*leaves(given)))
         return cast(T, map_leaves(lambda _: next(results), form))
