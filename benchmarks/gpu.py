@@ -10,7 +10,9 @@ without evaluation. The bare loop (benchmarks/bare.py) and the others are handed
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib.util
+import io
 import json
 import os
 import statistics
@@ -91,12 +93,13 @@ def rivals(wanted: list[str], clients: int, models: list[str]) -> list[dict[str,
             if rival not in wanted or (rival == "pfl" and not importlib.util.find_spec("pfl")):
                 continue
             try:
-                play = rounds(build().to(GPU), x, y)
-                play(2)
-                torch.cuda.synchronize()
-                at = time.perf_counter()
-                each = play(6)
-                torch.cuda.synchronize()
+                with contextlib.redirect_stdout(io.StringIO()):  # pfl prints its metrics
+                    play = rounds(build().to(GPU), x, y)
+                    play(2)
+                    torch.cuda.synchronize()
+                    at = time.perf_counter()
+                    each = play(6)
+                    torch.cuda.synchronize()
                 row[rival] = (time.perf_counter() - at) / 6 * 1e3 if rival == "plain" else statistics.median(each) * 1e3
             except ImportError as error:  # a rival that lacks something must not spoil the others' figures
                 print(f"{rival} is left out: {error}", flush=True)
