@@ -35,6 +35,8 @@ def mean(v: Tensor, weight: Tensor) -> Tensor:
     >>> mean(torch.tensor([[1.0, 2.0], [3.0, 6.0]]), torch.tensor([[0.5], [0.5]]))
     tensor([2., 4.])
     """
+    if v.is_cuda:  # where a product may have ten bits only (TF32), and a sum is fused with what is around it
+        return (weight * v).sum(-2)
     return (weight.transpose(-1, -2) @ v).squeeze(-2)
 
 
@@ -48,12 +50,12 @@ def clip(v: Tensor, largest: float) -> Tensor:
 
 
 def descend(x: Tensor, rate: float | Tensor, u: Tensor) -> Tensor:
-    """x - rate u, in one pass over memory where the rate is a plain number.
+    """x - rate u, in one pass over memory.
 
     >>> descend(torch.tensor([1.0]), 0.5, torch.tensor([4.0]))
     tensor([-1.])
     """
-    return x - rate * u if isinstance(rate, Tensor) else torch.sub(x, u, alpha=rate)
+    return torch.addcmul(x, rate, u, value=-1) if isinstance(rate, Tensor) else torch.sub(x, u, alpha=rate)
 
 
 def leaves(state: object) -> list[Tensor]:
