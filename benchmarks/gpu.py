@@ -180,11 +180,8 @@ def packs(chosen: list[str], runs: int = 16) -> list[dict[str, Any]]:
         row: dict[str, Any] = {"model": model, "method": name, "compiled": compiled, "runs": runs, "alone": alone}
         row |= {"together": statistics.median(times), "ratio": statistics.median(times) / alone}
         rows.append(row)
-        how = "compiled" if compiled else ""
-        print(
-            f"{model:18} {name:10} {how:8} {runs} runs {row['together']:8.2f} ms a round = {row['ratio']:5.2f} x one ({alone:.2f} ms)",
-            flush=True,
-        )
+        took = f"{row['together']:8.2f} ms a round = {row['ratio']:5.2f} x one ({alone:.2f} ms)"
+        print(f"{model:18} {name:10} {'compiled' if compiled else '':8} {runs} runs {took}", flush=True)
         del pack
         torch.cuda.empty_cache()
     return rows
