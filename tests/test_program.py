@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 from tests import small
 from undrift.registry import algorithm_class, names
@@ -115,3 +116,17 @@ def test_rounds_in_which_nobody_answers_for_a_long_time() -> None:
     silent = max(map(len, "".join(map(str, answers)).split("1")))
     assert sum(answers) and silent > LONGEST, "as it should be for this test"
     agree(one, first, other, second)
+
+
+@pytest.mark.parametrize("name", ["fedavg", "scaffold", "gradma", "mime"])
+def test_what_is_compiled_is_the_round_as_written(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The traced graphs, run as they are: with running statistics, and a first step in which clients share vectors."""
+    monkeypatch.setattr("undrift.simulate.replay.COMPILED_FROM", 0)
+    monkeypatch.setattr("undrift.simulate.program.COMPILED_FROM", 0)
+    traced: list[Any] = []
+    monkeypatch.setattr(torch, "compile", lambda graph, **how: traced.append(graph) or graph)
+    module = nn.Sequential(nn.Linear(5, 6), nn.BatchNorm1d(6), nn.ReLU(), nn.Linear(6, 3))
+    agree(
+        *together(algorithm_class(name)(lr=0.2, **FIELDS.get(name, {})), 4, eval_every=3, module=module, compile=True)
+    )
+    assert traced

@@ -35,8 +35,6 @@ def mean(v: Tensor, weight: Tensor) -> Tensor:
     >>> mean(torch.tensor([[1.0, 2.0], [3.0, 6.0]]), torch.tensor([[0.5], [0.5]]))
     tensor([2., 4.])
     """
-    if v.is_cuda:  # where a product may have ten bits only (TF32), and a sum is fused with what is around it
-        return (weight * v).sum(-2)
     return (weight.transpose(-1, -2) @ v).squeeze(-2)
 
 
