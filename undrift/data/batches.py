@@ -88,7 +88,8 @@ def table(
     passes = np.arange(len(owner)) - before[owner] + visit[owner, 0]
     begin = np.concatenate([[0], np.cumsum(sizes[owner])])  # where each shuffle lies in the flat list
     device = members.device
-    who = torch.from_numpy(np.repeat(np.arange(len(owner)), sizes[owner])).to(device)
+    every, of_each = torch.arange(len(owner), device=device), torch.from_numpy(sizes[owner]).to(device)
+    who = every.repeat_interleave(of_each, output_size=int(begin[-1]))
     place = torch.arange(int(begin[-1]), device=device) - torch.from_numpy(begin).to(device)[who]
     drawn_from = torch.from_numpy(np.broadcast_to(np.int64(names), ids.shape)[owner]).to(device)
     keys = fold(fold(drawn_from, torch.from_numpy(ids[owner]).to(device)), torch.from_numpy(passes).to(device))

@@ -23,7 +23,7 @@ from undrift.vec import map_leaves, nbytes
 if TYPE_CHECKING:
     from undrift.simulate.engine import Settings, Simulation
 
-LONGEST = 32  # rounds at most that are laid out together
+LONGEST = 128  # rounds at most that are laid out together
 ROOM = 1 << 28  # bytes for their samples
 
 
