@@ -4,7 +4,7 @@
 
 100 clients, 10 a round, 5 local steps, batch 64; the MLP on MNIST-shaped and LeNet-5 on CIFAR-shaped data. Each rival
 (benchmarks/rivals.py) has a process of its own (undrift changes how memory is handed back, which would help the others
-too); they take turns, a few rounds each, so that the machine's moods meet all of them. The figures are medians of rounds.
+too); they take turns, some rounds each, so that the machine's moods meet all of them. The figures are medians of rounds.
 undrift's round is whole: sampling the cohort and its batches, uint8 to normalised floats, training, the server's step
 and the record. The others are handed floats that are ready.
 """
@@ -52,7 +52,8 @@ def rival(name: str, model: str, pipe: Connection) -> None:
     if name == "undrift":
         run, simulation = undrift_rounds(model)
     else:
-        run = rivals.plain_rounds(model) if name == "plain loop" else rivals.pfl_rounds(model)
+        rounds = rivals.plain_rounds if name == "plain loop" else rivals.pfl_rounds
+        run = rounds(rivals.built(model), *rivals.ready(model))
     while (count := pipe.recv()) is not None:
         seconds = run(count)
         pipe.send((seconds, simulation.execution.name if simulation and simulation.execution else ""))
@@ -90,8 +91,8 @@ def compare(model: str, names: list[str], turns: int, each: int) -> dict[str, ob
 
 def main() -> None:
     arguments = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    arguments.add_argument("--turns", type=int, default=6)
-    arguments.add_argument("--rounds", type=int, default=3, help="of each rival in a turn")
+    arguments.add_argument("--turns", type=int, default=5)
+    arguments.add_argument("--rounds", type=int, default=10, help="of each rival in a turn")
     arguments.add_argument("--models", default=",".join(name.partition(",")[0] for name in MODELS))
     arguments.add_argument("--json", type=Path, help="write the results to this file too")
     chosen = arguments.parse_args()

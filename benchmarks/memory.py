@@ -4,7 +4,8 @@
 
 100 slots, 10 new updates a round, 150 clients. The step is the server's whole share of a round as the engines call it
 (`round.server_part`): the mean of the updates, momentum, who is remembered, the new rows and their products, the
-quadratic programme begun with the last active set, the projection. The updates are those of clients with unequal data: a
+quadratic programme begun with the last active set, the projection; on a GPU it is replayed as a CUDA graph, as in a
+run. The updates are those of clients with unequal data: a
 common direction, ten directions of which every client has its own mixture, and noise; some constraints are then active.
 Reading is the sum of all entries of the memory. Both are medians over the same rounds, with the same threads.
 """
@@ -19,7 +20,6 @@ import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -29,18 +29,19 @@ from undrift.algorithms.gradma_s import GradMAS
 from undrift.net import Net
 from undrift.round import Answers, server_init, server_part
 from undrift.simulate.execute import keep_freed_memory
+from undrift.simulate.graphs import recorded
+from undrift.vec import leaves, map_leaves
 
 CLIENTS, COHORT, SLOTS, SIDE, CLASSES = 150, 10, 100, 1000, 10  # 1000 * 1000 = 10^6 parameters
-T = TypeVar("T")
 
 
-def milliseconds(work: Callable[[], T], device: torch.device) -> tuple[float, T]:
+def milliseconds(work: Callable[[], object], device: torch.device) -> float:
     wait = torch.cuda.synchronize if device.type == "cuda" else lambda: None
     wait()
     began = time.perf_counter()
-    result = work()
+    work()
     wait()
-    return 1e3 * (time.perf_counter() - began), result
+    return 1e3 * (time.perf_counter() - began)
 
 
 def measure(device: torch.device, rounds: int, warm: int) -> dict[str, object]:
@@ -57,22 +58,32 @@ def measure(device: torch.device, rounds: int, warm: int) -> dict[str, object]:
     state = server_init(alg, net, x0, buffers, CLIENTS)
     directions, mixture = normal(1 + CLASSES, len(x0)), normal(CLIENTS, CLASSES)
 
-    def round_of(ids: Tensor) -> tuple[Answers, Cohort]:
-        share = torch.cat([torch.full((COHORT, 1), 0.3, device=device), mixture[ids.to(device)]], 1)
-        d = 1e-3 * (share @ directions + normal(COHORT, len(x0)))
-        ones = torch.ones(COHORT, 1, device=device)
-        answers = Answers(Up(d), Nothing(), buffers.expand(COHORT, -1), state.x - d, ones, Nothing())
-        drawn = torch.arange(COHORT, device=device)
-        return answers, Cohort(ids.to(device), drawn, ones / COHORT, ones, 0.1, CLIENTS, net.layout)
+    ids, d, ones = torch.arange(COHORT, device=device), normal(COHORT, len(x0)), torch.ones(COHORT, 1, device=device)
+    answers = Answers(Up(d), Nothing(), buffers.expand(COHORT, -1), d, ones, Nothing())
+    cohort = Cohort(ids, torch.arange(COHORT, device=device), ones / COHORT, ones, 0.1, CLIENTS, net.layout)
 
+    def step() -> None:
+        nonlocal state
+        state = server_part(alg, net, state, answers, cohort)
+
+    def in_place() -> None:
+        new = server_part(alg, net, state, answers, cohort)
+        for old, tensor in zip(leaves(state), leaves(new), strict=True):
+            if old.data_ptr() != tensor.data_ptr():  # the memory's rows are written where they are
+                old.copy_(tensor)
+
+    if device.type == "cuda":  # everything lies on the device, and the step is recorded, as in the engine
+        state = map_leaves(lambda t: t.to(device, copy=True), state)
+        step = recorded(in_place, leaves(state), device)
     steps, reads, active = [], [], []
     for t in range(warm + rounds):
-        ids = torch.randperm(CLIENTS, generator=torch.Generator().manual_seed(t))[:COHORT].sort().values
-        answers, cohort = round_of(ids)
-        step, state = milliseconds(partial(server_part, alg, net, state, answers, cohort), device)
-        read, _ = milliseconds(partial(torch.sum, state.server.memory.rows), device)
+        ids.copy_(torch.randperm(CLIENTS, generator=torch.Generator().manual_seed(t))[:COHORT].sort().values)
+        share = torch.cat([torch.full((COHORT, 1), 0.3, device=device), mixture[ids]], 1)
+        d.copy_(1e-3 * (share @ directions + normal(COHORT, len(x0))))
+        took = milliseconds(step, device)
+        read = milliseconds(partial(torch.sum, state.server.memory.rows), device)
         if t >= warm:
-            steps.append(step)
+            steps.append(took)
             reads.append(read)
             active.append(int(state.server.active.sum()))
     assert bool((state.server.memory.ids >= 0).all()), "the memory is full"

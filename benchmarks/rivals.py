@@ -1,4 +1,4 @@
-"""What benchmarks/cpu.py compares undrift with: a plain per-client PyTorch loop, pfl-research and Flower's simulation.
+"""What benchmarks/cpu.py and gpu.py compare undrift with: a plain per-client PyTorch loop, pfl-research and Flower's simulation.
 
 All of them run FedAvg on the same data with the same model: `CLIENTS` clients, `COHORT` a round, `STEPS` local steps of
 `BATCH` samples. Each is handed floats that are ready; undrift makes them of uint8 images in every round.
@@ -63,9 +63,9 @@ def train(module: nn.Module, x: Tensor, y: Tensor, order: Tensor) -> None:
         optimizer.step()
 
 
-def plain_rounds(model: str) -> Rounds:
+def plain_rounds(module: nn.Module, x: Tensor, y: Tensor) -> Rounds:
     """The loop that people write by hand: load the global model, train each client in turn, average."""
-    random, module, (x, y) = np.random.default_rng(0), built(model), ready(model)
+    random = np.random.default_rng(0)
 
     def one() -> float:
         began = time.perf_counter()
@@ -75,7 +75,7 @@ def plain_rounds(model: str) -> Rounds:
             with torch.no_grad():
                 for n, p in module.named_parameters():
                     p.copy_(start[n])
-            train(module, x[client], y[client], torch.from_numpy(random.permutation(SAMPLES)))
+            train(module, x[client], y[client], torch.from_numpy(random.permutation(SAMPLES)).to(x.device))
             for n, p in module.named_parameters():
                 total[n] += p.detach() / COHORT
         with torch.no_grad():
@@ -86,7 +86,7 @@ def plain_rounds(model: str) -> Rounds:
     return lambda count: [one() for _ in range(count)]
 
 
-def pfl_rounds(model: str) -> Rounds:
+def pfl_rounds(module: nn.Module, x: Tensor, y: Tensor) -> Rounds:
     from pfl.aggregate.simulate import SimulatedBackend
     from pfl.algorithm.base import NNAlgorithmParams
     from pfl.algorithm.federated_averaging import FederatedAveraging
@@ -106,7 +106,6 @@ def pfl_rounds(model: str) -> Rounds:
             self.times.append(time.perf_counter())
             return False, Metrics()
 
-    module, (x, y) = built(model), ready(model)
     module.loss = lambda a, b: F.cross_entropy(module(a), b)  # type: ignore[assignment]
     module.metrics = lambda a, b: {}  # type: ignore[assignment]
     central = PyTorchModel(module, torch.optim.SGD, torch.optim.SGD(module.parameters(), lr=1.0))

@@ -14,7 +14,8 @@ MEMBERS = torch.arange(int(SIZES.sum())) + 1000  # samples have numbers of their
 
 
 def batches(plan: Plan, round: int, ids: list[int], position: list[int], seed: int = 0) -> Table:
-    return table(plan, seed, round, np.array(ids), MEMBERS, START, SIZES, np.array(position))
+    of, name = np.array(ids), plan.shuffled_by(seed, round)
+    return table(plan, name, of, MEMBERS, START[of], SIZES[of], np.array(position))
 
 
 def samples(made: Table, s: int, k: int) -> list[int]:

@@ -164,15 +164,22 @@ def test_the_server_is_killed_and_resumed(after: int, tmp_path: Path) -> None:
 
 
 BAD = """
-from flwr.app import Array, ArrayRecord, ConfigRecord, Message
 import numpy as np
+from flwr.app import Array
+from flwr.clientapp import ClientApp
 from undrift.deploy.flower import client_app
 
-app = client_app()
+app = ClientApp()
+honest = client_app()
 
-def spoiled(message, context, call_next):
-    reply = call_next(message, context)
-    if message.metadata.message_type != "train" or int(context.node_config["partition-id"]) != 1:
+@app.query()
+def query(message, context):
+    return honest(message, context)
+
+@app.train()
+def train(message, context):
+    reply = honest(message, context)
+    if int(context.node_config["partition-id"]) != 1:
         return reply
     records, what = reply.content, message.content["facts"]["round"]
     d = records["arrays"]["up.d"].numpy()
@@ -187,8 +194,6 @@ def spoiled(message, context, call_next):
     if what == 4:
         records["arrays"]["up.d"] = Array(np.tile(d, 100))
     return reply
-
-app._mods.append(spoiled)
 """
 
 

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 from tests import small
 from undrift.registry import algorithm_class, names
@@ -35,7 +36,9 @@ def agree(plain: Simulation, one: list[RoundRecord], replayed: Simulation, two: 
         expected, found = ({n: v for n, v in r.as_dict().items() if n != "seconds"} for r in (a, b))
         assert expected.keys() == found.keys()
         for name, value in expected.items():
-            assert found[name] == (value if value is None else pytest.approx(value, rel=1e-9, abs=1e-12)), name
+            assert found[name] == (
+                value if value is None else pytest.approx(value, rel=1e-9, abs=1e-12, nan_ok=True)
+            ), name
 
 
 FIELDS = {"gradma-s": {"slots": 5}, "gradma": {"slots": 5}}
@@ -101,3 +104,29 @@ def test_empty_places_do_not_spoil_a_stretch() -> None:
     run = small.simulation(algorithm_class("scaffold")(lr=0.2), eval_every=9, sampling="bernoulli")
     run.replays = True
     assert len(run.rounds(6)) == 6, "the stretch was taken back"
+
+
+def test_rounds_in_which_nobody_answers_for_a_long_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One client is invited, and it nearly always fails: for more rounds in a row than are laid out together."""
+    monkeypatch.setattr("undrift.simulate.replay.LONGEST", 32)
+    one, first, other, second = together(
+        algorithm_class("scaffold")(lr=0.2), 150, cohort=1, dropout_rate=0.97, eval_every=1000, seed=2
+    )
+    answers = [record.clients - record.dropped for record in first]
+    silent = max(map(len, "".join(map(str, answers)).split("1")))
+    assert sum(answers) and silent > 32, "as it should be for this test"
+    agree(one, first, other, second)
+
+
+@pytest.mark.parametrize("name", ["fedavg", "scaffold", "gradma", "mime"])
+def test_what_is_compiled_is_the_round_as_written(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The traced graphs, run as they are: with running statistics, and a first step in which clients share vectors."""
+    monkeypatch.setattr("undrift.simulate.replay.COMPILED_FROM", 0)
+    monkeypatch.setattr("undrift.simulate.program.COMPILED_FROM", 0)
+    traced: list[Any] = []
+    monkeypatch.setattr(torch, "compile", lambda graph, **how: traced.append(graph) or graph)
+    module = nn.Sequential(nn.Linear(5, 6), nn.BatchNorm1d(6), nn.ReLU(), nn.Linear(6, 3))
+    agree(
+        *together(algorithm_class(name)(lr=0.2, **FIELDS.get(name, {})), 4, eval_every=3, module=module, compile=True)
+    )
+    assert traced

@@ -72,7 +72,7 @@ class Memory(NamedTuple):
         """
         age, at = self.age[place].unsqueeze(-1), place.to(updates.device)
         scale = torch.where(age < 0, 0.0, beta2 ** (age + 1).to(updates.dtype)).to(updates)
-        fade_and_add(self.rows, at, scale, updates)
+        fade_and_add(self.rows, at, scale, updates)  # D[i] <- scale D[i] + d_i
         rows, vectors = self.rows, torch.cat([self.rows.index_select(0, at), m[None]])
         # Only the cohort's rows and columns of the Gram matrix change: S m d operations, not m m d, in one reading.
         new = torch.stack([inner(vectors[:, part], rows[:, part]) for part in segments])

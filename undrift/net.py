@@ -22,6 +22,7 @@ from torch.nn.modules.dropout import _DropoutNd
 from torch.nn.modules.instancenorm import _InstanceNorm
 
 from undrift.errors import BadSetting
+from undrift.kernels.chain import Chain
 from undrift.kernels.linear import linear
 from undrift.layout import Layout
 from undrift.segmentation import dice_loss, soft_dice_loss
@@ -168,6 +169,7 @@ class Net:
             or [torch.zeros(0, dtype=torch.bool)]
         )  # which entries of the buffers' vector are counters: they are aggregated by maximum
         self.beside: dict[str, Net] = {}  # further networks that an algorithm trains on the same samples, by name
+        self.chain = Chain.of(self.original) if self.loss is F.cross_entropy else None
         self._local = threading.local()
         self._prepared = prepared
         self._still = _unshared(prepared, self.current).eval()

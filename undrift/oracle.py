@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from undrift.kernels.chain import Chain
 from undrift.layout import Layout
 from undrift.net import Context, Net
 
@@ -190,6 +191,8 @@ class Oracle:
         that it needs, such as the server's model. Without an objective it is the task's loss.
         """
         self.counter[0] += 1
+        if objective is None and (chain := self.chain) is not None:
+            return self._written_out(chain, x, track)
         points = [v.detach().expand(*self.lead, v.shape[-1]) for v in (x, *others)]
         at = points[0].requires_grad_()
         with torch.enable_grad():
@@ -198,6 +201,26 @@ class Oracle:
         if track:
             self.buffers, self.loss = after.detach(), losses.detach().unsqueeze(-1)
         return g
+
+    @property
+    def chain(self) -> Chain | None:
+        """The form in which the task's gradient is written out; None: autograd finds it."""
+        chain, (inputs, targets, *_) = self.net.chain, self.batch
+        if chain is None or inputs.device.type != "cpu" or not chain.fits(inputs, targets, self.lead):
+            return None
+        return chain
+
+    def _written_out(self, chain: Chain, x: Tensor, track: bool) -> Tensor:
+        """`grad` of the task's loss by a chain of layers, for which all leading dimensions are one."""
+        inputs, targets, real, *_ = self.batch
+        x, last = x.detach().expand(*self.lead, x.shape[-1]), len(self.lead) - 1
+        if last > 0:
+            x, inputs, targets = (t.flatten(0, last) for t in (x, inputs, targets))
+            real = None if real is None else real.flatten(0, last)
+        loss, g = chain.gradient(x, inputs, targets, real)
+        if track:
+            self.loss = loss.view(*self.lead, 1)
+        return g.view(*self.lead, -1) if last > 0 else g
 
     def grads(self, *points: Tensor) -> list[Tensor]:
         """The gradients at several points on the one mini-batch, with one dropout mask; the first one is tracked.

@@ -45,7 +45,7 @@ class Kept(NamedTuple):
 
 def fill(state: T, lead: torch.Size) -> T:
     """Leaves [P] or [1, P] expanded to [*lead, P]."""
-    return map_leaves(lambda t: t.expand(*lead, t.shape[-1]), state)
+    return map_leaves(lambda t: t.expand(*lead, t.shape[-1]), state) if lead else state
 
 
 def server_init(alg: Algorithm, net: Net, x0: Tensor, buffers: Tensor, clients: int) -> State:

@@ -48,12 +48,12 @@ def clip(v: Tensor, largest: float) -> Tensor:
 
 
 def descend(x: Tensor, rate: float | Tensor, u: Tensor) -> Tensor:
-    """x - rate u, in one pass over memory where the rate is a plain number.
+    """x - rate u, in one pass over memory.
 
     >>> descend(torch.tensor([1.0]), 0.5, torch.tensor([4.0]))
     tensor([-1.])
     """
-    return x - rate * u if isinstance(rate, Tensor) else torch.sub(x, u, alpha=rate)
+    return torch.addcmul(x, rate, u, value=-1) if isinstance(rate, Tensor) else torch.sub(x, u, alpha=rate)
 
 
 def leaves(state: object) -> list[Tensor]:

@@ -42,11 +42,11 @@ class Transform:
             return raw.to(dtype) if raw.is_floating_point() else raw.long()  # token ids, for instance
         if keys is not None and (self.crop or self.flip):
             raw = self.crop_and_flip(raw, keys)
-        x = raw.to(dtype) / 255
+        x = raw.to(dtype).div_(255)
         if clients is not None and self.colour:
             x = self.coloured(x, clients)
         if self.mean:
-            x = (x - channels(self.mean, dtype, x.device)) / channels(self.std, dtype, x.device)
+            x = x.sub_(channels(self.mean, dtype, x.device)).div_(channels(self.std, dtype, x.device))
         return x
 
     def masks(self, masks: Tensor, keys: Tensor) -> Tensor:

@@ -52,6 +52,10 @@ class Plan:
     def continues(self) -> bool:
         return self.persistent and self.steps > 0
 
+    def shuffled_by(self, seed: int, round: int) -> int:
+        """The stream from which a round's shuffles are drawn: the same in every round where passes go on."""
+        return signed(stream(seed, Purpose.BATCHES, 0 if self.continues else round + 1))
+
     def steps_of(self, sizes: Counts) -> Counts:
         """K_i. A fractional epoch is the first round(f n_i / B) batches of a shuffle; everybody takes at least one step."""
         if self.steps:
@@ -63,19 +67,12 @@ class Plan:
 
 
 def table(
-    plan: Plan,
-    seed: int,
-    round: Counts | int,
-    ids: Counts,
-    members: Tensor,
-    start: Counts,
-    sizes: Counts,
-    position: Counts,
+    plan: Plan, names: Counts | int, ids: Counts, members: Tensor, start: Counts, sizes: Counts, position: Counts
 ) -> Table:
-    """The batches of clients `ids` [S] in one round, or each in a `round` [S] of its own: client i owns
-    members[start[i] : start[i] + sizes[i]]; `position` [S] counts the batches each has taken in earlier rounds."""
-    rounds = np.broadcast_to(np.asarray(round, dtype=np.int64), ids.shape)
-    start, sizes = start[ids], sizes[ids]
+    """The batches of clients `ids` [S], whose shuffles are drawn from the streams `names`, one or [S]: see `Plan.shuffled_by`.
+
+    A client owns members[start : start + size]; `position` counts the batches that it has taken in earlier rounds; all [S].
+    """
     steps, per_pass = plan.steps_of(sizes), plan.per_pass(sizes)
     first = position if plan.continues else np.zeros_like(position)
     step = first[:, None] + np.arange(steps.max())  # [S, K] batch numbers counted from the client's first ever
@@ -91,12 +88,11 @@ def table(
     passes = np.arange(len(owner)) - before[owner] + visit[owner, 0]
     begin = np.concatenate([[0], np.cumsum(sizes[owner])])  # where each shuffle lies in the flat list
     device = members.device
-    who = torch.from_numpy(np.repeat(np.arange(len(owner)), sizes[owner])).to(device)
+    every, of_each = torch.arange(len(owner), device=device), torch.from_numpy(sizes[owner]).to(device)
+    who = every.repeat_interleave(of_each, output_size=int(begin[-1]))
     place = torch.arange(int(begin[-1]), device=device) - torch.from_numpy(begin).to(device)[who]
-    drawn_in = np.zeros_like(rounds) if plan.continues else rounds + 1
-    named, which = np.unique(drawn_in, return_inverse=True)
-    names = torch.tensor([signed(stream(seed, Purpose.BATCHES, int(name))) for name in named])[which[owner]].to(device)
-    keys = fold(fold(names, torch.from_numpy(ids[owner]).to(device)), torch.from_numpy(passes).to(device))
+    drawn_from = torch.from_numpy(np.broadcast_to(np.int64(names), ids.shape)[owner]).to(device)
+    keys = fold(fold(drawn_from, torch.from_numpy(ids[owner]).to(device)), torch.from_numpy(passes).to(device))
     word = (fold(keys[who], place) >> 24) & ((1 << 40) - 1)
     shuffled = place[torch.sort((who << 40) | word, stable=True).indices]
 

@@ -38,7 +38,7 @@ class Split:
     def take(self, index: Tensor) -> Tensor:
         """The raw samples at index [n], channels first."""
         if self.held is not None:
-            return self.held[index]
+            return self.held.index_select(0, index)  # copies whole samples, where held[index] goes entry by entry
         return _channels_first(torch.from_numpy(self.samples[index.cpu().numpy()])).to(index.device)
 
     def prefetch(self, index: Tensor) -> None:
@@ -90,9 +90,10 @@ class Federation:
         device = self.members.device
         return self.members[torch.from_numpy(place).to(device)], torch.from_numpy(np.repeat(ids, sizes)).to(device)
 
-    def table(self, plan: Plan, seed: int, round: Ids | int, ids: Ids, position: Ids) -> Table:
-        """The batches of clients ids [S] in one round, or each in a round of its own."""
-        return table(plan, seed, round, ids, self.members, self.start, self.sizes, position)
+    def table(self, plan: Plan, seed: int, round: int, ids: Ids, position: Ids) -> Table:
+        """The batches of clients ids [S] in a round."""
+        name = plan.shuffled_by(seed, round)
+        return table(plan, name, ids, self.members, self.start[ids], self.sizes[ids], position)
 
 
 def federate(

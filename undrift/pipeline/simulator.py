@@ -168,13 +168,16 @@ class Simulator:
     def restore(self, tensors: dict[str, Tensor]) -> None:
         """Take over what `tensors` returned, here or on the ranks of another run."""
         self.clock.restore(tensors)
+        self.synchronise()
         for k, block in enumerate(self.blocks):
-            own = {name: fresh(t, self.device) for name, t in below(f"block{k}.", tensors).items()}
-            block.restore(own)
+            with self.lane(k):  # memory that the block's stream frees is its own
+                own = {name: fresh(t, self.device) for name, t in below(f"block{k}.", tensors).items()}
+                block.restore(own)
             self.arriving[k] = {n: Parcel(t) for n, t in by_batch("arriving.", own).items()}
             self.errors[k] = {n: Parcel(t) for n, t in by_batch("error.", own).items()}
             if k == len(self.blocks) - 1:
                 self.targets = {n: Parcel(t) for n, t in by_batch("target.", own).items()}
+        self.synchronise()
 
     def synchronise(self) -> None:
         if self.streams:

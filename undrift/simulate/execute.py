@@ -7,12 +7,14 @@ convolution becomes a grouped one, which is slow, so that a pool of threads that
 from __future__ import annotations
 
 import contextlib
+import copy
 import ctypes
+import functools
 import sys
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -26,7 +28,7 @@ from undrift.data.batches import Table
 from undrift.data.federation import Federation
 from undrift.errors import BadData, BadSetting, UndriftError
 from undrift.net import Net
-from undrift.oracle import Batch, Oracle
+from undrift.oracle import Batch, Oracle, task_loss
 from undrift.round import Answers, client_part
 from undrift.streams import Purpose, fold, stream
 from undrift.vec import map_leaves
@@ -45,14 +47,20 @@ class RoundWork:
     batch: int  # B
     gradients: int = 0  # mini-batch gradients computed so far
 
+    @functools.cached_property
+    def keys(self) -> tuple[Tensor, Tensor]:
+        """The streams [S, K] of every client's and step's dropout and augmentation."""
+        every = torch.arange(self.table.count.shape[1], device=self.ids.device)
+        names = (stream(self.seed, purpose, self.round) for purpose in (Purpose.DROPOUT, Purpose.AUGMENT))
+        dropout, augment = (fold(fold(name, self.ids).unsqueeze(-1), every) for name in names)
+        return dropout, augment
+
     def steps(self, clients: slice | int, limit: int | None = None) -> Iterator[tuple[Oracle, Tensor | None]]:
         """An oracle for each local step of some clients of the cohort: a slice is stacked, a number is a client alone."""
         counts, ids, index = self.table.count[clients], self.ids[clients], self.table.index[clients]
         device, train = ids.device, self.data.train
         total = int(self.table.steps[clients].max()) if limit is None else limit
-        every = torch.arange(total, device=device)
-        dropout = fold(fold(stream(self.seed, Purpose.DROPOUT, self.round), ids).unsqueeze(-1), every)  # [..., K]
-        augment = fold(fold(stream(self.seed, Purpose.AUGMENT, self.round), ids).unsqueeze(-1), every)
+        dropout, augment = (keys[clients] for keys in self.keys)
         for k in range(total):
             count: NDArray[np.int64] = np.atleast_1d(counts[..., k])
             width = int(count.max())
@@ -188,31 +196,50 @@ class Stacked:
 
 
 class Pool:
-    """One client at a time on each of a few threads, each with one core (on a GPU: one after another)."""
+    """A few clients at a time on each of a few threads, each with one core (on a GPU: one after another).
+
+    `group` clients of a thread are stacked where all take the same steps; it is 1 where stacking does not pay.
+    """
 
     name = "pool"
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, group: int = 1) -> None:
         self.threads = torch.get_num_threads() if device.type == "cpu" else 1
+        self.group = group
         self.executor = ThreadPoolExecutor(self.threads, initializer=_single_threaded) if self.threads > 1 else None
 
     def __call__(
         self, alg: Algorithm, down: Any, client: Any, buffers: Tensor, work: RoundWork, limit: int | None = None
     ) -> Answers:
-        def one(s: int) -> tuple[Answers, int]:
-            mine = replace(work, gradients=0)
-            whole = LocalWhole.of(mine, s, buffers)
-            answers = client_part(alg, down, map_leaves(lambda t: t[s], client), buffers, mine.steps(s, limit), whole)
+        shared = map_leaves(lambda t: t.unsqueeze(-2), down)
+
+        def some(clients: slice | int) -> tuple[Answers, int]:
+            mine = copy.copy(work)
+            mine.gradients = 0
+            whole = LocalWhole.of(mine, clients, buffers)
+            sent, theirs = (shared if isinstance(clients, slice) else down), map_leaves(lambda t: t[clients], client)
+            answers = client_part(alg, sent, theirs, buffers, mine.steps(clients, limit), whole)
             return answers, mine.gradients + whole.gradients
 
-        # Clients with the most samples first, so that no long one is left for the end.
-        longest = np.argsort(-work.table.count.sum(1), kind="stable").tolist()
-        run = self.executor.map if self.executor else map
-        results = dict(zip(longest, run(one, longest), strict=True))
-        work.gradients += sum(gradients for _, gradients in results.values())
-        ordered = [results[s][0] for s in range(len(work.ids))]
-        joined: Answers = map_leaves(lambda *parts: torch.stack(parts), *ordered)
-        return joined
+        work.keys  # noqa: B018  made once for all of them
+        parts = self.parts(work.table.count)
+        results = list((self.executor.map if self.executor else map)(some, parts))
+        work.gradients += sum(gradients for _, gradients in results)
+        found = [answers for answers, _ in results]
+        if isinstance(parts[0], slice):
+            return map_leaves(lambda *each: torch.cat(each), *found)
+        ordered = [found[parts.index(s)] for s in range(len(parts))]
+        return map_leaves(lambda *each: torch.stack(each), *ordered)
+
+    def parts(self, count: NDArray[np.int64]) -> list[slice] | list[int]:
+        """Who is run together, in the order in which the threads take them; count [S, K] are the samples of each step."""
+        size = len(count)
+        if self.group > 1 and (count == count[0]).all():
+            turns = -(-size // (self.threads * self.group))
+            ends = np.cumsum([len(part) for part in np.array_split(np.arange(size), min(size, self.threads * turns))])
+            return [slice(int(a), int(b)) for a, b in zip([0, *ends[:-1]], ends, strict=True)]
+        longest: list[int] = np.argsort(-count.sum(1), kind="stable").tolist()  # no long one is left for the end
+        return longest
 
     def measure(self, alg: Algorithm, down: Any, buffers: Tensor, work: RoundWork) -> Tensor:
         """The first exchange: what every client measures [S, P]."""
@@ -227,6 +254,7 @@ class Pool:
 
 
 Execution = Stacked | Pool
+CACHE = 2 << 20  # bytes
 
 
 def _single_threaded() -> None:
@@ -257,7 +285,7 @@ def bytes_per_client(net: Net, x: Tensor, buffers: Tensor, work: RoundWork) -> i
     with torch.autograd.graph.saved_tensors_hooks(count, lambda t: t):
         oracle, _ = next(work.steps(0, 1))
         oracle.buffers = buffers
-        oracle.grad(x)
+        oracle.grad(x, task_loss)  # recorded by autograd, so that it can be counted
     return 2 * saved + 10 * x.numel() * x.element_size()
 
 
@@ -329,7 +357,9 @@ def choose(
     stacked = Stacked(chunk)
     if name == "stacked":
         return stacked
-    pool = Pool(device)
+    # Two or so vectors of a thread fit in its core's own cache.
+    group = max(1, CACHE // (len(x) * x.element_size())) if net.chain is not None and net.chain.stackable else 1
+    pool = Pool(device, group)
     if name == "pool":
         return pool
 

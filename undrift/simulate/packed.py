@@ -25,8 +25,8 @@ from undrift.net import Net
 from undrift.round import Answers, RoundRecord, State, server_part
 from undrift.simulate.clients import ClientTable
 from undrift.simulate.engine import Simulation
-from undrift.simulate.program import COMPILED_FROM, Ahead, Now, Program, Shape
-from undrift.simulate.replay import Block, Outlook, Replay, filled
+from undrift.simulate.program import COMPILED_FROM, Now, Program, Shape
+from undrift.simulate.replay import Block, Outlook, Part, Replay, filled, laid_out
 from undrift.vec import leaves, map_leaves
 
 BRANCHED = ("weight_decay", "clip")  # real fields that every method asks whether they are zero
@@ -178,9 +178,10 @@ class Pack:
             outlook.longest = outlook.fitting(len(simulations))
         self.program: PackedProgram | None = None  # made for the first round in which somebody takes part in every run
         self.columns: list[Tensor] = []  # the clients' tables, run after run, and a last row that is nobody's
-        self.blocks: list[Block] = []  # what is laid out, for each run
-        self.following: list[Block] = []  # laid out while the device was busy
-        self.ahead: Ahead | None = None  # the same together, until the program takes it
+        self.data = united([s.data for s in simulations])
+        self.block: Block | None = None
+        self.following: Block | None = None  # laid out while the device was busy
+        self.taken = False  # whether the program has taken the block's inputs
 
     def begin(self) -> PackedProgram:
         """The program, and one table for all clients of all runs, of which each simulation's is a part."""
@@ -203,7 +204,7 @@ class Pack:
             table.columns = [column[r * N : (r + 1) * N] for column in self.columns]
         state: State = stacked([s.state for s in self.simulations])
         program = PackedProgram(
-            [s.alg for s in self.simulations], first.net, united([s.data for s in self.simulations]), state,
+            [s.alg for s in self.simulations], first.net, self.data, state,
             self.outlooks[0].width, first.settings.weights == "size",
             not all(outlook.always_whole for outlook in self.outlooks),
             first.settings.compile and first.t >= COMPILED_FROM,
@@ -219,15 +220,19 @@ class Pack:
         began, first = time.perf_counter(), self.simulations[0]
         if self.program is not None and first.settings.compile:
             most = self.program.compiled_in_time(first.t, most)
-        at, count = self.due(min(most, first.until_scores()))
+        block = self.due()
+        at = first.t - block.first
+        parts = [mine[at : at + min(most, first.until_scores())] for mine in block.parts]
+        room = self.outlooks[0].clients
+        count = next((n for n, now in enumerate(zip(*parts, strict=True)) if not fits(now, room)), len(parts[0]))
         if not count:  # nobody comes in one of the runs, or more than there is room for: everybody on their own
-            self.blocks = []
+            self.block = None
             return [[simulation.round(last and most == 1)] for simulation in self.simulations]
         program = self.program = self.begin() if self.program is None else self.program
-        if self.ahead is not None:
-            program.take(self.ahead)
-            self.ahead = None
-        parts = [block.parts[at : at + count] for block in self.blocks]
+        if not self.taken:
+            program.take(block.ahead)
+            self.taken = True
+        parts = [mine[:count] for mine in parts]
         device, N = first.device, first.data.clients
         touched = [np.unique(np.concatenate([part.ids for part in mine])) for mine in parts]
         rows = [torch.from_numpy(ids + r * N).to(device) for r, ids in enumerate(touched)]
@@ -246,7 +251,7 @@ class Pack:
         for position, mine in zip(positions, parts, strict=True):
             for part in mine:
                 position[part.ids] += part.steps
-        if at + count == len(self.blocks[0].parts):
+        if at + count == len(block.parts[0]):
             self.following = self.laid_out(first.t + count, positions)
         made = [
             [outlook.record(part, program, of_run(program.down, r)) for part in parts[r]]
@@ -273,22 +278,23 @@ class Pack:
         seconds = (time.perf_counter() - began) / (count * len(made))  # each run's share
         return [[record._replace(seconds=seconds) for record in records] for records in made]
 
-    def laid_out(self, t: int, positions: Sequence[Ids]) -> list[Block]:
-        return [o.laid_out(t, position) for o, position in zip(self.outlooks, positions, strict=True)]
+    def laid_out(self, t: int, positions: Sequence[Ids]) -> Block:
+        return laid_out(self.outlooks, self.data, t, positions, (len(self.outlooks),))
 
-    def due(self, most: int) -> tuple[int, int]:
-        """Where the next round stands in what is laid out, and how many of the rounds there can be run together."""
+    def due(self) -> Block:
+        """The block that holds the next round."""
         t = self.simulations[0].t
-        if not self.blocks or not self.blocks[0].first <= t < self.blocks[0].first + len(self.blocks[0].parts):
-            blocks = self.following if self.following and self.following[0].first == t else None
-            blocks = blocks or self.laid_out(t, [simulation.position for simulation in self.simulations])
-            self.blocks = [outlook.ready(block) for outlook, block in zip(self.outlooks, blocks, strict=True)]
-            self.following = []
-            self.ahead = map_leaves(lambda *each: torch.stack(each, 1), *(block.ahead for block in self.blocks))
-        at, room = t - self.blocks[0].first, self.outlooks[0].clients
-        rounds = list(zip(*(block.parts for block in self.blocks), strict=True))[at : at + most]
-        fits = [all(0 < len(part.ids) <= room for part in parts) for parts in rounds]
-        return at, [*fits, False].index(False)
+        if self.block is None or not self.block.holds(t):
+            block = self.following if self.following is not None and self.following.holds(t) else None
+            self.block = block or self.laid_out(t, [simulation.position for simulation in self.simulations])
+            self.following, self.taken = None, False
+            self.outlooks[0].waited_for()
+        return self.block
+
+
+def fits(parts: Sequence[Part], room: int) -> bool:
+    """Whether a round of every run has somebody in it, and not more than there is room for."""
+    return all(0 < len(part.ids) <= room for part in parts)
 
 
 def stacked(states: Sequence[Any]) -> Any:

@@ -12,6 +12,7 @@ and the engine runs it round by round.
 from __future__ import annotations
 
 import functools
+import warnings
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple, TypeVar, cast
@@ -155,6 +156,7 @@ class Program:
         self.compiled: dict[tuple[Any, ...], tuple[Callable[..., list[Tensor]], Any]] = {}
         self.fuses_end = type(alg).needs_host is Server.needs_host  # a server that may need the host writes in place
         self.state = map_leaves(lambda t: t.clone() if self.apart else t.to(device, copy=True), state)
+        self.uniform: dict[torch.Size, Tensor] = {}  # weights 1/S by the cohort's shape
         self.sizes, self.start = (torch.from_numpy(v).to(device) for v in (data.sizes, data.start))
         self.ahead: Tensor  # [R, ...] the inputs of R rounds
         self.rates: Tensor  # [R, ...] their rates
@@ -312,12 +314,17 @@ class Program:
         """The round's clients, among them perhaps empty places."""
         x, ids = self.state.x, this.ids[..., : shape.clients]
         there: Any = ()
-        weight = (self.sizes[self.rows(ids)] if self.by_size else torch.ones_like(ids)).to(x.dtype).unsqueeze(-1)
-        if shape.empty:
-            place = torch.arange(shape.clients, device=x.device)
-            there = (place < this.clients).to(x.dtype).unsqueeze(-1)
-            weight = weight * there
-        weight = weight / weight.sum(-2, keepdim=True)
+        if self.by_size or shape.empty:
+            weight = (self.sizes[self.rows(ids)] if self.by_size else torch.ones_like(ids)).to(x.dtype).unsqueeze(-1)
+            if shape.empty:
+                place = torch.arange(shape.clients, device=x.device)
+                there = (place < this.clients).to(x.dtype).unsqueeze(-1)
+                weight = weight * there
+            weight = weight / weight.sum(-2, keepdim=True)
+        else:  # one tensor for all rounds
+            if ids.shape not in self.uniform:
+                self.uniform[ids.shape] = x.new_full((*ids.shape, 1), 1 / shape.clients)
+            weight = self.uniform[ids.shape]
         steps = this.steps[..., : shape.clients].to(x.dtype).unsqueeze(-1)
         rate: Any = this.rate if this.rate.numel() else ()
         return Now(ids, this.drawn[..., : shape.clients], weight, steps, there, rate)
@@ -375,6 +382,7 @@ class Program:
         """play(*given), compiled where that was asked for: a function of states that returns a state and changes nothing."""
         if not self.compile:
             return play(*given)
+        name = (*name, *(t.stride() for t in leaves(given)))  # in the first step all clients share the server's vectors
         if name not in self.compiled:
             made: list[T] = []
 
@@ -384,7 +392,11 @@ class Program:
                 return leaves(made[0])
 
             graph = make_fx(flat)(*leaves(given))
-            self.compiled[name] = torch.compile(graph, dynamic=False, options={"max_pointwise_cat_inputs": 32}), made[0]
+            fast = torch.compile(graph, dynamic=False, options={"max_pointwise_cat_inputs": 32})
+            with warnings.catch_warnings():
+                warnings.filterwarnings("ignore", "TensorFloat32 tensor cores")  # the precision was chosen
+                fast(*leaves(given))
+            self.compiled[name] = fast, made[0]
         compiled, form = self.compiled[name]
         results = iter(compiled(*leaves(given)))
         return cast(T, map_leaves(lambda _: next(results), form))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -10,7 +11,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from undrift.data.federation import Ids
+from undrift.data.batches import table
+from undrift.data.federation import Federation, Ids
 from undrift.round import RoundRecord
 from undrift.simulate.clients import ClientTable
 from undrift.simulate.execute import Stacked, available_memory
@@ -21,7 +23,7 @@ from undrift.vec import map_leaves, nbytes
 if TYPE_CHECKING:
     from undrift.simulate.engine import Settings, Simulation
 
-LONGEST = 32  # rounds at most that are laid out together
+LONGEST = 128  # rounds at most that are laid out together
 ROOM = 1 << 28  # bytes for their samples
 
 
@@ -35,11 +37,14 @@ class Part(NamedTuple):
 
 
 class Block(NamedTuple):
-    """Rounds that are laid out together."""
+    """Rounds that are laid out together, of one run or of several."""
 
     first: int  # round
-    parts: list[Part]
+    parts: list[list[Part]]  # of each run
     ahead: Ahead
+
+    def holds(self, t: int) -> bool:
+        return self.first <= t < self.first + len(self.parts[0])
 
 
 class Outlook:
@@ -71,64 +76,10 @@ class Outlook:
         """How many rounds of so many runs are laid out together."""
         return max(1, min(LONGEST, ROOM // (8 * runs * self.clients * self.steps * self.width)))
 
-    def ready(self, block: Block) -> Block:
-        """The block, for use by what follows on the device."""
+    def waited_for(self) -> None:
+        """What was laid out is ready for what follows on the device."""
         if self.aside is not None:
             torch.cuda.current_stream().wait_stream(self.aside)
-        return block
-
-    def laid_out(self, first: int, position: Ids) -> Block:
-        """The rounds from `first` on, where the clients have taken `position` batches before; not `ready` yet."""
-        with torch.cuda.stream(self.aside):
-            return self._laid_out(first, position)
-
-    def _laid_out(self, first: int, position: Ids) -> Block:
-        simulation, seed, R, S = self.simulation, self.simulation.settings.seed, self.longest, self.clients
-        device, position = simulation.device, position.copy()
-        parts = [simulation.takes_part(t) for t in range(first, first + R)]
-        ids, drawn, steps, clients = (np.zeros(shape, dtype=np.int64) for shape in ((R, S), (R, S), (R, S), (R, 1)))
-        back = np.tile(np.arange(S), (R, 1))
-        taken = []
-        for n, part in enumerate(parts):
-            order = np.arange(min(S, len(part.ids)))  # with more than S clients, the round is not replayed
-            if not self.unrolled:
-                order = order[np.argsort(-part.steps[order], kind="stable")]
-            taken.append(position[part.ids[order]])
-            position[part.ids] += part.steps
-            some = slice(0, len(order))
-            ids[n], steps[n], clients[n] = part.ids[order[0]] if len(order) else 0, 1, len(order)
-            ids[n, some], drawn[n, some], steps[n, some] = part.ids[order], part.drawn[order], part.steps[order]
-            back[n, order] = np.arange(len(order))
-        there, place = np.nonzero(np.arange(S) < clients)
-        batches = self.data.table(self.plan, seed, first + there, ids[there, place], np.concatenate(taken))
-        batches = batches.shortened(steps[there, place])
-        most, width = batches.count.shape[1], batches.index.shape[2]
-        real = np.zeros((R, S, self.steps), dtype=np.int64)
-        real[there, place, :most] = batches.count
-        samples = torch.zeros((R * S, self.steps, self.width), dtype=torch.int64, device=device)
-        samples[self.put(there * S + place), :most, :width] = batches.index[:, :most]
-        # An empty place repeats the first client's first step: it counts for nothing, but what comes of it is finite.
-        empty, behind = np.nonzero((np.arange(S) >= clients) & (clients > 0))
-        if len(empty):
-            real[empty, behind, 0] = real[empty, 0, 0]
-            samples[self.put(empty * S + behind), 0] = samples[self.put(empty * S), 0]
-        ahead, where = range(first, first + R), self.put(ids)
-        rates = [self.alg.lr * simulation.settings.schedule(t) for t in ahead] if self.scheduled else []
-        step = torch.arange(self.steps, device=device)
-        dropout, augment = (
-            fold(fold(self.put(np.array([[signed(stream(seed, use, t))] for t in ahead])), where).unsqueeze(-1), step)
-            for use in (Purpose.DROPOUT, Purpose.AUGMENT)
-        )
-        return Block(
-            first,
-            parts,
-            Ahead(
-                ids=where, back=self.put(back), drawn=self.put(drawn), steps=self.put(steps),
-                samples=samples.view(R, S, self.steps, self.width), real=self.put(real),
-                rate=self.put(np.array(rates)).to(simulation.state.x.dtype), clients=self.put(clients),
-                dropout=dropout, augment=augment,
-            ),
-        )  # fmt: skip
 
     def put(self, array: NDArray[Any]) -> Tensor:
         """The array on the device, without waiting for what the device is doing."""
@@ -154,7 +105,8 @@ class Outlook:
         """The record of the next round, in which `down` was sent to each client; without what the device has to tell."""
         simulation, invited, clients = self.simulation, len(part.invited), len(part.ids)
         # In the first round nobody lacks anything of a round before.
-        returning = len(np.intersect1d(part.invited, simulation.last_cohort)) if simulation.t else invited
+        before = set(simulation.last_cohort.tolist())
+        returning = len(before.intersection(part.invited.tolist())) if simulation.t else invited
         bytes_down = self.alg.bytes_down(simulation.net.sent(down), invited, returning, self.data.clients)
         bytes_down += invited * nbytes(simulation.state.buffers) if self.alg.buffers_down else 0
         bytes_down += clients * program.bytes_replied
@@ -167,6 +119,82 @@ class Outlook:
             round=simulation.t, loss=None, accuracy=None, bytes_down=bytes_down, bytes_up=bytes_up,
             gradients=program.calls * int(part.steps.sum()) + passes, consistency=0.0, seconds=0.0,
             train_loss=0.0, clients=invited, dropped=invited - clients, more=network,
+        )  # fmt: skip
+
+
+def laid_out(
+    outlooks: Sequence[Outlook], data: Federation, first: int, positions: Sequence[Ids], lead: tuple[int, ...]
+) -> Block:
+    """The rounds from `first` on, where the clients of each run have taken `positions` batches before.
+
+    `data` holds the clients run after run; `lead` is () for one run, (runs,) for a pack. It is made on the stream `aside`.
+    """
+    one, runs = outlooks[0], len(outlooks)
+    R, S, N, device, plan = one.longest, one.clients, data.clients // runs, one.simulation.device, one.plan
+    ahead = range(first, first + R)
+    parts = [[outlook.simulation.takes_part(t) for t in ahead] for outlook in outlooks]
+    # One row for each round and run, the runs of a round together.
+    ids, drawn, steps, taken = (np.zeros((R * runs, S), dtype=np.int64) for _ in range(4))
+    clients, back = np.zeros((R * runs, 1), dtype=np.int64), np.tile(np.arange(S), (R * runs, 1))
+    for run, (mine, before) in enumerate(zip(parts, positions, strict=True)):
+        position = before.copy()
+        for n, part in enumerate(mine):
+            row, order = n * runs + run, np.arange(min(S, len(part.ids)))  # with more than S, the round is not replayed
+            if not one.unrolled:
+                order = order[np.argsort(-part.steps[order], kind="stable")]
+            some = slice(0, len(order))
+            ids[row], steps[row], clients[row] = part.ids[order[0]] if len(order) else 0, 1, len(order)
+            ids[row, some], drawn[row, some], steps[row, some] = part.ids[order], part.drawn[order], part.steps[order]
+            back[row, order] = np.arange(len(order))
+            taken[row, some] = position[part.ids[order]]
+            position[part.ids] += part.steps
+
+    def named(name: Callable[[int, int], int]) -> NDArray[np.int64]:
+        """[R * runs, 1] a stream for each round and run, by seed and round."""
+        return np.array([[name(o.simulation.settings.seed, t)] for t in ahead for o in outlooks])
+
+    with torch.cuda.stream(one.aside):
+        real = np.zeros((R * runs, S, one.steps), dtype=np.int64)
+        samples = torch.zeros((R * runs * S, one.steps, one.width), dtype=torch.int64, device=device)
+        there, place = np.nonzero(np.arange(S) < clients)
+        if len(there):
+            who = ids[there, place]
+            rows = who + there % runs * N
+            batches = table(
+                plan, named(plan.shuffled_by)[there, 0], who, data.members, data.start[rows], data.sizes[rows],
+                taken[there, place],
+            ).shortened(steps[there, place])  # fmt: skip
+            most, width = batches.count.shape[1], batches.index.shape[2]
+            real[there, place, :most] = batches.count
+            samples[one.put(there * S + place), :most, :width] = batches.index[:, :most]
+        # An empty place repeats the first client's first step: it counts for nothing, but what comes of it is finite.
+        empty, behind = np.nonzero((np.arange(S) >= clients) & (clients > 0))
+        if len(empty):
+            real[empty, behind, 0] = real[empty, 0, 0]
+            samples[one.put(empty * S + behind), 0] = samples[one.put(empty * S), 0]
+        where, step = one.put(ids), torch.arange(one.steps, device=device)
+
+        def keys(use: Purpose) -> Tensor:
+            """[R * runs, S, K]"""
+            names = one.put(named(lambda seed, t: signed(stream(seed, use, t))))
+            return fold(fold(names, where).unsqueeze(-1), step)
+
+        rates = [[o.alg.lr * o.simulation.settings.schedule(t) for o in outlooks] for t in ahead if one.scheduled]
+        rate = one.put(np.array(rates)).to(one.simulation.state.x.dtype).view(len(rates), *lead)
+
+        def shaped(numbers: Tensor, *each: int) -> Tensor:
+            return numbers.view(R, *lead, *each)
+
+        K, B = one.steps, one.width
+        return Block(
+            first,
+            parts,
+            Ahead(
+                ids=shaped(where, S), back=shaped(one.put(back), S), drawn=shaped(one.put(drawn), S),
+                steps=shaped(one.put(steps), S), samples=shaped(samples, S, K, B), real=shaped(one.put(real), S, K),
+                rate=rate, clients=shaped(one.put(clients), 1),
+                dropout=shaped(keys(Purpose.DROPOUT), S, K), augment=shaped(keys(Purpose.AUGMENT), S, K),
+            ),
         )  # fmt: skip
 
 
@@ -209,16 +237,18 @@ class Replay:
     def rounds(self, most: int) -> tuple[list[RoundRecord], Ids]:
         """The records of the next rounds, without scores and times, and who took part in the last one.
 
-        None, and nothing changed, where it did not work out: nobody came, or somebody's answer was not finite.
+        None, and nothing changed, where it does not work out: nobody comes, too many, or an answer was not finite.
         """
         simulation, program, outlook = self.simulation, self.program, self.outlook
         most = program.compiled_in_time(simulation.t, most) if simulation.settings.compile else most
         block, nobody = self.due(), np.zeros(0, dtype=np.int64)
-        at = simulation.t - block.first
-        parts = block.parts[at : at + most]
+        at, every = simulation.t - block.first, block.parts[0]
+        parts = every[at : at + most]
         sizes = [len(part.ids) for part in parts]
-        if not 0 < min(sizes) <= max(sizes) <= outlook.clients:
-            self.block = None
+        fitting = [0 < size <= outlook.clients for size in sizes]
+        parts = parts[: [*fitting, False].index(False)]
+        if not parts:
+            self.block = None if sizes[0] else block  # the engine runs this round, and may drop somebody
             return [], nobody
         table = self.table
         touched = np.unique(np.concatenate([part.ids for part in parts]))
@@ -239,8 +269,8 @@ class Replay:
         position = simulation.position.copy()
         for part in parts:
             position[part.ids] += part.steps
-        if at + len(parts) == len(block.parts):  # lay out what follows while the device is busy
-            self.following = outlook.laid_out(block.first + len(block.parts), position)
+        if at + len(parts) == len(every):  # lay out what follows while the device is busy
+            self.following = laid_out([outlook], outlook.data, block.first + len(every), [position], ())
         before_records = simulation.t, simulation.last_cohort
         records = [outlook.record(part, program, program.down) for part in parts]  # and the records
         left = {name: values.tolist() for name, values in program.numbers(at, len(parts)).items()}
@@ -258,13 +288,14 @@ class Replay:
 
     def due(self) -> Block:
         """The block that holds the next round."""
-        t, block = self.simulation.t, self.block
-        if block is None or not block.first <= t < block.first + len(block.parts):
-            block = self.following if self.following is not None and self.following.first == t else None
-            block = self.outlook.laid_out(t, self.simulation.position) if block is None else block
-            self.block, self.following = self.outlook.ready(block), None
+        t = self.simulation.t
+        if self.block is None or not self.block.holds(t):
+            block = self.following if self.following is not None and self.following.holds(t) else None
+            block = block or laid_out([self.outlook], self.outlook.data, t, [self.simulation.position], ())
+            self.block, self.following = block, None
+            self.outlook.waited_for()
             self.program.take(block.ahead)
-        return block
+        return self.block
 
 
 def largest_cohort(settings: Settings, clients: int) -> int:

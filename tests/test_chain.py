@@ -1,0 +1,182 @@
+"""The gradient that is written out for chains of plain layers is the one that autograd finds."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tests.small import CPU, federation, path, simulation
+from undrift.algorithms.fedavg import FedAvg
+from undrift.kernels.chain import HALVES, Chain, halved
+from undrift.models import lenet5, logreg, mlp
+from undrift.net import Net
+from undrift.oracle import Batch, Oracle, task_loss
+from undrift.simulate.execute import Pool
+
+WIDE = torch.float64
+
+
+def dense() -> nn.Module:
+    """A ReLU and a Flatten in odd places, a layer without bias."""
+    return nn.Sequential(nn.ReLU(), nn.Linear(6, 5, bias=False), nn.Flatten(), nn.ReLU(), nn.Linear(5, 4))
+
+
+def images() -> nn.Module:
+    """Convolutions and pooling with every option that a chain knows."""
+    return nn.Sequential(
+        nn.MaxPool2d(2, ceil_mode=True),
+        nn.Sequential(nn.Conv2d(2, 4, 3, stride=(1, 2), padding=1, dilation=(1, 2), groups=2, bias=False), nn.ReLU()),
+        nn.MaxPool2d((3, 2), stride=2, padding=1),
+        nn.Conv2d(4, 3, (2, 1)),
+        nn.Flatten(),
+        nn.Linear(12, 4),
+    )
+
+
+CHAINS = [
+    (lambda: mlp.build((1, 4, 4), 10), (1, 4, 4)),
+    (lambda: logreg.build((7,), 3), (7,)),
+    (lambda: lenet5.build((1, 28, 28), 10), (1, 28, 28)),
+    (dense, (6,)),
+    (images, (2, 9, 11)),
+]
+
+
+def oracle(module: nn.Module, shape: tuple[int, ...], lead: tuple[int, ...], padded: bool) -> tuple[Oracle, Tensor]:
+    """An oracle on random samples of clients `lead`, one label left out, and a point."""
+    net = Net(module, dtype=WIDE)
+    x0, buffers = net.start()
+    real = (torch.rand(*lead, 6) > 0.4).to(WIDE) if padded else None
+    targets = torch.randint(0, 3, (*lead, 6))
+    targets[..., 1] = -100
+    batch = Batch(torch.randn(*lead, 6, *shape, dtype=WIDE), targets, real, torch.zeros(lead, dtype=torch.int64))
+    return Oracle(net, batch, buffers.expand(*lead, 0)), x0 + 0.1 * torch.randn(*lead, len(x0), dtype=WIDE)
+
+
+@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize("lead", [(), (3,), (2, 3)])
+@pytest.mark.parametrize("build, shape", CHAINS)
+def test_the_written_out_gradient_is_autograds(
+    build: object, shape: tuple[int, ...], lead: tuple[int, ...], padded: bool
+) -> None:
+    torch.manual_seed(0)
+    asked, x = oracle(build(), shape, lead, padded)  # type: ignore[operator]
+    assert (asked.chain is not None) == (not lead or asked.net.chain.stackable)  # type: ignore[union-attr]
+    before = x.clone()
+    g, loss = asked.grad(x), asked.loss
+    plain = asked.grad(x, task_loss)
+    torch.testing.assert_close(g, plain, rtol=1e-11, atol=1e-13)
+    torch.testing.assert_close(loss, asked.loss, rtol=1e-12, atol=1e-13)
+    assert g.abs().max() > 1e-3 and torch.equal(x, before) and not g.requires_grad
+    assert asked.calls == 2
+
+
+@pytest.mark.parametrize("shape", [(3, 2, 6, 10), (1, 1, 2, 2), (2, 4, 4, 254)])
+def test_pooling_by_halves_is_torchs_also_among_equals(shape: tuple[int, ...]) -> None:
+    torch.manual_seed(0)
+    h = torch.randint(-1, 3, shape).double()  # many of the four are equal
+    expected, places = torch.ops.aten.max_pool2d_with_indices.default(h, *HALVES)
+    found, where = halved(h)
+    assert torch.equal(found, expected) and torch.equal(where, places)
+
+
+def test_an_untracked_gradient_leaves_the_loss_alone() -> None:
+    asked, x = oracle(dense(), (6,), (), False)
+    asked.grad(x, track=False)
+    assert float(asked.loss) == 0.0
+
+
+class Own(nn.Linear):
+    """Could do anything."""
+
+
+def hooked() -> nn.Module:
+    module = nn.Sequential(nn.Linear(6, 4), nn.ReLU(), nn.Linear(4, 4))
+    module[0].register_forward_hook(lambda layer, inputs, output: 2 * output)
+    return module
+
+
+def frozen() -> nn.Module:
+    module = nn.Sequential(nn.Linear(6, 4), nn.ReLU(), nn.Linear(4, 4))
+    module[0].bias.requires_grad_(False)
+    return module
+
+
+def shared() -> nn.Module:
+    layer = nn.Linear(6, 6)
+    return nn.Sequential(layer, nn.ReLU(), layer)
+
+
+def tied() -> nn.Module:
+    module = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6))
+    module[1].weight = module[0].weight
+    return module
+
+
+@pytest.mark.parametrize(
+    "build",
+    [
+        hooked,
+        frozen,
+        shared,
+        tied,
+        lambda: nn.Sequential(Own(6, 4)),
+        lambda: nn.Sequential(nn.Linear(6, 4), nn.Tanh()),
+        lambda: nn.Sequential(nn.Linear(6, 4), nn.ReLU()),
+        lambda: nn.Sequential(nn.Linear(6, 4), nn.BatchNorm1d(4), nn.Linear(4, 4)),
+        lambda: nn.Sequential(nn.Conv2d(2, 3, 2), nn.Linear(6, 4)),
+        lambda: nn.Sequential(nn.Flatten(), nn.Conv2d(2, 3, 2), nn.Flatten(), nn.Linear(6, 4)),
+        lambda: nn.Sequential(nn.Conv2d(2, 3, 2, padding="same"), nn.Flatten(), nn.Linear(6, 4)),
+        lambda: nn.Sequential(nn.Conv2d(2, 3, 2, padding_mode="circular"), nn.Flatten(), nn.Linear(6, 4)),
+        lambda: nn.Sequential(nn.Flatten(2), nn.Linear(6, 4)),
+    ],
+)
+def test_what_is_no_chain(build: object) -> None:
+    assert Chain.of(build()) is None  # type: ignore[operator]
+
+
+def test_a_chain_is_not_used_on_other_samples_or_losses() -> None:
+    """Linear on sequences, labels for every place, a loss of the user's."""
+    asked, _ = oracle(dense(), (6,), (), False)
+    assert asked.chain is not None
+    batch = asked.batch
+    for other in (
+        batch._replace(inputs=batch.inputs.unsqueeze(1)),
+        batch._replace(inputs=batch.inputs.long()),
+        batch._replace(targets=batch.targets.unsqueeze(-1)),
+        batch._replace(targets=batch.targets.double()),
+    ):
+        assert Oracle(asked.net, other, asked.buffers).chain is None
+    assert Net(dense(), nn.CrossEntropyLoss(label_smoothing=0.1)).chain is None
+    assert Net(dense(), nn.CrossEntropyLoss()).chain is not None
+
+
+@pytest.mark.parametrize("group", [1, 2, 3, 100])
+@pytest.mark.parametrize("steps", [{"steps": 3}, {"epochs": 1.5}])
+def test_a_pool_of_stacked_groups_gives_the_same_result(group: int, steps: dict[str, int]) -> None:
+    """Whatever the size of its groups, with equal clients and with unequal ones."""
+    torch.manual_seed(0)
+    module = nn.Sequential(nn.Linear(5, 8), nn.ReLU(), nn.Linear(8, 3))
+    fed = federation((20,) * 7) if "steps" in steps else federation()
+    size = fed.clients - 1
+    stacked, pool = (simulation(FedAvg(), module, fed, cohort=size, execution=e, **steps) for e in ("stacked", "pool"))
+    expected = path(stacked, 2)
+    pool.execution = Pool(CPU, group)
+    torch.testing.assert_close(path(pool, 2), expected, rtol=1e-11, atol=1e-13)
+    assert pool.round().gradients == stacked.round().gradients
+
+
+@pytest.mark.parametrize(
+    "size, group, expected", [(10, 2, [2, 2, 2, 2, 1, 1]), (10, 3, [3, 3, 2, 2]), (3, 100, [2, 1]), (1, 4, [1])]
+)
+def test_groups_are_shared_out_evenly(size: int, group: int, expected: list[int]) -> None:
+    """Two threads get as many clients each, and every client is in one group."""
+    import numpy as np
+
+    pool = Pool(CPU, group)
+    pool.threads = 2
+    parts = pool.parts(np.full((size, 5), 8))
+    assert [part.stop - part.start for part in parts] == expected  # type: ignore[union-attr]
+    assert [i for part in parts for i in range(size)[part]] == list(range(size))
+    assert pool.parts(np.array([[8, 8], [8, 0], [8, 3]])) == [0, 2, 1]

@@ -1,0 +1,232 @@
+"""The gradient of a plain chain of layers, written out: what autograd finds, without recording anything.
+
+A chain is a sequence of Linear, ReLU, Flatten, Conv2d and MaxPool2d with cross-entropy at its end. On a CPU the usual small
+models spend half of a step on recording the pass, on calling the module with other tensors, and on copying the layers'
+gradients into one vector. Here every layer is called directly and writes its gradient to its place in the vector. The plain
+form is `Oracle.grad(x, task_loss)`.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+aten: Any = torch.ops.aten
+NONE, IGNORED = 0, -100  # no reduction; the label that cross-entropy leaves out
+
+# A layer's `forward` gives its output and what its `backward` needs. `backward` takes the gradient d of the output, writes
+# those of its own tensors to `into` and gives that of its input, which the first layer is not asked for. h is [B, ...]; in
+# chains of vectors it may be [S, B, n] for stacked clients.
+
+
+class Linear(NamedTuple):
+    biased: bool
+
+    def forward(self, h: Tensor, own: list[Tensor]) -> tuple[Tensor, Any]:
+        if h.dim() == 2:
+            return F.linear(h, *own), h
+        w = own[0].mT
+        return torch.baddbmm(own[1].unsqueeze(1), h, w) if self.biased else h @ w, h
+
+    def backward(self, d: Tensor, h: Tensor, own: list[Tensor], into: list[Tensor], needed: bool) -> Any:
+        if h.dim() == 2:
+            torch.mm(d.mT, h, out=into[0])
+        else:
+            into[0].copy_(torch.bmm(d.mT, h))  # with out=into[0], which has gaps, it would go client by client
+        if self.biased:
+            torch.sum(d, -2, out=into[1])
+        return d @ own[0] if needed else None
+
+
+class ReLU(NamedTuple):
+    def forward(self, h: Tensor, own: list[Tensor]) -> tuple[Tensor, Any]:
+        out = torch.relu(h)
+        return out, out
+
+    def backward(self, d: Tensor, out: Tensor, own: list[Tensor], into: list[Tensor], needed: bool) -> Any:
+        return aten.threshold_backward.default(d, out, 0)
+
+
+class Flatten(NamedTuple):
+    def forward(self, h: Tensor, own: list[Tensor]) -> tuple[Tensor, Any]:
+        return h.flatten(1), h.shape
+
+    def backward(self, d: Tensor, shape: torch.Size, own: list[Tensor], into: list[Tensor], needed: bool) -> Any:
+        return d.view(shape)
+
+
+class Conv2d(NamedTuple):
+    biased: bool
+    stride: tuple[int, ...]
+    padding: tuple[int, ...]
+    dilation: tuple[int, ...]
+    groups: int
+
+    def forward(self, h: Tensor, own: list[Tensor]) -> tuple[Tensor, Any]:
+        b = own[1] if self.biased else None
+        return torch.conv2d(h, own[0], b, self.stride, self.padding, self.dilation, self.groups), h
+
+    def backward(self, d: Tensor, h: Tensor, own: list[Tensor], into: list[Tensor], needed: bool) -> Any:
+        sizes = [len(own[0])] if self.biased else None
+        how = (self.stride, self.padding, self.dilation, False, (0, 0), self.groups, (needed, True, self.biased))
+        before, *found = aten.convolution_backward.default(d, h, own[0], sizes, *how)
+        for place, g in zip(into, found, strict=False):
+            place.copy_(g)
+        return before
+
+
+HALVES = ((2, 2), (2, 2), (0, 0), (1, 1), False)
+
+
+def halved(h: Tensor) -> tuple[Tensor, Tensor]:
+    """The largest of every 2 x 2 entries of h [..., H, W], and where in its plane it stands, the first one of equals.
+
+    PyTorch's own branches at every entry, which the processor cannot foresee; this takes a third of the time.
+    """
+    height, width = h.shape[-2:]
+    left, right = h[..., ::2], h[..., 1::2]
+    rows, to_right = torch.maximum(left, right), (right > left).view(torch.uint8)
+    above, below = rows[..., ::2, :], rows[..., 1::2, :]
+    down = (below > above).view(torch.uint8)
+    step = to_right[..., ::2, :] + down * (to_right[..., 1::2, :] - to_right[..., ::2, :] + width)
+    return torch.maximum(above, below), step.to(torch.int64).add_(corners(height, width))
+
+
+@functools.cache
+def corners(height: int, width: int) -> Tensor:
+    """Where the first of every 2 x 2 entries stands in a plane [height, width]."""
+    return 2 * width * torch.arange(height // 2).unsqueeze(-1) + 2 * torch.arange(width // 2)
+
+
+class MaxPool2d(NamedTuple):
+    how: tuple[Any, ...]  # kernel, stride, padding, dilation, ceil mode
+
+    def forward(self, h: Tensor, own: list[Tensor]) -> tuple[Tensor, Any]:
+        halves = self.how == HALVES and not (h.shape[-1] % 2 or h.shape[-2] % 2) and h.shape[-1] < 255
+        out, places = halved(h) if halves else aten.max_pool2d_with_indices.default(h, *self.how)
+        return out, (h, places)
+
+    def backward(self, d: Tensor, kept: Any, own: list[Tensor], into: list[Tensor], needed: bool) -> Any:
+        return aten.max_pool2d_with_indices_backward.default(d, kept[0], *self.how, kept[1])
+
+
+Layer = Linear | ReLU | Flatten | Conv2d | MaxPool2d
+
+
+class Chain:
+    """The layers of a module, and the shapes of their tensors, which lie in the vector in this order."""
+
+    def __init__(self, layers: list[Layer], shapes: list[list[torch.Size]], takes: int | None) -> None:
+        self.layers, self.shapes = layers, shapes
+        self.sizes = [shape.numel() for own in shapes for shape in own]
+        self.entries = sum(self.sizes)  # the vector may be longer: zeros behind them
+        self.sample = takes  # dimensions of a sample: 1 for vectors, 3 for images, None: whatever comes is flattened
+        self.stackable = not any(isinstance(layer, Conv2d | MaxPool2d) for layer in layers)
+        self.first = next(n for n, own in enumerate(shapes) if own)  # no gradient is needed in front of it
+
+    @classmethod
+    def of(cls, module: nn.Module) -> Chain | None:
+        """The chain that a module is; None: it is something else."""
+        layers: list[Layer] = []
+        shapes: list[list[torch.Size]] = []
+        takes: int | None = 0  # 0: not known yet
+        flat: bool | None = None  # whether a sample is a vector at this place; None: it is as it came
+        seen: set[nn.Parameter] = set()
+        for part in leaves(module):
+            layer, own = as_layer(part), list(part.parameters())
+            if layer is None or seen.intersection(own) or not all(p.requires_grad for p in own):
+                return None
+            if isinstance(layer, Flatten) and flat is not False:
+                takes, flat = (None if takes == 0 else takes), True
+                continue  # the inputs are flattened at once
+            if not isinstance(layer, ReLU):
+                images = isinstance(layer, Conv2d | MaxPool2d)
+                if flat is not None and images == flat and not isinstance(layer, Flatten):
+                    return None
+                takes = (3 if images else 1) if takes == 0 else takes
+                flat = not images
+            seen.update(own)
+            layers.append(layer)
+            shapes.append([p.shape for p in own])
+        return cls(layers, shapes, takes) if layers and isinstance(layers[-1], Linear) else None
+
+    def fits(self, inputs: Tensor, targets: Tensor, lead: torch.Size) -> bool:
+        """Whether it can be run on the inputs [..., B, *shape] and targets [..., B] of clients `lead`."""
+        before = len(lead) + 1
+        sample = self.sample in (None, inputs.dim() - before) and inputs.is_floating_point()
+        return sample and (self.stackable or not lead) and targets.dim() == before and targets.dtype == torch.int64
+
+    def tensors(self, x: Tensor) -> list[list[Tensor]]:
+        """The tensors of each layer in x [..., P], as views."""
+        pieces, lead = iter(x.split_with_sizes([*self.sizes, x.shape[-1] - self.entries], -1)), x.shape[:-1]
+        return [[next(pieces).view(lead + s) if len(s) > 1 else next(pieces) for s in own] for own in self.shapes]
+
+    def gradient(self, x: Tensor, inputs: Tensor, targets: Tensor, real: Tensor | None) -> tuple[Tensor, Tensor]:
+        """The mean cross-entropy [...] over the real samples at x [..., P], and its gradient [..., P]; ... is () or (S,)."""
+        g = torch.empty(x.shape, dtype=x.dtype)
+        g[..., self.entries :] = 0.0
+        own, into, kept = self.tensors(x), self.tensors(g), []
+        h = inputs.flatten(x.dim()) if self.sample is None else inputs
+        for layer, mine in zip(self.layers, own, strict=True):
+            h, keep = layer.forward(h, mine)
+            kept.append(keep)
+        loss, d = cross_entropy(h, targets, real)
+        for n in range(len(self.layers) - 1, self.first - 1, -1):
+            d = self.layers[n].backward(d, kept[n], own[n], into[n], n > self.first)
+        return loss, g
+
+
+def cross_entropy(outputs: Tensor, targets: Tensor, real: Tensor | None) -> tuple[Tensor, Tensor]:
+    """The mean cross-entropy [...] over the real samples of outputs [..., B, classes], and its gradient like the outputs."""
+    lead, labels = targets.shape, targets.reshape(-1)
+    scores = torch.log_softmax(outputs.reshape(len(labels), -1), 1)
+    losses, total = aten.nll_loss_forward.default(scores, labels, None, NONE, IGNORED)
+    if real is None:
+        loss, share = losses.view(lead).mean(-1), equal(len(labels), lead[-1], losses.dtype)
+    else:
+        count = real.sum(-1, keepdim=True).clamp(min=1)
+        loss = torch.where(real > 0, losses.view(lead), 0.0).sum(-1) / count.squeeze(-1)
+        share = ((real > 0) / count).to(scores.dtype).reshape(-1)
+    d = aten.nll_loss_backward.default(share, scores, labels, None, NONE, IGNORED, total)
+    return loss, aten._log_softmax_backward_data.default(d, scores, 1, scores.dtype).view(outputs.shape)
+
+
+@functools.cache
+def equal(samples: int, batch: int, dtype: torch.dtype) -> Tensor:
+    """[samples] the share of each in its client's mean."""
+    return torch.full((samples,), 1 / batch, dtype=dtype)
+
+
+def leaves(module: nn.Module) -> list[nn.Module]:
+    """The layers of nested nn.Sequentials, in order; anything else is one layer."""
+    if not isinstance(module, nn.Sequential) or type(module).forward is not nn.Sequential.forward or hooked(module):
+        return [module]
+    return [leaf for part in module for leaf in leaves(part)]
+
+
+def as_layer(part: nn.Module) -> Layer | None:
+    """The layer as it is known here, if it is."""
+    if hooked(part):
+        return None
+    if type(part) is nn.Linear:
+        return Linear(part.bias is not None)
+    if type(part) is nn.ReLU:
+        return ReLU()
+    if type(part) is nn.Flatten and (part.start_dim, part.end_dim) == (1, -1):
+        return Flatten()
+    if type(part) is nn.Conv2d and part.padding_mode == "zeros" and not isinstance(part.padding, str):
+        return Conv2d(part.bias is not None, part.stride, part.padding, part.dilation, part.groups)
+    if type(part) is nn.MaxPool2d and not part.return_indices:
+        how = (part.kernel_size, part.stride, part.padding, part.dilation)
+        return MaxPool2d((*((v, v) if isinstance(v, int) else v for v in how), part.ceil_mode))
+    return None
+
+
+def hooked(module: nn.Module) -> bool:
+    """Whether calling the module does more than its forward."""
+    kinds = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+    return any(vars(module).get(kind) for kind in kinds)
