@@ -74,7 +74,10 @@ def same(found: Tensor, expected: Tensor) -> None:
     torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-12)
 
 
-@pytest.mark.parametrize("name", names("algorithms"))
+FEDERATED = [name for name in names("algorithms") if not algorithm_class(name).pools]
+
+
+@pytest.mark.parametrize("name", FEDERATED)
 def test_a_federation_equals_the_simulator(name: str, tmp_path: Path) -> None:
     make = maker(name, cohort=4, weights="size")
     same(Federation(tmp_path, make).path(3), path(make(), 3))
@@ -121,7 +124,7 @@ def without(make: Make, lost: set[tuple[int, str]], rounds: int) -> Tensor:
     return torch.stack(points)
 
 
-@pytest.mark.parametrize("name", ["scaffold", "gradma", "feddyn"])
+@pytest.mark.parametrize("name", ["scaffold", "gradma", "feddyn", "softpull", "fedsm"])
 def test_lost_answers_are_as_if_the_client_had_failed(name: str, tmp_path: Path) -> None:
     """The weights of the others add up to one, and the client goes on from the state before the lost round."""
     make, lost = maker(name, cohort=6, weights="size"), {(1, "2"), (2, "0"), (2, "2"), (3, "4")}
@@ -143,7 +146,7 @@ def test_too_few_answers_leave_the_model_as_it_is(tmp_path: Path) -> None:
     assert any("fewer than 4" in line for line in federation.said)
 
 
-@pytest.mark.parametrize("name", ["scaffold", "gradma", "fedmim", "mifa"])
+@pytest.mark.parametrize("name", ["scaffold", "gradma", "fedmim", "mifa", "softpull", "fedsm", "fedsm-extra"])
 @pytest.mark.parametrize("stop", [1, 3])
 def test_a_server_that_is_killed_and_resumed_loses_no_round_and_repeats_none(
     name: str, stop: int, tmp_path: Path
@@ -288,6 +291,7 @@ def test_settings_travel_as_plain_values() -> None:
         ({"compress": "fp16"}, "not offered"),
         ({"min_replies": 5}, "only 2 clients are asked"),
         ({"timeout": 0.0}, "must be greater than 0"),
+        ({"algorithm": "centralized"}, "all samples into one hand"),
     ],
 )
 def test_settings_that_make_no_sense_are_refused(settings: dict[str, Any], reason: str) -> None:

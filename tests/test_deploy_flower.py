@@ -22,7 +22,7 @@ from undrift.deploy.flower import GridPost, client_app, from_records, server_app
 from undrift.deploy.messages import Letter, Refused, encode  # noqa: E402
 from undrift.deploy.settings import Plan  # noqa: E402
 from undrift.errors import BadSetting  # noqa: E402
-from undrift.registry import names  # noqa: E402
+from undrift.registry import algorithm_class, names  # noqa: E402
 from undrift.runs import simulated  # noqa: E402
 
 
@@ -73,7 +73,7 @@ def serve(plan: Plan, root: Path) -> Nodes:
     return nodes
 
 
-@pytest.mark.parametrize("name", names("algorithms"))
+@pytest.mark.parametrize("name", [name for name in names("algorithms") if not algorithm_class(name).pools])
 def test_the_apps_equal_the_simulator(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("undrift.deploy.flower.PAUSE", 0.0)
     model = "mlp" if name.startswith(("moon", "fedmlb")) else "logreg"  # they need a hidden layer

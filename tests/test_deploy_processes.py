@@ -105,7 +105,7 @@ def pair() -> Iterator[LocalFederation]:
 
 
 @pytest.mark.system
-@pytest.mark.parametrize("name", ["fedavg", "scaffold", "gradma", "fedmim", "domo", "mime"])
+@pytest.mark.parametrize("name", ["fedavg", "scaffold", "gradma", "fedmim", "domo", "mime", "fedsm"])
 def test_a_deployed_run_equals_the_simulator(name: str, pair: LocalFederation, tmp_path: Path) -> None:
     plan = planned(tmp_path / "out", algorithm=name)
     finish(pair, pair.run(plan), plan)

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from undrift.algorithms.base import Algorithm, Cohort, Served
+from undrift.algorithms.base import Algorithm, Cohort, Nothing, Served
 from undrift.net import Net
 from undrift.oracle import LocalData, Oracle
 from undrift.vec import leaves, map_leaves, mean, where
@@ -133,10 +133,16 @@ def server_part(alg: Algorithm, net: Net, state: State, answers: Answers, cohort
 def replied(alg: Algorithm, state: State, answers: Answers, cohort: Cohort) -> tuple[Any, Any]:
     """The clients' states after the round is over, and what the server sent each of them for that."""
     reply = alg.reply(state.companion, answers.up, answers.buffers, cohort)
-    client = answers.client
+    return received(alg, answers.client, reply), reply
+
+
+def received(alg: Algorithm, client: Any, reply: Any) -> Any:
+    """The clients' states with the server's reply; where there are none, or they are elsewhere, still none."""
+    if isinstance(client, Nothing):
+        return client
     if isinstance(client, Kept):
-        return client._replace(own=alg.receive(client.own, reply)), reply
-    return alg.receive(client, reply), reply
+        return client._replace(own=alg.receive(client.own, reply))
+    return alg.receive(client, reply)
 
 
 def finite(answers: Answers) -> Tensor:

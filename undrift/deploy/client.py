@@ -11,12 +11,14 @@ from pathlib import Path
 from typing import Any, NamedTuple, cast
 
 import numpy as np
+import torch
 from torch import Tensor
 
+from undrift.algorithms.base import Algorithm, Cohort, Nothing
 from undrift.deploy.messages import Fact, Letter, Refused, pack, unpack
 from undrift.deploy.state import Store
-from undrift.round import client_part
-from undrift.simulate.engine import Simulation, named_leaves
+from undrift.round import Answers, begin, client_part, end, received
+from undrift.simulate.engine import Simulation, named_leaves, unstacked
 from undrift.simulate.execute import Execution, LocalWhole
 from undrift.simulate.replay import Part
 from undrift.vec import leaves, map_leaves
@@ -29,6 +31,7 @@ class Request(NamedTuple):
 
     down: Any
     buffers: Tensor
+    reply: Any = Nothing()  # what the algorithm sends this client when a round is over, of the last one that it was in
 
 
 class Reply(NamedTuple):
@@ -64,23 +67,26 @@ class Client:
         store = Store(self.root, letter.fact("run", str), self.name)
 
         run.t, run.position[id] = t, position
+        run.enter()
         whom = np.array([id])
         part = Part(whom, whom, np.zeros(1, np.int64), run.settings.plan.steps_of(run.data.sizes[whom]))
-        alg, work, _, expected, _ = run.opening(part)
-        layout = run.net.layout
-        down, buffers = unpack(letter.arrays, Request(expected, run.state.buffers), layout)
+        alg, work, alone, expected, _ = run.opening(part)
+        past = run.whole.at(since - 1) if since else alg  # the algorithm as it was in this client's last round
+        due = reply_like(past, run, alone) if since and exchange == TRAIN else Nothing()
+        down, buffers, reply = unpack(letter.arrays, Request(expected, run.state.buffers, due), run.net)
         run.state = run.state._replace(x=down.x, buffers=buffers)
         whole = LocalWhole.of(work, 0, buffers)
         facts: dict[str, Fact] = {name: letter.facts[name] for name in ("run", "client", "round", "exchange")}
         if exchange == MEASURE:
-            arrays = pack(Measured(alg.measure(down, whole)), layout)
+            arrays = pack(Measured(alg.measure(down, whole)), run.net)
         elif exchange == TRAIN:
             fresh = map_leaves(lambda v: v[0], run.fresh(alg, down, work.ids))
             kept = store.read(since) if since and leaves(fresh) else None
-            answers = client_part(alg, down, placed(fresh, kept), buffers, work.steps(0), whole)
+            state = fresh if kept is None else received(past, placed(fresh, kept), reply)
+            answers = client_part(alg, down, state, buffers, work.steps(0), whole)
             if leaves(fresh):
                 store.write(since, t + 1, dict(named_leaves("client", answers.client)))
-            arrays = pack(Reply(answers.up, answers.buffers), layout)
+            arrays = pack(Reply(answers.up, answers.buffers), run.net)
             facts |= {
                 "loss": float(answers.loss),
                 "steps": int(work.table.steps[0]),
@@ -94,10 +100,22 @@ class Client:
         return Letter(facts | {"gradients": gradients, "seconds": time.perf_counter() - began}, arrays)
 
 
-def placed(fresh: Any, kept: dict[str, Tensor] | None) -> Any:
+def answer_like(alg: Algorithm, down: Any, client: Any, buffers: Tensor) -> Answers:
+    """One client's answer, without its work: only to know what it will be like."""
+    client, buffers, work = begin(alg, down, client, buffers, torch.Size(), None)
+    return end(alg, down, client, work, buffers, torch.full_like(down.x[..., :1], torch.nan))
+
+
+def reply_like(alg: Algorithm, run: Simulation, alone: Cohort) -> Any:
+    """What the algorithm replies to a client when a round is over: only to know what it will be like."""
+    down = alg.broadcast(run.state.x, run.state.companion, alone)
+    client = unstacked(run.fresh(alg, down, alone.ids), 1)[0]
+    answer = map_leaves(lambda v: v.unsqueeze(0), answer_like(alg, down, client, run.state.buffers))
+    return unstacked(alg.reply(run.state.companion, answer.up, answer.buffers, alone), 1)[0]
+
+
+def placed(fresh: Any, kept: dict[str, Tensor]) -> Any:
     """The state as it was kept, in the form of a fresh one."""
-    if kept is None:
-        return fresh
     form = dict(named_leaves("client", fresh))
     if kept.keys() != form.keys() or any(kept[n].shape != v.shape or kept[n].dtype != v.dtype for n, v in form.items()):
         raise Refused("the state on this client's disk has another form; another version of the algorithm wrote it")

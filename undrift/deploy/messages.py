@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from undrift.errors import UndriftError
-from undrift.layout import Layout
+from undrift.net import Net
 from undrift.simulate.engine import named_leaves
 from undrift.vec import leaves, map_leaves
 
@@ -96,14 +96,14 @@ def decode(name: str, sent: Encoded, like: Tensor) -> Tensor:
     return torch.from_numpy(np.frombuffer(body, dtype).reshape(expected).copy())
 
 
-def pack(state: Any, layout: Layout) -> dict[str, Encoded]:
+def pack(state: Any, net: Net) -> dict[str, Encoded]:
     """The arrays of a NamedTuple under dotted names, without what pads vectors."""
-    return {name.removeprefix("."): encode(leaf) for name, leaf in named_leaves("", layout.sent(state))}
+    return {name.removeprefix("."): encode(leaf) for name, leaf in named_leaves("", net.sent(state))}
 
 
-def unpack(arrays: Mapping[str, Encoded], like: T, layout: Layout) -> T:
+def unpack(arrays: Mapping[str, Encoded], like: T, net: Net) -> T:
     """A NamedTuple like this one from what was sent; vectors get their padding again."""
-    expected = {name.removeprefix("."): leaf for name, leaf in named_leaves("", layout.sent(like))}
+    expected = {name.removeprefix("."): leaf for name, leaf in named_leaves("", net.sent(like))}
     if arrays.keys() != expected.keys():
         missing, extra = sorted(expected.keys() - arrays.keys()), sorted(arrays.keys() - expected.keys())
         raise Refused(f"the arrays have other names: {missing[:3]} are missing, {extra[:3]} were not expected")

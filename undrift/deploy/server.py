@@ -15,10 +15,10 @@ import torch
 from torch import Tensor
 
 from undrift.algorithms.base import Algorithm, Nothing
-from undrift.deploy.client import MEASURE, TRAIN, Measured, Reply, Request
-from undrift.deploy.messages import Letter, Refused, check_finite, pack, unpack
-from undrift.round import Answers, RoundRecord, fill
-from undrift.simulate.engine import Simulation
+from undrift.deploy.client import MEASURE, TRAIN, Measured, Reply, Request, answer_like
+from undrift.deploy.messages import Letter, Refused, check_finite, encode, pack, unpack
+from undrift.round import Answers, RoundRecord
+from undrift.simulate.engine import Simulation, named_leaves
 from undrift.simulate.execute import Execution, RoundWork
 from undrift.vec import map_leaves
 
@@ -51,20 +51,19 @@ class Remote:
         self.post, self.names, self.token, self.least, self.say = post, names, token, least, say
         self.counted = np.zeros(len(names), dtype=np.int64)  # the last round of each client whose answer counted
         self.position = self.counted  # batches each has taken, the simulation's own
+        self.replies: dict[int, dict[str, Tensor]] = {}  # what each client is still to be sent of its last round
         self.visits: list[Visit] = []
         self.absent = torch.nan  # what stands for a missing update; 0 where the sum is private, and nobody is left out
 
     def __call__(
         self, alg: Algorithm, down: Any, client: Any, buffers: Tensor, work: RoundWork, limit: int | None = None
     ) -> Answers:
-        # One client's answer, without its work: only to know what it will be like.
-        mine = map_leaves(lambda v: v[0], client)
-        up = fill(alg.local_end(down, mine, alg.local_start(down, mine))[0], torch.Size())
-        facts = alg.local_facts(alg.local_start(down, mine))
-        like, one = Reply(up, buffers), torch.full_like(down.x[..., :1], torch.nan)
+        expected = answer_like(alg, down, map_leaves(lambda v: v[0], client), buffers)
+        up, facts, one = expected.up, expected.facts, expected.loss
+        like = Reply(up, expected.buffers)
 
         def read(letter: Letter) -> Answers:
-            reply: Reply = unpack(letter.arrays, like, work.net.layout)
+            reply: Reply = unpack(letter.arrays, like, work.net)
             check_finite(reply)
             if letter.fact("anew", bool):
                 self.say(f"round {work.round + 1}: {letter.facts['client']} had lost its state and begins anew")
@@ -83,7 +82,7 @@ class Remote:
         """The first exchange: what every client measures [S, P]."""
 
         def read(letter: Letter) -> Measured:
-            measured: Measured = unpack(letter.arrays, Measured(down.x), work.net.layout)
+            measured: Measured = unpack(letter.arrays, Measured(down.x), work.net)
             check_finite(measured)
             return measured
 
@@ -92,12 +91,13 @@ class Remote:
 
     def ask(self, exchange: str, request: Request, work: RoundWork, read: Callable[[Letter], Any]) -> list[Any]:
         """The cohort's answers in the order of its ids, None for each that does not count."""
-        ids, arrays = work.ids.tolist(), pack(request, work.net.layout)
+        ids, arrays = work.ids.tolist(), pack(request, work.net)
         letters = {}
         for id in ids:
             facts = {"run": self.token, "client": self.names[id], "id": id, "round": work.round, "exchange": exchange}
             facts |= {"since": int(self.counted[id]), "position": int(self.position[id])}
-            letters[self.names[id]] = Letter(facts, arrays)
+            own = self.replies.get(id, {}) if exchange == TRAIN else {}
+            letters[self.names[id]] = Letter(facts, arrays | {name: encode(tensor) for name, tensor in own.items()})
         began = time.perf_counter()
         answers = self.post.exchange(letters)
         away = time.perf_counter() - began
@@ -157,6 +157,9 @@ class Deployment:
         remote.visits = []
         record = run.round(last and most == 1)
         remote.counted[run.position != before] = run.t  # whose batches were taken, its answer counted
+        for id, reply in run.last_replies.items():
+            remote.replies[id] = dict(named_leaves("reply", self.net.sent(reply)))
+        run.last_replies = {}
         self.keep(remote.visits)
         return [self.completed(record)]
 
@@ -180,11 +183,17 @@ class Deployment:
         )
 
     def tensors(self) -> dict[str, Tensor]:
-        return self.simulation.tensors() | {"counted": torch.from_numpy(self.remote.counted)}
+        replies = {f"to.{id}.{name}": t for id, own in self.remote.replies.items() for name, t in own.items()}
+        return self.simulation.tensors() | {"counted": torch.from_numpy(self.remote.counted)} | replies
 
     def restore(self, tensors: dict[str, Tensor], t: int) -> None:
         self.simulation.restore(tensors, t)
         self.remote.counted = tensors["counted"].cpu().numpy().copy()
+        self.remote.replies = {}
+        for name, tensor in tensors.items():
+            if name.startswith("to."):
+                _, id, rest = name.split(".", 2)
+                self.remote.replies.setdefault(int(id), {})[rest] = tensor.clone()
 
     def model(self) -> dict[str, Tensor]:
         return self.simulation.model()

@@ -67,6 +67,10 @@ class Plan:
         if chosen.compress:
             raise BadSetting("compress is not offered in a deployment yet; leave it out")
         alg = make_algorithm(algorithm_class(chosen.algorithm), chosen.algorithm, chosen.set)
+        if alg.pools:
+            raise BadSetting(
+                f"{chosen.algorithm} puts all samples into one hand, which a federation is there to avoid; simulate it"
+            )
         # A checkpoint after every round: clients keep only the states before and after their last one.
         chosen = dataclasses.replace(chosen, set=asdict(alg), checkpoint_every=1)
         deploy = DeployConfig(**own)

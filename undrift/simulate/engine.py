@@ -106,6 +106,7 @@ class Simulation:
         self.clients: ClientTable | DiskTable = ClientTable()
         self.position = np.zeros(data.clients, dtype=np.int64)  # batches each client has taken so far
         self.last_cohort = np.zeros(0, dtype=np.int64)  # who took part in the round before
+        self.last_replies: dict[int, Any] = {}  # what each of them was sent when the round was over
         self.class_best = torch.full((data.classes,), -1.0, dtype=torch.float64)  # accuracy so far; -1: none
         self.execution: Execution | None = None
         on_one_gpu = device.type == "cuda" and ranks.count() == 1
@@ -218,6 +219,7 @@ class Simulation:
         if kept:
             self.state = server_part(alg, self.net, state, answers, cohort)
             client, reply = replied(alg, self.state, answers, cohort)
+            self.last_replies = dict(zip(cohort.ids.tolist(), unstacked(reply, kept), strict=True))
             bytes_down += nbytes(self.net.sent(reply))
             self.clients.write(cohort.ids, client)
             self.last_cohort = host_ids
@@ -398,6 +400,11 @@ class Simulation:
     def model(self) -> dict[str, Tensor]:
         """The server's model as a plain state dict on the CPU."""
         return {name: tensor.cpu() for name, tensor in self.net.state_dict(self.state.x, self.state.buffers).items()}
+
+
+def unstacked(state: Any, clients: int) -> list[Any]:
+    """A state [S, ...] as those of its clients."""
+    return [map_leaves(lambda v, s=s: v[s], state) for s in range(clients)]
 
 
 def named_leaves(name: str, state: Any) -> list[tuple[str, Tensor]]:
