@@ -80,7 +80,7 @@ def test_schedules_of_the_rate() -> None:
     rates = [0.2, 0.2 * 0.9, 0.2 * 0.81 * 0.5, 0.2 * 0.729 * 0.5]
     by_hand = simulation(FedAvg(lr=0.2))
     for rate in rates:
-        by_hand.alg = FedAvg(lr=rate)  # type: ignore[assignment]
+        by_hand.whole = FedAvg(lr=rate)  # type: ignore[assignment]
         by_hand.round()
         decayed.round()
         torch.testing.assert_close(decayed.state.x, by_hand.state.x, rtol=1e-13, atol=1e-13)

@@ -16,6 +16,7 @@ from typing import Any, NoReturn
 from safetensors import SafetensorError
 
 from undrift import __version__, parallel
+from undrift.algorithms.base import looks_at_single_uploads
 from undrift.config import CHOICES, FIELDS, TYPES, parse_value
 from undrift.deploy import settings as deployment
 from undrift.errors import BadSetting, LostRank, UndriftError, UnknownName
@@ -376,7 +377,7 @@ def listed(kind: str) -> list[dict[str, Any]]:
     if kind == "algorithms":
         for entry in entries:
             found = algorithm_class(entry["name"])
-            entry["server_needs"] = "single updates" if found.needs_single_updates else "their sum"
+            entry["server_needs"] = "single updates" if looks_at_single_uploads(found) else "their sum"
             entry["fields"] = {f.name: f.default for f in dataclasses.fields(found)}
     return entries
 

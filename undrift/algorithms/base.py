@@ -195,6 +195,7 @@ class Worker(ABC):
     # Methods that leave every client a model of its own, and methods that train more than one network.
     personalises: ClassVar[bool] = False
     pools: ClassVar[bool] = False  # True: all samples are put into one client's hands before training begins
+    uploads_apart: ClassVar[bool] = False  # True: what a client sends is used by itself, not only in a sum
 
     def serves(self, down: Any, client: Any, local: LocalData) -> Served:
         """The model that serves a client between rounds, where the method is personal; `down` is what would go down now."""
@@ -334,6 +335,11 @@ def check(alg: Algorithm, clients: int, cohort: int) -> None:
         raise BadSetting(
             f"the server part of {type(alg).__name__} needs the clients' own updates; its worker part sends none"
         )
+
+
+def looks_at_single_uploads(alg: Any) -> bool:
+    """Whether the sum of what clients send is not enough for an algorithm or its class."""
+    return bool(alg.needs_single_updates or alg.uploads_apart)
 
 
 def standing_still(cohort: Cohort) -> Tensor:

@@ -115,6 +115,7 @@ class WithSelector(Worker):
     )  # a personal model is used where the selector's confidence is above; below 0: tuned on validation
 
     personalises: ClassVar[bool] = True
+    uploads_apart: ClassVar[bool] = True
     sends_updates: ClassVar[bool] = False
     chooses: ClassVar[str] = "threshold"
 

@@ -34,6 +34,7 @@ class ThenSelector(GlobalAndPulled):
     selector_model: str = "small-cnn"  # the paper's is vgg11
     selector_lr: float = 1e-3  # eta_s
 
+    uploads_apart: ClassVar[bool] = True
     sends_updates: ClassVar[bool] = False  # not in the extra rounds
     chooses: ClassVar[str] = "argmax"
 

@@ -47,6 +47,8 @@ class SoftlyPulled(Alone):
 
     lam: float = 0.7  # lambda: 1/N averages, 1 leaves everybody alone
 
+    uploads_apart: ClassVar[bool] = True
+
     class Companion(NamedTuple):
         x: Tensor  # the server's model once more: the direction is seen from there
 

@@ -157,13 +157,11 @@ def hold_out_own(dealt: Dealt, share: float) -> tuple[Dealt, Dealt]:
     """
     if not 0.0 <= share < 1.0:
         raise BadSetting(f"own_test must lie in [0, 1), not {share}")
-    if share and (dealt.sizes < 2).any():
+    if not share:
+        return dealt, Dealt(dealt.members[:0], 0 * dealt.sizes)
+    if (dealt.sizes < 2).any():
         raise BadSetting("own_test needs two samples of every client; use another partition or fewer clients")
-    held = (
-        np.clip(np.rint(share * dealt.sizes), 1, np.maximum(dealt.sizes - 1, 1)).astype(np.int64)
-        if share
-        else 0 * dealt.sizes
-    )
+    held = np.clip(np.rint(share * dealt.sizes), 1, dealt.sizes - 1).astype(np.int64)
     place = np.arange(len(dealt.members)) - np.repeat(np.cumsum(dealt.sizes) - dealt.sizes, dealt.sizes)
     tested = place < np.repeat(held, dealt.sizes)
     return Dealt(dealt.members[~tested], dealt.sizes - held), Dealt(dealt.members[tested], held)

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from undrift.algorithms.base import Cohort, Worker
+from undrift.algorithms.base import Cohort, Worker, looks_at_single_uploads
 from undrift.deploy.settings import Plan
 from undrift.errors import BadSetting
 from undrift.net import Net
@@ -59,15 +59,12 @@ def epsilon(rate: float, noise: float, rounds: int, delta: float) -> float:
 def check_private(plan: Plan, net: Net) -> None:
     """Refuse settings under which the promise would not hold, with the reason."""
     run, deploy, alg = plan.run, plan.deploy, plan.alg
-    x, buffers = net.start()
-    down = alg.broadcast(x, alg.companion_init(x, run.clients), nobody(net, run.clients))
-    client = alg.client_init(down, torch.tensor(0), buffers)
     more = not alg.sends_updates or type(alg).gather is not Worker.gather or alg.measures
     empty = run.rounds * (1 - run.cohort / run.clients) ** run.clients
     for wrong, why in (
-        (alg.needs_single_updates, "its server looks at single updates"),
+        (looks_at_single_uploads(alg), "its server looks at single updates"),
         (more, "its clients send more than their update"),
-        (bool(leaves(client)), "its clients keep a state, which ties rounds together"),
+        (keeps_state(alg, net, run.clients), "its clients keep a state, which ties rounds together"),
     ):
         if wrong:
             raise BadSetting(
@@ -90,6 +87,15 @@ def check_private(plan: Plan, net: Net) -> None:
     ):
         if wrong:
             raise BadSetting(f"dp_clip: {why}")
+
+
+def keeps_state(alg: Any, net: Net, clients: int) -> bool:
+    """Whether a client has something to keep between rounds."""
+    if alg.personalises or alg.keep_moments:
+        return True
+    x, buffers = net.start()
+    down = alg.broadcast(x, alg.companion_init(x, clients), nobody(net, clients))
+    return bool(leaves(alg.client_init(down, torch.tensor(0), buffers)))
 
 
 def nobody(net: Net, clients: int) -> Cohort:

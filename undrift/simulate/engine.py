@@ -18,7 +18,7 @@ from undrift.data.batches import Plan
 from undrift.data.federation import Federation, Ids, pooled
 from undrift.errors import BadSetting
 from undrift.net import Net
-from undrift.round import RoundRecord, client_init, consistency, finite, replied, server_init, server_part
+from undrift.round import Kept, RoundRecord, client_init, consistency, finite, replied, server_init, server_part
 from undrift.simulate import ranks
 from undrift.simulate.client_store import DiskTable
 from undrift.simulate.clients import ClientTable
@@ -203,7 +203,8 @@ class Simulation:
         bytes_up = nbytes(self.net.sent(answers.up)) + (nbytes(answers.buffers) if alg.buffers_up else 0)
         bytes_up += 0 if sent is None else nbytes(self.net.sent(sent))
         if isinstance(alg, Compressed):
-            answers = answers._replace(up=alg.received(answers.up, answers.client.error))
+            own = answers.client.own if isinstance(answers.client, Kept) else answers.client
+            answers = answers._replace(up=alg.received(answers.up, own.error))
         # In the first round nobody lacks anything of a round before.
         returning = len(np.intersect1d(invited_ids, self.last_cohort)) if self.t else len(invited_ids)
         asked = len(invited_ids)

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from undrift.algorithms.base import Algorithm
+from undrift.algorithms.base import Algorithm, looks_at_single_uploads
 from undrift.compress import LargestEntries, SharedPlaces, make_compressor
 from undrift.errors import BadSetting
 from undrift.layout import Layout
@@ -115,7 +115,7 @@ class Compressed:
 
 def check_summed(alg: Algorithm) -> None:
     """Refuse a method whose server looks at single uploads: in each of them most is missing."""
-    if alg.needs_single_updates:
+    if looks_at_single_uploads(alg):
         raise BadSetting(
             f"{type(alg).__name__} looks at each client's upload by itself, and in a compressed one most entries are "
             "missing until later; compress goes with methods that need only the uploads' sum, such as fedavg or scaffold"
