@@ -37,7 +37,7 @@ def command(*arguments: str, cwd: Path) -> str:
 
 
 def torchrun(*arguments: str, cwd: Path) -> str:
-    """The command on two ranks. On a busy machine one of twenty ranks aborts when Python ends, after all was done: again, then."""
+    """The command on two ranks. On a busy machine one of twenty aborts when Python ends, after all was done: again, then."""
     launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", *arguments]
     for _ in range(2):
         try:
