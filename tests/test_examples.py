@@ -36,6 +36,18 @@ def command(*arguments: str, cwd: Path) -> str:
     return done.stdout
 
 
+def torchrun(*arguments: str, cwd: Path) -> str:
+    """The command on two ranks. On a busy machine one of twenty aborts when Python ends, after all was done: again, then."""
+    launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", *arguments]
+    for _ in range(2):
+        try:
+            return command(*launch, cwd=cwd)
+        except AssertionError as error:
+            if "terminate called without an active exception" not in str(error):
+                raise
+    return command(*launch, cwd=cwd)
+
+
 def my_algorithm() -> Any:
     spec = importlib.util.spec_from_file_location("my_algorithm", ROOT / "examples" / "my_algorithm.py")
     assert spec is not None
@@ -69,8 +81,7 @@ def test_is_short(path: Path) -> None:
 
 
 def test_ddp_with_def_on_two_ranks(tmp_path: Path) -> None:
-    launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    printed = command(*launch, str(ROOT / "examples" / "ddp_def.py"), cwd=tmp_path)
+    printed = torchrun(str(ROOT / "examples" / "ddp_def.py"), cwd=tmp_path)
     assert "2 ranks, accuracy 0.9" in printed
     assert "940 bytes sent" in printed  # 8 b (W - 1) / W with b = ceil(15010 / 64)
 
