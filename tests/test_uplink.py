@@ -67,7 +67,7 @@ def test_every_summed_method(name: str) -> None:
     whole = path(made(name), 2)
     assert torch.allclose(path(made(name, compress="rbgs:1"), 2), whole, rtol=1e-11, atol=1e-13), "nothing is dropped"
     some = path(made(name, compress="topk:5"), 2)
-    assert not torch.allclose(some, whole, rtol=1e-4)
+    assert torch.allclose(some, whole, rtol=1e-4) == (name == "local")  # which sends nothing
     pooled = path(made(name, compress="topk:5", execution="pool"), 2)
     assert torch.allclose(some, pooled, rtol=1e-9, atol=1e-11)
 

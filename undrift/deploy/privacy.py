@@ -75,7 +75,7 @@ def check_private(plan: Plan, net: Net) -> None:
         (run.weights != "uniform", "give --weights uniform: a weight by size would change a client's share"),
         (deploy.min_replies > 1, "leave min_replies at 1: a round must not depend on how many answer"),
         (
-            bool(buffers.numel()),
+            net.buffer_layout.size > 0,
             "the model has BatchNorm, whose statistics would go up without noise; use another normalisation",
         ),
         (
