@@ -20,7 +20,8 @@ from undrift.data.augment import Transform
 from undrift.data.federation import federate, hold_out_own
 from undrift.data.partition import Dealt
 from undrift.datasets import load_dataset
-from undrift.errors import BadData, BadSetting, MissingData, UnknownName
+from undrift.errors import BadData, BadRunFolder, BadSetting, MissingData, UnknownName
+from undrift.figures import look
 from undrift.models import small_cnn, unet
 from undrift.report import sites
 from undrift.report.page import html
@@ -303,3 +304,36 @@ def test_the_report_shows_every_site(tmp_path: Path) -> None:
     record = json.loads((tmp_path / "fedsm" / "rounds.jsonl").read_text())
     (row,) = (row for row in table.rows if row[0].startswith("fedsm") and row[1:3] == ["super", "last"])
     assert row[3:6] == [f"{v:.4f}" for v in (*record["sites"]["test"]["super"]["dice"], record["own_dice"])]
+
+
+def test_figures_show_the_models_and_the_report_draws_them(trained: Path, tmp_path: Path, capsys: Any) -> None:
+    assert main(["figures", str(trained)]) == 0
+    found = json.loads((trained / "figures.json").read_text())
+    model, data = undrift.SuperModel.load(trained), load_dataset("synthetic-sites(sites=3, patients=8, size=16)")
+    assert data.test_sites is not None
+    assert sorted(point[2] for point in found["map"]) == sorted(data.test_sites.tolist())
+    assert np.isfinite(np.array(found["map"])).all()
+    # In the middle of the surface is the model itself, in every direction; near it the loss differs.
+    near = found["surface"]
+    mine = data.test_sites == near["site"]
+    pictures, masks = np.asarray(data.x_test)[mine], torch.from_numpy(data.y_test.astype(np.int64))[mine]
+    for kind, module in (("global", model.models[0]), ("personal", model.models[near["site"] + 1])):
+        losses = np.array(near["losses"][kind])
+        with torch.no_grad():
+            expected = float(dice_loss(module(model.inputs(pictures)), masks).mean())
+        assert losses.shape == (10, 13) and losses[:, 6] == pytest.approx(expected, abs=1e-5)
+        assert near["distance"][6] == 0 and (losses[:, 0] != losses[:, 6]).all()
+    # The gallery's scores are those of the pictures it shows.
+    for entry in found["gallery"]:
+        mine = data.test_sites == entry["site"]
+        said = model.predict(np.asarray(data.x_test)[mine])
+        planes = torch.from_numpy(said.masks).unsqueeze(1) > torch.arange(2).view(1, -1, 1, 1)
+        every = dice_scores(planes.float() - 0.5, torch.from_numpy(data.y_test.astype(np.int64))[mine])
+        assert entry["dice"] in [pytest.approx(row.tolist()) for row in every]
+        assert sorted(every.mean(1).tolist())[len(every) // 2] == pytest.approx(np.mean(entry["dice"]))
+    page = html(load([trained]), None)
+    assert page.count("data:image/png;base64,") == 3 and "t-SNE" in page and "Loss near the models" in page
+    (trained / "figures.json").unlink()
+    assert "data:image" not in html(load([trained]), None)
+    with pytest.raises(BadRunFolder, match="holds no super model"):
+        look(tmp_path)

@@ -1,10 +1,11 @@
-"""The command line: `undrift run | deploy | dp | pipe | sweep | report | list | data | predict | cite`. No logic of its own."""
+"""The command line: `undrift run`, `deploy`, `dp`, `pipe`, `sweep`, `report` and more. No logic of its own."""
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
 import functools
+import importlib.util
 import inspect
 import json
 import os
@@ -117,6 +118,11 @@ def parser() -> Parser:
     data.add_argument(
         "--out", type=Path, metavar="FILE", help="prepare: where NAME.npz goes; show: a .png or .svg picture"
     )
+
+    figures = commands.add_parser(
+        "figures", help="a map of the selector, loss surfaces and outlined pictures, for the report", allow_abbrev=False
+    )
+    figures.add_argument("folders", type=Path, nargs="+", metavar="DIR", help="finished runs of a personal method")
 
     predict = commands.add_parser("predict", help="use a run's super model on a folder of pictures", allow_abbrev=False)
     predict.add_argument(
@@ -420,6 +426,17 @@ def predict_command(arguments: argparse.Namespace) -> None:
     print(f"{count} pictures; written to {arguments.out}")
 
 
+def figures_command(arguments: argparse.Namespace) -> None:
+    from undrift.figures import look
+
+    for folder in arguments.folders:
+        print(f"written to {look(folder)}; undrift report shows it", flush=True)
+    if importlib.util.find_spec("sklearn") is None:
+        print(
+            "without a map of the selector's features, for which scikit-learn is needed: pip install 'undrift[figures]'"
+        )
+
+
 def cite_command(arguments: argparse.Namespace) -> None:
     from undrift.dp.methods import FILES
     from undrift.registry import algorithm_class
@@ -459,5 +476,6 @@ COMMANDS = {
     "list": list_command,
     "data": data_command,
     "predict": predict_command,
+    "figures": figures_command,
     "cite": cite_command,
 }

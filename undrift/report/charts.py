@@ -65,6 +65,35 @@ def over_network_seconds(groups: list[Group], key: str) -> list[Curve]:
 
 def chart(curves: list[Curve], name: str, x_label: str, y_label: str, log: bool = False) -> str:
     """The curves as an <svg> element whose ids start with `name`."""
+
+    def draw(axes: Any) -> None:
+        if log:
+            axes.set_yscale("log")
+        for curve in map(_positive, curves) if log else curves:
+            pattern = (0, tuple(float(n) for n in curve.dash.split())) if curve.dash else "-"
+            marker = "o" if len(curve.x) < 3 else "none"
+            axes.plot(curve.x, curve.mean, color=curve.colour, ls=pattern, lw=1.6, marker=marker)
+            if (curve.high > curve.low).any():
+                axes.fill_between(curve.x, curve.low, curve.high, color=curve.colour, alpha=0.18, linewidth=0)
+        axes.set_xlabel(x_label)
+        axes.set_ylabel(y_label)
+
+    return _drawn(draw, name, f"{y_label} over {x_label}")
+
+
+def scatter(points: Floats, kinds: NDArray[np.int64], name: str) -> str:
+    """Points [n, 2] in the colours of their kinds [n], as an <svg> element whose ids start with `name`."""
+
+    def draw(axes: Any) -> None:
+        for kind in np.unique(kinds):
+            axes.scatter(*points[kinds == kind].T, s=9, color=colour(int(kind)), linewidths=0, alpha=0.8)
+        axes.set_xticks([])
+        axes.set_yticks([])
+
+    return _drawn(draw, name, "a map of samples")
+
+
+def _drawn(draw: Callable[[Any], None], name: str, alt: str) -> str:
     from matplotlib import style
     from matplotlib.figure import Figure
 
@@ -74,22 +103,13 @@ def chart(curves: list[Curve], name: str, x_label: str, y_label: str, log: bool 
         figure = Figure(figsize=(4.8, 3.1), layout="constrained")
         figure.patch.set_alpha(0.0)
         axes = figure.add_subplot(facecolor="none")
-        if log:
-            axes.set_yscale("log")
-        for curve in map(_positive, curves) if log else curves:
-            pattern = (0, tuple(float(n) for n in curve.dash.split())) if curve.dash else "-"
-            marker = "o" if len(curve.x) < 3 else "none"
-            axes.plot(curve.x, curve.mean, color=curve.colour, ls=pattern, lw=1.6, marker=marker)
-            if (curve.high > curve.low).any():
-                axes.fill_between(curve.x, curve.low, curve.high, color=curve.colour, alpha=0.18, linewidth=0)
+        draw(axes)
         axes.grid(color=GREY, alpha=0.25, linewidth=0.6)
         axes.spines[["top", "right"]].set_visible(False)
-        axes.set_xlabel(x_label)
-        axes.set_ylabel(y_label)
         file = io.StringIO()
         nothing = dict.fromkeys(("Date", "Creator", "Format", "Type"))
         figure.savefig(file, format="svg", metadata=nothing)
-    return _for_a_page(file.getvalue(), name, f"{y_label} over {x_label}")
+    return _for_a_page(file.getvalue(), name, alt)
 
 
 def _positive(curve: Curve) -> Curve:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from undrift.errors import UndriftError
-from undrift.report import sites
+from undrift.report import figures, sites
 from undrift.report.charts import Curve, chart, colour, dash, over_megabytes, over_network_seconds, over_rounds
 from undrift.report.runs import Group, Run, by_task, differing, grouped, load, number, shown, sweep_target
 from undrift.report.scores import metric_of, ranked
@@ -144,6 +144,7 @@ def _results(groups: list[Group], target: float | None, name: str, alone: bool) 
             f'<div class="charts">{_charts(drawn, name)}</div>',
             '<p class="faint">Lines are means over seeds, bands go from the lowest seed to the highest; '
             "each ends where the first of its seeds ends.</p>",
+            figures.of_groups(groups, name),
         ]
     )
 
