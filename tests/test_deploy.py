@@ -291,6 +291,9 @@ def test_settings_travel_as_plain_values() -> None:
         ({"compress": "fp16"}, "not offered"),
         ({"min_replies": 5}, "only 2 clients are asked"),
         ({"timeout": 0.0}, "must be greater than 0"),
+        ({"names": "a,b,c"}, "3 names for 4 clients"),
+        ({"names": "a,b,a,c"}, "two have it"),
+        ({"names": "a,b/../c,d,e"}, "cannot be a client's name"),
         ({"algorithm": "centralized"}, "all samples into one hand"),
     ],
 )

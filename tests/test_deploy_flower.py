@@ -30,9 +30,14 @@ class Nodes:
     """A grid whose nodes are called in this process; their ids have nothing to do with their names."""
 
     def __init__(self, clients: int, config: dict[str, Any], root: Path) -> None:
+        called = [name for name in str(config.get("names", "")).split(",") if name]
         self.contexts = {
             7919 * (clients - i): Context(
-                1, 1, {"partition-id": i, "state-dir": str(root / str(i))}, RecordDict(), config
+                1,
+                1,
+                ({"name": called[i]} if called else {"partition-id": i}) | {"state-dir": str(root / str(i))},
+                RecordDict(),
+                config,
             )
             for i in range(clients)
         }
@@ -71,6 +76,24 @@ def serve(plan: Plan, root: Path) -> Nodes:
     nodes = Nodes(plan.run.clients, config, root)
     server_app()(nodes, Context(1, 1, {}, RecordDict(), config))
     return nodes
+
+
+def test_clients_may_have_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever order they are named in or join in: in sorted order they are clients 0, 1 and so on."""
+    monkeypatch.setattr("undrift.deploy.flower.PAUSE", 0.0)
+    plan = planned(tmp_path / "out", algorithm="scaffold", model="logreg", names="west,east,north", clients=3, cohort=2)
+    assert plan.names == ["east", "north", "west"]
+    serve(plan, tmp_path)
+    visits = [json.loads(line) for line in (tmp_path / "out" / "clients.jsonl").read_text().splitlines()]
+    run = simulated(plan.run, plan.alg, load_dataset("digits"), plan.run.model, torch.device("cpu"))
+    asked = [plan.names[i] for t in range(3) for i in run.takes_part(t).ids]
+    assert [visit["client"] for visit in visits] == asked and {v["outcome"] for v in visits} == {"answered"}
+    for place, name in enumerate(["west", "east", "north"]):  # each keeps its state under its own name
+        assert not (tmp_path / str(place)).exists() or [p.name for p in (tmp_path / str(place)).glob("*/*")] == [name]
+    found = run.net.layout.join(load_file(tmp_path / "out" / "model.safetensors"), run.state.x)
+    for _ in range(3):
+        run.round()
+    torch.testing.assert_close(found, run.state.x, rtol=1e-9, atol=1e-12)
 
 
 @pytest.mark.parametrize("name", [name for name in names("algorithms") if not algorithm_class(name).pools])

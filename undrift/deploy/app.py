@@ -67,7 +67,7 @@ The run's folder is on the server, as `out` in `pyproject.toml` says. After a cr
 
 ```sh
 flower-supernode --superlink {host}:{port} --root-certificates ca.crt --auth-supernode-private-key client-i \\
-  --node-config 'partition-id=i state-dir="/var/lib/undrift"'
+  --node-config '{who} state-dir="/var/lib/undrift"'
 ```
 """
 
@@ -98,5 +98,6 @@ def write_app(folder: Path, plan: Plan, host: str = "127.0.0.1", port: int = 800
     }  # fmt: skip
     (folder / "pyproject.toml").write_text(tomli_w.dumps(project))
     facts = {"algorithm": run.algorithm, "dataset": run.dataset, "clients": run.clients, "cohort": run.cohort}
-    text = README.format(name=name, host=host, port=port, last=run.clients - 1, here=folder.resolve(), **facts)
+    who = 'name="NAME"' if plan.deploy.names else "partition-id=i"
+    text = README.format(name=name, who=who, host=host, port=port, last=run.clients - 1, here=folder.resolve(), **facts)
     (folder / "README.md").write_text(text)

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from undrift.config import RunConfig
-from undrift.deploy.settings import Plan
+from undrift.deploy.settings import Plan, named
 from undrift.errors import BadSetting, UnknownName
 
 ACTIONS = ("init", "local", "keys")
@@ -20,7 +20,7 @@ def deploy(action: str, place: Path | None, settings: Mapping[str, Any], host: s
     """One of the actions, with the settings by their names."""
     if action not in ACTIONS:
         raise UnknownName("deploy action", action, ACTIONS)
-    clients = int(settings.get("clients", 4))
+    clients = int(settings.get("clients", len(named(str(settings.get("names", "")))) or 4))
     cohort = settings.get("cohort", min(clients, RunConfig.cohort))
     plan = Plan.of({"clients": clients, "cohort": cohort} | dict(settings))
     if importlib.util.find_spec("flwr") is None:

@@ -52,6 +52,7 @@ class LocalFederation:
         self.home, self.clients, self.secure, self.host, self.within = home, clients, secure, host, within
         self.keys, self.app, self.port = home / "keys", home / "app", free_port()
         self.started: dict[str, subprocess.Popen[bytes]] = {}
+        self.names: list[str] = []  # of the clients, where they are not called by their numbers
         self.environment = os.environ | {
             "FLWR_HOME": str(home / "flwr"), "FLWR_TELEMETRY_ENABLED": "0", "FLWR_DISABLE_UPDATE_CHECK": "1",
             "PYTHONUNBUFFERED": "1", "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}",
@@ -120,7 +121,8 @@ class LocalFederation:
         if self.secure:
             key = key or self.keys / f"client-{client}"
             security = ["--root-certificates", str(self.keys / "ca.crt"), "--auth-supernode-private-key", str(key)]
-        config = f'partition-id={client} state-dir="{self.home / "states" / str(client)}"'
+        who = f'name="{self.names[client]}"' if self.names else f"partition-id={client}"
+        config = f'{who} state-dir="{self.home / "states" / str(client)}"'
         node = (
             "flower-supernode", *security, "--superlink", f"{self.host}:{self.port}", "--port", str(free_port()),
             "--node-config", config,
@@ -178,6 +180,7 @@ def run_local(plan: Plan, secure: bool, home: Path | None, say: Callable[[str], 
     """The whole run on this machine, with one SuperNode a client."""
     plan = replace(plan, deploy=replace(plan.deploy, out=str(Path(plan.deploy.out).resolve())))
     with federation(plan.run.clients, secure, home) as parts:
+        parts.names = plan.names if plan.deploy.names else []
         for client in range(plan.run.clients):
             parts.start_client(client)
         process, shown = parts.run(plan), 0

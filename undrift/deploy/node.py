@@ -19,9 +19,11 @@ from undrift.runs import pick_device, simulated
 
 
 def name_of(node: Mapping[str, Any]) -> str:
-    """The client's name: its partition's number."""
+    """The client's name: one that it was given, or its partition's number."""
+    if "name" in node:
+        return str(node["name"])
     if "partition-id" not in node:
-        raise BadSetting("start the node with --node-config 'partition-id=0', the number of its share of the samples")
+        raise BadSetting("start the node with --node-config 'partition-id=0', or with 'name=\"clinic-a\"'")
     return str(int(node["partition-id"]))
 
 

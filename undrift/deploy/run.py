@@ -43,7 +43,7 @@ def deploy(
     folder.make(resume)
     with folder.locked(), arithmetic(run.precision, run.deterministic):
         token = run_token(out, resume)
-        roster = meet([str(id) for id in range(run.clients)])
+        roster = meet(plan.names)
         say(f"{len(roster.present)} of {run.clients} clients are there; run {token}")
         remote = Remote(post, roster.names, token, plan.deploy.min_replies, say)
         if private:

@@ -7,6 +7,7 @@ In a Flower app they stand in [tool.flwr.app.config] of its pyproject.toml, wher
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any, get_type_hints
@@ -17,6 +18,7 @@ from undrift.registry import algorithm_class
 
 # Settings of a simulation that a real federation has no use for: its clients fail, dawdle and wait for the network by
 # themselves, and each runs as it can.
+NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,63}")  # of a client or a run: it becomes the name of a folder
 SIMULATED = ("dropout_rate", "slow", "bandwidth", "latency")
 UNUSED = (*SIMULATED, "execution", "chunk", "replay", "compile", "client_state", "checkpoint_every", "compress")
 
@@ -30,6 +32,10 @@ class DeployConfig:
     timeout: float = field(default=600.0, metadata={"help": "seconds that clients have for an answer"})
     min_replies: int = field(default=1, metadata={"help": "answers without which a round leaves the model as it is"})
     wait: float = field(default=600.0, metadata={"help": "seconds to wait for all clients before the first round"})
+    names: str = field(
+        default="",
+        metadata={"help": "the clients' names, with commas between; in sorted order they are clients 0, 1, ..."},
+    )
     dp_clip: float = field(
         default=0.0, metadata={"help": "C, longest update of a client, for differential privacy; 0: none"}
     )
@@ -48,6 +54,14 @@ TYPES = get_type_hints(RunConfig) | get_type_hints(DeployConfig)
 FLAGS = {name: f for name, f in FIELDS.items() if name not in UNUSED} | DEPLOY_FIELDS  # of `undrift deploy`
 
 
+def named(names: str) -> list[str]:
+    """
+    >>> named("b, a")
+    ['a', 'b']
+    """
+    return sorted(part.strip() for part in names.split(",") if part.strip())
+
+
 @dataclass(frozen=True)
 class Plan:
     """A deployment as it was asked for."""
@@ -56,11 +70,24 @@ class Plan:
     alg: Any
     deploy: DeployConfig
 
+    @property
+    def names(self) -> list[str]:
+        """The clients' names in the order of their ids."""
+        return named(self.deploy.names) or [str(id) for id in range(self.run.clients)]
+
     @classmethod
     def of(cls, given: Mapping[str, Any]) -> Plan:
         """From settings by their names; the algorithm's fields are under `set`."""
         own = typed({n: v for n, v in given.items() if n in DEPLOY_FIELDS}, TYPES)
         chosen = from_mapping({n: v for n, v in given.items() if n not in DEPLOY_FIELDS})
+        names = named(str(own.get("names", "")))
+        for name in names:
+            if not NAME.fullmatch(name) or names.count(name) > 1:
+                raise BadSetting(
+                    f"{name!r} cannot be a client's name, or two have it; use letters, digits, '.', '_', '-'"
+                )
+        if names and len(names) != chosen.clients:
+            raise BadSetting(f"there are {len(names)} names for {chosen.clients} clients; give --clients {len(names)}")
         for name in SIMULATED:
             if getattr(chosen, name) != FIELDS[name].default:
                 raise BadSetting(f"{name} is for simulations; real clients and links are as they are")

@@ -9,7 +9,6 @@ and repeats the round, the client begins from the state before it.
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -18,9 +17,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from undrift.deploy.messages import Refused
+from undrift.deploy.settings import NAME
 from undrift.simulate.client_store import sync
-
-NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,63}")  # of a client or a run: it becomes the name of a folder
 
 
 class Store:
