@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import time
 import tracemalloc
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -13,6 +14,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from tests.small import CPU
+from undrift.cli import main
 from undrift.data.federation import federate
 from undrift.data.partition import OWNER_RULES, PARTITIONS, STREAM, partition
 from undrift.datasets import class_counts, load_dataset
@@ -198,7 +200,7 @@ def test_class_counts_are_those_of_each_clients_samples(spec: str) -> None:
     data = load_dataset("digits")
     parts = partition(spec, data.y_train.astype(np.int64), 30, seed=1)
     expected = [np.bincount(data.y_train[part], minlength=10) for part in parts]
-    np.testing.assert_array_equal(class_counts(data, spec, 30, 1), expected)
+    np.testing.assert_array_equal(class_counts(data, spec, 30, 1)[0], expected)
 
 
 def test_memory_per_client_of_a_federation() -> None:
@@ -334,3 +336,21 @@ def test_unknown_names_are_answered_with_the_nearest() -> None:
 def test_every_partition_says_what_it_does() -> None:
     for name, rule in PARTITIONS.items():
         assert (rule.__doc__ or "").splitlines()[0].startswith(name)
+
+
+def test_what_clients_hold_out_is_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The split that a run makes: a fifth of each client's own samples."""
+    data = load_dataset("digits")
+    whole, _ = class_counts(data, "dirichlet:0.3", 10, 3)
+    trained, tested = class_counts(data, "dirichlet:0.3", 10, 3, 0.2)
+    np.testing.assert_array_equal(trained + tested, whole)
+    made = federate(data, "dirichlet:0.3", 10, 3, CPU, own_test=0.2)
+    own = made.own["test"]
+    for client in range(10):
+        mine = data.y_train[own.rows[own.owners == client].numpy()]
+        np.testing.assert_array_equal(np.bincount(mine, minlength=10), tested[client])
+        assert abs(len(mine) - 0.2 * whole[client].sum()) <= 0.5
+    shown = ["data", "show", "--partition", "dirichlet:0.3", "--clients", "10", "--seed", "3", "--own-test", "0.2"]
+    assert main([*shown, "--out", str(tmp_path / "split.svg")]) == 0
+    assert "hold out" in capsys.readouterr().out
+    assert "#e69f00" in (tmp_path / "split.svg").read_text().lower()

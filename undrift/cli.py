@@ -115,6 +115,7 @@ def parser() -> Parser:
     data.add_argument("--partition", default="dirichlet:0.1", metavar="SPEC")
     data.add_argument("--clients", type=int, default=100, metavar="N")
     data.add_argument("--seed", type=int, default=0)
+    data.add_argument("--own-test", type=float, default=0.0, metavar="F", help="the share that clients hold out [0]")
     data.add_argument(
         "--out", type=Path, metavar="FILE", help="prepare: where NAME.npz goes; show: a .png or .svg picture"
     )
@@ -400,13 +401,16 @@ def data_command(arguments: argparse.Namespace) -> None:
     elif arguments.action == "show":
         from undrift.report.pictures import partition_picture, partition_text
 
-        counts = datasets.class_counts(
-            datasets.load_dataset(arguments.name), arguments.partition, arguments.clients, arguments.seed
-        )
-        for row in partition_text(counts):
+        dealt = (arguments.partition, arguments.clients, arguments.seed, arguments.own_test)
+        counts, held_out = datasets.class_counts(datasets.load_dataset(arguments.name), *dealt)
+        for row in [*partition_text(counts), *(partition_text(held_out)[1:] if arguments.own_test else [])]:
             print("  ".join(f"{cell:24}" for cell in row).rstrip())
+        title = f"{arguments.name}, {arguments.partition}, {arguments.clients} clients"
+        if arguments.own_test:
+            print("The second row is what clients hold out, to be tested on.")
+            title += "; orange: held out by the client"
         out = arguments.out or Path(f"{arguments.name}-{arguments.partition.replace(':', '-')}.png")
-        partition_picture(counts, out, f"{arguments.name}, {arguments.partition}, {arguments.clients} clients")
+        partition_picture(counts, out, title, held_out)
         print(f"written to {out}")
     else:
         raise UnknownName("data action", arguments.action, ("list", "prepare", "show"))

@@ -11,8 +11,9 @@ from numpy.typing import NDArray
 
 from undrift.data._sites import without
 from undrift.data.dataset import Dataset
+from undrift.data.federation import hold_out_own
 from undrift.data.own import dataset_from
-from undrift.data.partition import deal
+from undrift.data.partition import Dealt, deal
 from undrift.errors import BadData, BadSetting, MissingData, UndriftError
 from undrift.registry import attribute, call_with_options, module_of, names, with_options
 
@@ -85,11 +86,18 @@ def prepare(name: str, root: Path | None, out: Path | None) -> Path:
     return path
 
 
-def class_counts(data: Dataset, spec: str, clients: int, seed: int) -> NDArray[np.int64]:
-    """[clients, classes] how many samples of each class each client gets."""
+def class_counts(
+    data: Dataset, spec: str, clients: int, seed: int, own_test: float = 0.0
+) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """[clients, classes] how many samples of each class each client trains on, and how many it holds out to be tested on."""
     if data.y_train.ndim != 1 or not data.classes:
         raise BadData("only data with one class label a sample can be shown by class")
     labels = data.y_train.astype(np.int64)
     dealt = deal(spec, labels, clients, seed, data.sites)
-    cell = np.repeat(np.arange(clients), dealt.sizes) * data.classes + labels[dealt.members]
-    return np.bincount(cell, minlength=clients * data.classes).reshape(clients, data.classes)
+
+    def counted(part: Dealt) -> NDArray[np.int64]:
+        cell = np.repeat(np.arange(clients), part.sizes) * data.classes + labels[part.members]
+        return np.bincount(cell, minlength=clients * data.classes).reshape(clients, data.classes)
+
+    trained, tested = hold_out_own(dealt, own_test)
+    return counted(trained), counted(tested)

@@ -14,8 +14,13 @@ MOST_CLIENTS = 100  # that one picture shows
 POINTS = 72  # an inch
 
 
-def partition_picture(counts: NDArray[np.int64], out: Path, title: str) -> None:
-    """counts [clients, classes] as dots, the area proportional to the samples, in a .png or .svg file."""
+def partition_picture(
+    counts: NDArray[np.int64], out: Path, title: str, held_out: NDArray[np.int64] | None = None
+) -> None:
+    """counts [clients, classes] as dots, the area proportional to the samples, in a .png or .svg file.
+
+    What clients hold out is drawn over it.
+    """
     from matplotlib import style
     from matplotlib.figure import Figure
     from matplotlib.ticker import MaxNLocator
@@ -37,6 +42,9 @@ def partition_picture(counts: NDArray[np.int64], out: Path, title: str) -> None:
         largest = (0.95 * min(cell, 26)) ** 2  # a marker's size is its width squared
         area = largest * counts[owner, label] / most
         axes.scatter(owner, label, s=area, color="#0072B2", linewidths=0, alpha=0.85)
+        if held_out is not None and held_out.any():
+            by, of = np.nonzero(held_out[:MOST_CLIENTS])
+            axes.scatter(by, of, s=largest * held_out[by, of] / most, color="#E69F00", linewidths=0)
         axes.set_xlim(-0.7, clients - 0.3)
         axes.set_ylim(-0.7, classes - 0.3)
         axes.xaxis.set_major_locator(MaxNLocator(20, integer=True))
