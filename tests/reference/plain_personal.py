@@ -225,8 +225,10 @@ class PFedMe(Personal):
         for i, mine in batches.items():
             w = theta = weights(self.G)
             for rows in mine:
+                theta = w if o.get("reset") else theta
                 for _ in range(o["inner_steps"]):
-                    theta = theta - o["inner_lr"] * (self.gradient(self.own[i], theta, rows) + o["lam"] * (theta - w))
+                    slope = self.gradient(self.own[i], theta, rows) + o["lam"] * (theta - w)
+                    theta = theta - o["inner_lr"] * (slope + o.get("theta_decay", 0.0) * theta)
                 w = w - o["lr"] * o["lam"] * (w - theta)
             put(self.local[i], w)
             put(self.own[i], theta)

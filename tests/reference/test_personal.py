@@ -58,6 +58,7 @@ CASES = [
     Case("per-fedavg", "Hessian-free, by size", dict(lr=0.1, alpha=0.3, hessian_free=True), STEPS, "size"),
     Case("pfedme", "plain", dict(lr=0.05, lam=4.0, inner_lr=0.1, inner_steps=3), STEPS, cohort=4),
     Case("pfedme", "beta, by size", dict(lr=0.05, lam=3.0, inner_lr=0.1, inner_steps=2, server_lr=0.7), weights="size"),
+    Case("pfedme", "reset, decayed", dict(lr=0.05, lam=4.0, inner_lr=0.1, inner_steps=2, reset=True, theta_decay=0.5)),
     Case("fedsm", "per batch, sgd", dict(lr=0.1, lam=0.6, selector_mode="per_batch", selector_lr=0.1), STEPS),
     Case("fedsm", "per batch, adam, by size", dict(selector_mode="per_batch", selector_lr=0.01) | ADAM, weights="size"),
     Case("fedsm", "synced, sgd, some clients", dict(lr=0.1, selector_lr=0.2), cohort=4),
@@ -82,8 +83,10 @@ def selector(outputs: int) -> nn.Module:
     return nn.Sequential(nn.Linear(5, 3), nn.Tanh(), nn.Linear(3, outputs)).double()
 
 
-def simulation(name: str, fields: dict[str, Any], case: Case, execution: str = "stacked") -> Simulation:
-    alg = algorithm_class(name)(**fields)
+def simulation(
+    name: str, fields: dict[str, Any], case: Case, execution: str = "stacked", kind: type[Any] | None = None
+) -> Simulation:
+    alg = (kind or algorithm_class(name))(**fields)
     sizes = tuple(max(n, 4) for n in SIZES) if case.norm else SIZES  # a mini-batch of one sample has no variance
     net = Net(model(case.norm), dtype=torch.float64)
     for other, (_, outputs) in alg.networks(N).items():
@@ -120,7 +123,12 @@ def close(ours: Tensor, theirs: Tensor) -> None:
 @pytest.mark.parametrize("execution", ["stacked", "pool"])
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_equals_the_plain_reference(case: Case, execution: str) -> None:
-    run = simulation(case.name, case.fields, case, execution)
+    agree(case, execution)
+
+
+def agree(case: Case, execution: str, kind: type[Any] | None = None) -> None:
+    """The algorithm, or another class in its place, does what the plain reference does."""
+    run = simulation(case.name, case.fields, case, execution, kind)
     theirs, entries = reference(run, case), run.net.layout.entries
     began = run.state.x.clone()
     for t in range(4):
