@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any, NamedTuple
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tests.reference import plain_personal as plain
@@ -276,3 +278,23 @@ def test_bytes_of_fedsm_extra() -> None:
     assert (first.bytes_down, first.bytes_up) == (2 * N * model, 2 * N * model)
     assert (second.bytes_down, second.bytes_up) == (N * ((N + 1) * model + chooser), N * chooser)
     assert (third.bytes_down, third.bytes_up) == (N * chooser, N * chooser)
+
+
+def test_centralized_is_plain_training_on_everything() -> None:
+    """torch.optim.SGD on all samples in one hand, batch after batch; rounds are only a way of counting."""
+    case = Case("centralized", "momentum", dict(lr=0.1, optimizer="momentum", momentum=0.9), STEPS)
+    run = simulation("centralized", case.fields, case)
+    assert run.data.clients == 1 and int(run.data.sizes[0]) == sum(SIZES)
+    module, data = copy.deepcopy(run.net.original), run.data.train
+    assert data.held is not None
+    met: set[int] = set()
+    optimizer = torch.optim.SGD(module.parameters(), 0.1, momentum=0.9)
+    for _ in range(4):
+        for rows in batches(run)[0]:
+            optimizer.zero_grad()
+            F.cross_entropy(module(data.held[rows].double()), data.targets[rows]).backward()
+            optimizer.step()
+            met |= set(rows)
+        run.round()
+        close(run.state.x[: run.net.layout.entries], plain.weights(module))
+    assert len(met) > max(SIZES)
