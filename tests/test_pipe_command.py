@@ -203,3 +203,11 @@ def test_a_block_that_is_killed_ends_all_and_the_run_goes_on_elsewhere(tmp_path:
     leave = ("seconds", "stored")  # processes hold other tensors than a simulation
     assert records(tmp_path / "two", leave) == records(tmp_path / "one", leave)
     assert same_model(tmp_path / "two", tmp_path / "one")
+
+
+@pytest.mark.parametrize("method", ["gpipe", "1f1b"])
+def test_a_block_that_is_killed_ends_pytorchs_schedules_too(method: str, tmp_path: Path) -> None:
+    settings = MODEL | {"method": method, "cuts": "3.0", "micro": 2, "rounds": 4}
+    each = launched(2, "pipe", *flags(**settings), "--out", str(tmp_path / "run"), FAIL_AT="30", FAIL_HOW="kill")
+    assert each[1][0] == -9 and each[0][0] not in (0, -9), each
+    assert "lost touch" in each[0][1], each[0][1][-500:]
