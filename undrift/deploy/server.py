@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple, Protocol, cast
 
 import numpy as np
@@ -145,6 +146,9 @@ class Deployment:
         self.simulation, self.remote, self.keep = simulation, remote, keep
         self.net, self.device = simulation.net, simulation.device
         simulation.execution = cast(Execution, remote)
+        simulation.data = replace(
+            simulation.data, own={}
+        )  # what clients hold out for tests, and their models, are theirs
 
     @property
     def t(self) -> int:
