@@ -96,6 +96,17 @@ def test_clients_may_have_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     torch.testing.assert_close(found, run.state.x, rtol=1e-9, atol=1e-12)
 
 
+def test_a_node_with_a_mistyped_name_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    monkeypatch.setattr("undrift.deploy.flower.PAUSE", 0.0)
+    plan = planned(tmp_path / "out", algorithm="fedavg", names="west,east,north", clients=3, cohort=2, rounds=1)
+    nodes = Nodes(3, plan.flat() | {"names": "wets,east,north"}, tmp_path)
+    for context in nodes.contexts.values():
+        context.run_config["names"] = plan.deploy.names
+    server_app()(nodes, Context(1, 1, {}, RecordDict(), plan.flat()))
+    said = capsys.readouterr().out
+    assert said.count("a node is left out") == 1 and "unknown client 'wets'" in said and "did you mean 'west'" in said
+
+
 def test_the_server_scores_no_models_that_it_does_not_have(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("undrift.deploy.flower.PAUSE", 0.0)
     plan = planned(tmp_path / "out", algorithm="softpull", own_test=0.2)

@@ -28,11 +28,8 @@ from undrift.segmentation import dice_loss, overlap, structures_of
 from undrift.supermodel import SuperModel, overlay
 
 MOST_MAPPED = 600  # samples
-DIRECTIONS, REACH, STEPS = (
-    10,
-    0.3,
-    13,
-)  # random directions; how far along each, as a share of the model's length; points
+DIRECTIONS = 10  # random ones, along which the loss is looked at
+REACH, STEPS = 0.3, 13  # how far along each, as a share of the model's length; points
 
 
 def look(folder: Path) -> Path:

@@ -32,9 +32,7 @@ BATCH = 64
 class Prediction(NamedTuple):
     """What a super model says of pictures [n]."""
 
-    masks: NDArray[
-        np.uint8
-    ]  # [n, H, W] 0 background, c + 1 inside structure c; [n] class labels where there are no masks
+    masks: NDArray[np.uint8]  # [n, H, W] 0 background, c + 1 inside structure c; or [n] class labels
     model: NDArray[np.int64]  # [n] 0: the server's model; k: client k's
     confidence: NDArray[np.float64]  # [n] of the selector
 

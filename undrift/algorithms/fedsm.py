@@ -110,9 +110,7 @@ class WithSelector(Worker):
     selector_model: str = "small-cnn"  # the paper's is vgg11
     selector_lr: float = 1e-3  # eta_s
     selector_mode: str = "full_batch_synced"
-    gamma: float = (
-        -1.0
-    )  # a personal model is used where the selector's confidence is above; below 0: tuned on validation
+    gamma: float = -1.0  # confidence above which a personal model is used; below 0: tuned on validation samples
 
     personalises: ClassVar[bool] = True
     uploads_apart: ClassVar[bool] = True

@@ -28,9 +28,7 @@ class ThenSelector(GlobalAndPulled):
     """
 
     begin: int = 67  # R, rounds that train the models: two thirds of 100
-    phase: int = (
-        0  # 0: models; 1: the first extra round, when all models are sent to everybody; 2: later. Set by the run
-    )
+    phase: int = 0  # set by the run. 0: models; 1: the first extra round, when all models go to everybody; 2: later
     selector_model: str = "small-cnn"  # the paper's is vgg11
     selector_lr: float = 1e-3  # eta_s
 

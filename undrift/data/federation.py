@@ -74,9 +74,7 @@ class Federation:
     shape: tuple[int, ...]  # of one input
     masks: bool = False  # targets are masks, which move with their pictures
     site_names: tuple[str, ...] = ()
-    own: Mapping[str, Own] = field(
-        default_factory=dict
-    )  # `test` and `val`: what is held out of each client's own samples
+    own: Mapping[str, Own] = field(default_factory=dict)  # `test`, `val`: held out of each client's own samples
 
     @property
     def clients(self) -> int:

@@ -15,7 +15,7 @@ from undrift.deploy.messages import Encoded, Letter, Refused
 from undrift.deploy.node import name_of, this_client
 from undrift.deploy.run import Roster, deploy
 from undrift.deploy.settings import Plan
-from undrift.errors import UndriftError
+from undrift.errors import UndriftError, UnknownName
 
 NPY = "numpy.ndarray"  # Flower's name for a .npy file
 PAUSE = 1.0  # seconds between two looks at who is there
@@ -70,9 +70,12 @@ class GridPost:
 
     def gather(self, clients: Iterable[str], wait: float) -> None:
         """Wait until all these clients have said their names, or until the time is over."""
-        wanted, until = set(clients), time.monotonic() + wait
+        wanted, told, until = set(clients), set[str](), time.monotonic() + wait
         while wanted - self.node.keys() and time.monotonic() < until:
             self.roll(min(30.0, wait))
+            for name in sorted(self.node.keys() - wanted - told):
+                self.say(f"a node is left out: {UnknownName('client', name, wanted)}")
+                told.add(name)
             time.sleep(PAUSE)
 
     def exchange(self, letters: Mapping[str, Letter]) -> dict[str, Letter | str]:

@@ -19,7 +19,7 @@ from undrift.algorithms.base import Algorithm, Nothing
 from undrift.deploy.client import MEASURE, TRAIN, Measured, Reply, Request, answer_like
 from undrift.deploy.messages import Letter, Refused, check_finite, encode, pack, unpack
 from undrift.round import Answers, RoundRecord
-from undrift.simulate.engine import Simulation, named_leaves
+from undrift.simulate.engine import Simulation, named_leaves, unstacked
 from undrift.simulate.execute import Execution, RoundWork
 from undrift.vec import map_leaves
 
@@ -161,9 +161,11 @@ class Deployment:
         remote.visits = []
         record = run.round(last and most == 1)
         remote.counted[run.position != before] = run.t  # whose batches were taken, its answer counted
-        for id, reply in run.last_replies.items():
-            remote.replies[id] = dict(named_leaves("reply", self.net.sent(reply)))
-        run.last_replies = {}
+        if run.last_reply is not None:
+            ids, reply = run.last_reply
+            for id, own in zip(ids.tolist(), unstacked(reply, len(ids)), strict=True):
+                remote.replies[id] = dict(named_leaves("reply", self.net.sent(own)))
+            run.last_reply = None
         self.keep(remote.visits)
         return [self.completed(record)]
 

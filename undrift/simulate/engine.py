@@ -106,7 +106,7 @@ class Simulation:
         self.clients: ClientTable | DiskTable = ClientTable()
         self.position = np.zeros(data.clients, dtype=np.int64)  # batches each client has taken so far
         self.last_cohort = np.zeros(0, dtype=np.int64)  # who took part in the round before
-        self.last_replies: dict[int, Any] = {}  # what each of them was sent when the round was over
+        self.last_reply: tuple[Tensor, Any] | None = None  # whom the server wrote to when the round was over, and what
         self.class_best = torch.full((data.classes,), -1.0, dtype=torch.float64)  # accuracy so far; -1: none
         self.execution: Execution | None = None
         on_one_gpu = device.type == "cuda" and ranks.count() == 1
@@ -220,7 +220,7 @@ class Simulation:
         if kept:
             self.state = server_part(alg, self.net, state, answers, cohort)
             client, reply = replied(alg, self.state, answers, cohort)
-            self.last_replies = dict(zip(cohort.ids.tolist(), unstacked(reply, kept), strict=True))
+            self.last_reply = cohort.ids, reply
             bytes_down += nbytes(self.net.sent(reply))
             self.clients.write(cohort.ids, client)
             self.last_cohort = host_ids
