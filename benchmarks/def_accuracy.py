@@ -7,8 +7,8 @@ The runs are done in the order of what matters most, and written to the JSON fil
 is begun; the same command goes on, with runs that are in the file left out and an interrupted one resumed from its
 checkpoint in the folder. --json may be given several times: all are read, the last is written.
 
-ResNet-20 with BatchNorm (each worker's own statistics), batch 16 a worker (256 in all), momentum 0.9, weight decay 5e-4, 30
-passes, one of warm-up, a tenth of the rate after 15 and 22. SAEF and PSync are one path (lambda = 1), whose x and y are
+A ResNet-9 with BatchNorm (each worker's own statistics), batch 16 a worker (256 in all), momentum 0.9, weight decay 5e-4, 12
+passes, one of warm-up, a tenth of the rate after 8 and 11. SAEF and PSync are one path (lambda = 1), whose x and y are
 tested; so are DEF (y) and DEF-A (x). BatchNorm's statistics are taken anew at the tested weights.
 
 Every method at every ratio is tried with the same three rates under seed 0, and goes on with the one that is best on a tenth of
@@ -30,8 +30,8 @@ from undrift.folder import RunFolder
 from undrift.parallel import run_parallel
 
 COMMON: dict[str, Any] = {
-    "dataset": "cifar10", "model": "resnet20", "workers": 16, "batch": 16, "rounds": 30, "lr": 0.2, "momentum": 0.9,
-    "weight_decay": 5e-4, "warmup": 1.0, "lr_drops": "15,22", "eval_every": 3, "checkpoint_every": 6, "statistics": 20,
+    "dataset": "cifar10", "model": "resnet9", "workers": 16, "batch": 16, "rounds": 12, "lr": 0.2, "momentum": 0.9,
+    "weight_decay": 5e-4, "warmup": 1.0, "lr_drops": "8,11", "eval_every": 4, "checkpoint_every": 6, "statistics": 20,
     "execution": "stacked", "replay": True, "precision": "tf32", "val_fraction": 0.1,
 }  # fmt: skip
 FACTORS = (1.0, 0.25, 0.0625)  # of the rate, tried for every method

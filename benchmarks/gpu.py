@@ -33,7 +33,7 @@ from undrift.data.dataset import Dataset
 from undrift.data.federation import Federation, federate
 from undrift.models import resnet20_gn
 from undrift.net import Net
-from undrift.registry import algorithm_class, names
+from undrift.registry import algorithm_class, build_model, names
 from undrift.runs import commit
 from undrift.simulate.engine import Settings, Simulation
 
@@ -51,7 +51,10 @@ def federation(shape: tuple[int, int, int] = SHAPE, seed: int = 0) -> Federation
 
 def simulation(alg: Algorithm, module: nn.Module, data: Federation, clients: int, compiled: bool) -> Simulation:
     settings = Settings(clients, Plan(BATCH, steps=STEPS), eval_every=10**9, execution="stacked", compile=compiled)
-    return Simulation(alg, Net(module), data, settings, {}, GPU)
+    net = Net(module)
+    for name, (other, outputs) in alg.networks(data.clients).items():
+        net.put_beside(name, Net(build_model(other, data.shape, outputs, 0)))
+    return Simulation(alg, net, data, settings, {}, GPU)
 
 
 def undrift_round(run: Simulation, least: float = 1.0) -> tuple[float, float]:

@@ -54,6 +54,8 @@ MNIST, CIFAR, IMAGENET = (1, 28, 28), (3, 32, 32), (3, 224, 224)
 #               in norms; the first of a stage also vc + 2c in its shortcut. With c = 256: 478,208 + 2*559,616 (v = 64, 256);
 #               c = 512: 2,103,296 + 2*2,233,344; c = 1024: 8,400,896 + 2*8,923,136. Stem 1,728 + 128, linear 10,250
 #               (34.4M in Xie et al., table 7)
+# resnet9       a layer from a to b channels has 9 a b + 2 b: 3 to 32, 32 to 64, 64 to 64 twice, 64 to 128, 128 to 256, 256 to 256
+#               twice: 928 + 18,560 + 73,984 + 73,984 + 295,424 + 1,180,672; linear 2,570
 # resnet18, 50, 101   torchvision's 11,689,512, 25,557,032 and 44,549,160 with 990 classes less
 MODELS: dict[str, tuple[tuple[int, ...], int, list[str]]] = {
     "logreg": (MNIST, 7_850, []),
@@ -65,6 +67,7 @@ MODELS: dict[str, tuple[tuple[int, ...], int, list[str]]] = {
     "vgg11": (CIFAR, 9_225_610, ["stage1", "stage2", "stage3", "stage4", "stage5"]),
     "vgg16": (CIFAR, 14_719_818, ["stage1", "stage2", "stage3", "stage4", "stage5"]),
     "vgg16-bn": (CIFAR, 14_728_266, ["stage1", "stage2", "stage3", "stage4", "stage5"]),
+    "resnet9": (CIFAR, 1_646_122, ["stem", "stage1", "stage2", "stage3"]),
     "resnet20": (CIFAR, 269_722, ["stem", "stage1", "stage2", "stage3"]),
     "resnet20-gn": (CIFAR, 269_722, ["stem", "stage1", "stage2", "stage3"]),
     "resnet56-gn": (CIFAR, 853_018, ["stem", "stage1", "stage2", "stage3"]),

@@ -2,10 +2,24 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 
-from undrift.streams import Purpose, below, fold, mix, mix_int, sample, signed, stream, uniform, words
+from undrift.streams import (
+    Purpose,
+    below,
+    fold,
+    mix,
+    mix_int,
+    sample,
+    samples,
+    signed,
+    stream,
+    streams,
+    uniform,
+    words,
+)
 
 
 def test_mix_is_splitmix64() -> None:
@@ -46,6 +60,16 @@ def test_sample_draws_without_replacement(population: int, size: int) -> None:
     drawn = [sample(stream(0, Purpose.COHORT, t), population, size) for t in range(50)]
     assert all(len(set(d)) == size and min(d) >= 0 and max(d) < population for d in drawn)
     assert drawn == [sample(stream(0, Purpose.COHORT, t), population, size) for t in range(50)]
+
+
+@pytest.mark.parametrize(("population", "size"), [(1, 1), (10, 3), (10, 10), (100, 10), (2**32 - 1, 40)])
+def test_drawing_for_many_rounds_at_once_gives_the_same(population: int, size: int) -> None:
+    rounds = np.arange(-3, 200)
+    for seed in (0, 5, 2**64 - 1):
+        keys = streams(seed, Purpose.COHORT, rounds)
+        plain = [stream(seed, Purpose.COHORT, int(t)) for t in rounds]
+        assert keys.tolist() == plain
+        assert samples(keys, population, size).tolist() == [sample(key, population, size) for key in plain]
 
 
 def test_sample_is_fair_in_membership_and_order() -> None:

@@ -13,7 +13,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from undrift.streams import Purpose, fold, signed, stream
+from undrift.streams import Purpose, fold, signed, stream, streams
 
 Counts = NDArray[np.int64]
 
@@ -55,6 +55,11 @@ class Plan:
     def shuffled_by(self, seed: int, round: int) -> int:
         """The stream from which a round's shuffles are drawn: the same in every round where passes go on."""
         return signed(stream(seed, Purpose.BATCHES, 0 if self.continues else round + 1))
+
+    def all_shuffled_by(self, seed: int, rounds: Counts) -> Counts:
+        """The same for some rounds."""
+        numbers = np.zeros_like(rounds) if self.continues else rounds + 1
+        return streams(seed, Purpose.BATCHES, numbers).view(np.int64)
 
     def steps_of(self, sizes: Counts) -> Counts:
         """K_i. A fractional epoch is the first round(f n_i / B) batches of a shuffle; everybody takes at least one step."""

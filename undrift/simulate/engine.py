@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, cast
 
@@ -29,8 +29,10 @@ from undrift.simulate.own import own_scores
 from undrift.simulate.ranks import agreed, over_ranks
 from undrift.simulate.replay import LONGEST, Part, Replay
 from undrift.simulate.uplink import Compressed, Uplink, check_summed
-from undrift.streams import Purpose, fold, sample, stream, uniform
+from undrift.streams import Purpose, fold, sample, samples, stream, streams, uniform
 from undrift.vec import map_leaves, nbytes
+
+DRAWN_TOGETHER = 128  # clients of a cohort: larger ones are drawn one after another
 
 
 @dataclass(frozen=True)
@@ -135,11 +137,24 @@ class Simulation:
         """A number in [0, 1) for each client."""
         return uniform(fold(key, ids))
 
+    def draws(self, rounds: Sequence[int]) -> list[tuple[Tensor, Tensor]]:
+        """draw(t) for each of some rounds."""
+        settings, clients = self.settings, self.data.clients
+        if settings.sampling != "fixed" or settings.cohort > DRAWN_TOGETHER or clients >> 32:
+            return [self.draw(t) for t in rounds]
+        keys = streams(settings.seed, Purpose.COHORT, np.asarray(rounds))
+        drawn = samples(keys, clients, settings.cohort)
+        order = drawn.argsort(1)
+        both = (torch.from_numpy(v) for v in (np.take_along_axis(drawn, order, 1), order))
+        return list(zip(*both, strict=True))
+
     def takes_part(self, t: int) -> Part:
         """Who takes part in round t, and how much each one does."""
-        settings = self.settings
-        invited, drawn = self.draw(t)
-        ids = invited
+        return self.part(t, *self.draw(t))
+
+    def part(self, t: int, invited: Tensor, drawn: Tensor) -> Part:
+        """The same for clients that are known to be invited."""
+        settings, ids = self.settings, invited
         if settings.dropout_rate:
             answering = self.chances(self.key(Purpose.FAILURE, t), ids) >= settings.dropout_rate
             ids, drawn = ids[answering], drawn[answering]

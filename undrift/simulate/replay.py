@@ -17,13 +17,14 @@ from undrift.round import RoundRecord
 from undrift.simulate.clients import ClientTable
 from undrift.simulate.execute import Stacked, available_memory
 from undrift.simulate.program import COMPILED_FROM, LONGEST_UNROLLED, Ahead, Program, Shape, uses_whole
-from undrift.streams import Purpose, fold, signed, stream
+from undrift.streams import Purpose, fold, streams
 from undrift.vec import map_leaves, nbytes
 
 if TYPE_CHECKING:
     from undrift.simulate.engine import Settings, Simulation
 
 LONGEST = 128  # rounds at most that are laid out together
+TOGETHER = 512  # of all runs of a pack, so that it does not take longer than the device takes for the rounds before
 ROOM = 1 << 28  # bytes for their samples
 
 
@@ -74,7 +75,7 @@ class Outlook:
 
     def fitting(self, runs: int) -> int:
         """How many rounds of so many runs are laid out together."""
-        return max(1, min(LONGEST, ROOM // (8 * runs * self.clients * self.steps * self.width)))
+        return max(1, min(LONGEST, TOGETHER // runs, ROOM // (8 * runs * self.clients * self.steps * self.width)))
 
     def waited_for(self) -> None:
         """What was laid out is ready for what follows on the device."""
@@ -132,7 +133,10 @@ def laid_out(
     one, runs = outlooks[0], len(outlooks)
     R, S, N, device, plan = one.longest, one.clients, data.clients // runs, one.simulation.device, one.plan
     ahead = range(first, first + R)
-    parts = [[outlook.simulation.takes_part(t) for t in ahead] for outlook in outlooks]
+    parts = [
+        [o.simulation.part(t, *drawn) for t, drawn in zip(ahead, o.simulation.draws(ahead), strict=True)]
+        for o in outlooks
+    ]
     # One row for each round and run, the runs of a round together.
     ids, drawn, steps, taken = (np.zeros((R * runs, S), dtype=np.int64) for _ in range(4))
     clients, back = np.zeros((R * runs, 1), dtype=np.int64), np.tile(np.arange(S), (R * runs, 1))
@@ -149,9 +153,9 @@ def laid_out(
             taken[row, some] = position[part.ids[order]]
             position[part.ids] += part.steps
 
-    def named(name: Callable[[int, int], int]) -> NDArray[np.int64]:
-        """[R * runs, 1] a stream for each round and run, by seed and round."""
-        return np.array([[name(o.simulation.settings.seed, t)] for t in ahead for o in outlooks])
+    def named(names: Callable[[int, Ids], Ids]) -> Ids:
+        """[R * runs] a stream for each round and run, by seed and round."""
+        return np.stack([names(o.simulation.settings.seed, np.asarray(ahead)) for o in outlooks], 1).reshape(-1)
 
     with torch.cuda.stream(one.aside):
         real = np.zeros((R * runs, S, one.steps), dtype=np.int64)
@@ -161,7 +165,7 @@ def laid_out(
             who = ids[there, place]
             rows = who + there % runs * N
             batches = table(
-                plan, named(plan.shuffled_by)[there, 0], who, data.members, data.start[rows], data.sizes[rows],
+                plan, named(plan.all_shuffled_by)[there], who, data.members, data.start[rows], data.sizes[rows],
                 taken[there, place],
             ).shortened(steps[there, place])  # fmt: skip
             most, width = batches.count.shape[1], batches.index.shape[2]
@@ -176,8 +180,8 @@ def laid_out(
 
         def keys(use: Purpose) -> Tensor:
             """[R * runs, S, K]"""
-            names = one.put(named(lambda seed, t: signed(stream(seed, use, t))))
-            return fold(fold(names, where).unsqueeze(-1), step)
+            names = one.put(named(lambda seed, rounds: streams(seed, use, rounds).view(np.int64)))
+            return fold(fold(names.unsqueeze(-1), where).unsqueeze(-1), step)
 
         rates = [[o.alg.lr * o.simulation.settings.schedule(t) for o in outlooks] for t in ahead if one.scheduled]
         rate = one.put(np.array(rates)).to(one.simulation.state.x.dtype).view(len(rates), *lead)
