@@ -239,11 +239,11 @@ def step_run(build: Any, clients: int, steps: int) -> Simulation:
     return Simulation(algorithm_class("fedavg")(), Net(build(SHAPE, 10)), federation(), settings, {}, GPU)
 
 
-def real() -> list[dict[str, Any]]:
+def real(on: list[str]) -> list[dict[str, Any]]:
     """1000 rounds on CIFAR-10, evaluated every 10, start-up apart."""
     rows = []
     for model in ("lenet5", "gradma-lenet5"):
-        for name in ("fedavg", "gradma"):
+        for name in ("fedavg", "gradma") if model in on else ():
             times: list[float] = []
             began = time.perf_counter()
             result = undrift.run(
@@ -273,7 +273,7 @@ def main() -> None:
     parser.add_argument("--clients", default="10,100", help="cohorts of the comparison")
     parser.add_argument("--models", default=",".join(MODELS), help="of the comparison")
     parser.add_argument("--methods", default="", help="time and capture of these methods, or of all")
-    parser.add_argument("--on", default="mlp,lenet5,gradma-lenet5", help="models for --methods")
+    parser.add_argument("--on", default="mlp,lenet5,gradma-lenet5", help="models for --methods and --real")
     parser.add_argument("--packs", default="", help="16 runs as one program, of mlp,lenet5,resnet20-gn")
     parser.add_argument("--ragged", action="store_true", help="clients of very different sizes")
     parser.add_argument("--real", action="store_true", help="CIFAR-10 from UNDRIFT_DATA")
@@ -293,7 +293,7 @@ def main() -> None:
     if chosen.ragged:
         found["ragged"] = ragged()
     if chosen.real and os.environ.get("UNDRIFT_DATA"):
-        found["cifar10"] = real()
+        found["cifar10"] = real(chosen.on.split(","))
     if chosen.json:
         with open(chosen.json, "w") as file:
             json.dump(found, file, indent=1)

@@ -160,8 +160,9 @@ def measure(arguments: argparse.Namespace) -> None:
         for model in arguments.models.split(","):
             for size in SIZES[model]:
                 rows += race(arguments, model, size, blocks, threads, cores, mine)
-    if rank == 0:
-        Path(arguments.rows).write_text(json.dumps(rows))
+                if rank == 0:
+                    Path(arguments.rows).write_text(json.dumps(rows))
+                    print(f"{model}, batch {size}, link {arguments.link}: done", flush=True)
 
 
 def race(
