@@ -328,7 +328,8 @@ class Scaled:
     def __init__(self, delta: float) -> None:
         self.delta = delta
 
-    def exchange(self, p: Tensor, t: int, workers: Any, remember: bool = False) -> Exchanged:
+    def exchange(self, p: Tensor, t: int, workers: Any, fill: Any, *_: Any) -> Exchanged:
+        fill([slice(0, len(p))])
         c = self.delta * p
         p -= c
         return Exchanged([slice(0, len(c))], [workers.mean(c.clone())])

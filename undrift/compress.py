@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -24,15 +24,26 @@ from undrift.streams import Purpose, sample, stream
 COMPRESSORS = ("rbgs", "randk", "topk")
 BLOCKS = ("flat", "tensor", "shuffle")
 Place = slice | Tensor  # entries of a vector
+Fill = Callable[[Sequence[slice]], None]  # computes a vector in some stretches
+FEW = 2  # blocks: with more, computing between them costs more than waiting
+
+
+def done(stretches: Sequence[slice]) -> None:
+    """The vector has been computed before."""
 
 
 class Collective(Protocol):
     """What workers can do together; a real rank holds its own vector [b], simulated ones are stacked [W, b]."""
 
     count: int
+    overlap: bool  # whether anything can be computed while something is sent
 
     def mean(self, v: Tensor) -> Tensor:
         """[b], the same on every worker; v may be written over."""
+        ...
+
+    def mean_later(self, v: Tensor) -> Callable[[], Tensor]:
+        """The same begun now and waited for by a call; v must not be touched before."""
         ...
 
     def gather(self, v: Tensor) -> Tensor:
@@ -60,8 +71,14 @@ class Exchanged:
 class Compressor(Protocol):
     """What an optimiser asks of a compressor."""
 
-    def exchange(self, p: Tensor, t: int, workers: Collective, remember: bool = False) -> Exchanged:
-        """c = mean over workers of C(p_k) in iteration t, the only communication; p_k [..., d] becomes p_k - C(p_k)."""
+    def exchange(
+        self, p: Tensor, t: int, workers: Collective, fill: Fill = done, meanwhile: Fill = done, remember: bool = False
+    ) -> Exchanged:
+        """c = mean over workers of C(p_k) in iteration t, the only communication; p_k [..., d] becomes p_k - C(p_k).
+
+        `fill` has p computed before it is sent; `meanwhile` computes those stretches that are not, while the others are
+        on their way.
+        """
         ...
 
 
@@ -72,15 +89,23 @@ class SharedPlaces(ABC):
     def places(self, t: int, device: torch.device) -> list[Place]:
         """What is kept in iteration t."""
 
-    def exchange(self, p: Tensor, t: int, workers: Collective, remember: bool = False) -> Exchanged:
-        places = self.places(t, p.device)
+    def exchange(
+        self, p: Tensor, t: int, workers: Collective, fill: Fill = done, meanwhile: Fill = done, remember: bool = False
+    ) -> Exchanged:
+        places, whole = self.places(t, p.device), slice(0, p.shape[-1])
+        blocks = [place for place in places if isinstance(place, slice)]
+        if not workers.overlap or not blocks or len(blocks) > FEW:
+            blocks = [whole]
+        fill(blocks)
         parts = [p[..., place] for place in places]
         joined = parts[0] if len(parts) == 1 else torch.cat(parts, -1)  # a single block is sent from where it lies
         mine = joined.clone() if remember else None
-        mean = workers.mean(joined)
+        mean = workers.mean_later(joined)
+        meanwhile(list(between(blocks, whole.stop)))
+        values = mean().split([part.shape[-1] for part in parts])
         for place in places:
             p[..., place] = 0.0
-        return Exchanged(places, list(mean.split([part.shape[-1] for part in parts])), mine)
+        return Exchanged(places, list(values), mine)
 
 
 @dataclass(frozen=True)
@@ -156,7 +181,10 @@ class LargestEntries:
             begin += part.shape[-1]
         return torch.cat(found, -1)
 
-    def exchange(self, p: Tensor, t: int, workers: Collective, remember: bool = False) -> Exchanged:
+    def exchange(
+        self, p: Tensor, t: int, workers: Collective, fill: Fill = done, meanwhile: Fill = done, remember: bool = False
+    ) -> Exchanged:
+        fill([slice(0, p.shape[-1])])
         index = self.places(p)
         values, where = workers.gather(p.gather(-1, index)), workers.gather(index.int())
         p.scatter_(-1, index, 0.0)
@@ -193,6 +221,31 @@ def kept(n: int, ratio: float) -> int:
     (3, 1)
     """
     return math.ceil(n / ratio)
+
+
+def between(blocks: Iterable[slice], size: int) -> Iterator[slice]:
+    """What lies between blocks that do not overlap.
+
+    >>> list(between([slice(6, 8), slice(0, 2)], 9))
+    [slice(2, 6, None), slice(8, 9, None)]
+    """
+    end = 0
+    for block in [*sorted(blocks, key=lambda block: int(block.start)), slice(size, size)]:
+        if block.start > end:
+            yield slice(end, block.start)
+        end = block.stop
+
+
+def common(part: slice, stretches: Iterable[slice]) -> Iterator[slice]:
+    """The parts of the stretches that lie in one.
+
+    >>> list(common(slice(3, 7), [slice(0, 4), slice(5, 9), slice(8, 9)]))
+    [slice(3, 4, None), slice(5, 7, None)]
+    """
+    for stretch in stretches:
+        begin, end = max(part.start, stretch.start), min(part.stop, stretch.stop)
+        if begin < end:
+            yield slice(begin, end)
 
 
 @functools.lru_cache(maxsize=2)

@@ -24,7 +24,7 @@ from typing import ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
-from undrift.compress import Compressor, Exchanged, LargestEntries
+from undrift.compress import Compressor, Exchanged, Fill, LargestEntries, common
 from undrift.dp.workers import Workers
 from undrift.errors import BadSetting
 from undrift.vec import dot
@@ -74,14 +74,33 @@ class Detached:
         return Errors(x, zeros, zeros.clone(), x.new_zeros(*workers.lead, 2))
 
     def step(
-        self, state: Errors, g: Tensor, rates: Sequence[Rates], t: int, compressor: Compressor, workers: Workers
+        self,
+        state: Errors,
+        g: Tensor,
+        rates: Sequence[Rates],
+        t: int,
+        compressor: Compressor,
+        workers: Workers,
+        meanwhile: Fill | None = None,
     ) -> None:
-        """One iteration, given the gradients g [..., d] at z_k."""
+        """One iteration, given the gradients g [..., d] at z_k.
+
+        `meanwhile` is called for stretches of z_k that do not depend on what is still on its way.
+        """
         x, m, e, products = state
-        for part, lr, momentum in rates:
-            torch.add(g[..., part], m[..., part], alpha=momentum, out=m[..., part])  # m_k <- mu m_k + g_k
-            e[..., part].add_(m[..., part], alpha=lr)  # p_k = eta m_k + e_k, in the place of e_k
-        c = compressor.exchange(e, t, workers, remember=self.lam == "auto")  # e_k <- p_k - C(p_k)
+
+        def feed(stretches: Sequence[slice]) -> None:
+            for part, lr, momentum in rates:
+                for s in common(part, stretches):
+                    torch.add(g[..., s], m[..., s], alpha=momentum, out=m[..., s])  # m_k <- mu m_k + g_k
+                    e[..., s].add_(m[..., s], alpha=lr)  # p_k = eta m_k + e_k, in the place of e_k
+
+        def feed_rest(stretches: Sequence[slice]) -> None:
+            feed(stretches)
+            if meanwhile is not None and self.lam != "auto" and not self.average_every:
+                meanwhile(stretches)
+
+        c = compressor.exchange(e, t, workers, feed, feed_rest, self.lam == "auto")  # e_k <- p_k - C(p_k)
         c.add_to(x, alpha=-1.0)  # x <- x - mean_k C(p_k)
         if c.mine is not None:
             products.mul_(MEMORY).add_(block_products(c), alpha=1.0 - MEMORY)

@@ -19,7 +19,7 @@ from typing import ClassVar, NamedTuple
 
 from torch import Tensor
 
-from undrift.compress import Compressor
+from undrift.compress import Compressor, Fill
 from undrift.dp.def_ import ALL, Rates
 from undrift.dp.workers import Workers
 
@@ -55,9 +55,16 @@ class EF21Method:
         return Beliefs(x, x.new_zeros(len(x)), x.new_zeros(len(x)), x.new_zeros(*workers.lead, len(x)))
 
     def step(
-        self, state: Beliefs, g: Tensor, rates: Sequence[Rates], t: int, compressor: Compressor, workers: Workers
+        self,
+        state: Beliefs,
+        g: Tensor,
+        rates: Sequence[Rates],
+        t: int,
+        compressor: Compressor,
+        workers: Workers,
+        meanwhile: Fill | None = None,
     ) -> None:
-        """One iteration, given the gradients g [..., d] at x."""
+        """One iteration, given the gradients g [..., d] at x, all of which depends on what is exchanged."""
         x, m, mean_h, h = state
         if t == 0:
             h.copy_(g)

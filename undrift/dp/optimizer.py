@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.distributed import GradBucket  # type: ignore[attr-defined]
 from torch.nn.parallel import DistributedDataParallel
 
-from undrift.compress import make_compressor
+from undrift.compress import between, common, make_compressor
 from undrift.dp import ef, ef21, psync, saef
 from undrift.dp.agree import agree
 from undrift.dp.def_ import Detached, Rates
@@ -113,17 +113,26 @@ class CompressedOptimizer(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         g = self.flat.gradients([float(g["weight_decay"]) for g in self.param_groups for _ in g["params"]])
-        self.method.step(self.vectors, g, self.rates, self.t, self.compressor, self.workers)  # type: ignore[arg-type]
+        there: list[slice] = []  # stretches of the parameters that are at the next point already
+
+        def meanwhile(stretches: Sequence[slice]) -> None:
+            self.to_point(stretches)
+            there.extend(stretches)
+
+        early = meanwhile if self.flat.direct else None
+        self.method.step(self.vectors, g, self.rates, self.t, self.compressor, self.workers, early)  # type: ignore[arg-type]
         self.t += 1
-        self.to_point()
+        self.to_point(list(between(there, len(g))))
         return loss
 
-    def to_point(self) -> None:
-        """The parameters at the point where the next gradient is taken."""
+    def to_point(self, stretches: Sequence[slice] | None = None) -> None:
+        """The parameters, or some stretches of them, at the point where the next gradient is taken."""
         assert self.flat is not None
         if self.flat.direct:  # in one pass over memory
             for part, p in self.flat.stretches():
-                self.method.point(self.vectors, p.view(-1), part)  # type: ignore[arg-type]
+                for s in [part] if stretches is None else common(part, stretches):
+                    out = p.view(-1)[s.start - part.start : s.stop - part.start]
+                    self.method.point(self.vectors, out, s)  # type: ignore[arg-type]
         else:
             self.flat.write(self.method.point(self.vectors, self.flat.scratch))  # type: ignore[arg-type]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -16,12 +17,17 @@ class Stacked:
 
     def __init__(self, count: int) -> None:
         self.count = count
+        self.overlap = False
         self.lead: tuple[int, ...] = (count,)
         self.sent = 0  # bytes that all workers sent, as a ring would send them
 
     def mean(self, v: Tensor) -> Tensor:
         self.sent += ring_all_reduce(v[0], self.count)
         return v.sum(0) / self.count
+
+    def mean_later(self, v: Tensor) -> Callable[[], Tensor]:
+        mean = self.mean(v)
+        return lambda: mean
 
     def gather(self, v: Tensor) -> Tensor:
         self.sent += ring_all_gather(v[0], self.count)
@@ -36,15 +42,25 @@ class Ranks:
         self.group = group
         self.count = dist.get_world_size(group) if self.joined else 1
         self.rank = dist.get_rank(group) if self.joined else 0
+        self.overlap = self.count > 1
         self.lead: tuple[int, ...] = ()
         self.sent = 0  # bytes that all workers sent, as a ring sends them
 
     def mean(self, v: Tensor) -> Tensor:
+        return self.mean_later(v)()
+
+    def mean_later(self, v: Tensor) -> Callable[[], Tensor]:
         self.sent += ring_all_reduce(v, self.count)
-        if self.joined:
-            v = v.contiguous()
-            self._together(lambda: dist.all_reduce(v, group=self.group))
-        return v / self.count
+        if not self.joined:
+            return lambda: v / self.count
+        whole = v.contiguous()
+        begun = self._together(lambda: dist.all_reduce(whole, group=self.group, async_op=True))
+
+        def finished() -> Tensor:
+            self._together(begun.wait)
+            return whole / self.count
+
+        return finished
 
     def gather(self, v: Tensor) -> Tensor:
         self.sent += ring_all_gather(v, self.count)
@@ -59,9 +75,9 @@ class Ranks:
         if self.joined:
             self._together(lambda: dist.broadcast(v, group=self.group, group_src=0))
 
-    def _together(self, collective: Callable[[], object]) -> None:
+    def _together(self, collective: Callable[[], Any]) -> Any:
         try:
-            collective()
+            return collective()
         except RuntimeError as error:
             first = str(error).partition("\n")[0]
             raise LostRank(
