@@ -11,7 +11,8 @@ from torch import nn
 from torch.func import functional_call, stack_module_state, vmap
 
 import undrift.models._blocks
-from undrift.errors import BadSetting
+from undrift.errors import BadSetting, UnknownName
+from undrift.models import resnet9
 from undrift.models._blocks import Blocks
 from undrift.models._resnet import ZeroPadShortcut
 
@@ -211,3 +212,13 @@ def test_no_module_works_in_place() -> None:
 def test_a_wrong_size_is_refused(name: str, shape: tuple[int, ...], said: str) -> None:
     with pytest.raises(BadSetting, match=said):
         build(name, shape)
+
+
+def test_resnet9_has_two_norms_and_suggests_the_nearest() -> None:
+    grouped = resnet9.build((3, 8, 8), 10, width=8, norm="group")
+    kinds = {type(layer) for layer in grouped.modules()}
+    assert nn.GroupNorm in kinds
+    assert nn.BatchNorm2d not in kinds
+    assert grouped(torch.zeros(2, 3, 8, 8)).shape == (2, 10)
+    with pytest.raises(UnknownName, match="group"):
+        resnet9.build((3, 8, 8), 10, norm="grup")
