@@ -25,7 +25,7 @@ app = client_app()
 README = """# {name}
 
 {algorithm} on {dataset} with {clients} clients, {cohort} of them a round: a Flower app made by `undrift deploy init`.
-Its settings stand in `pyproject.toml`. Server and clients need `pip install 'undrift[flower]'`, and each client its samples.
+Its settings stand in `pyproject.toml`. Server and clients need `pip install 'undrift[flower]'`, and {samples}.
 
 ## Keys
 
@@ -70,6 +70,23 @@ flower-supernode --superlink {host}:{port} --root-certificates ca.crt --auth-sup
   --node-config '{who} state-dir="/var/lib/undrift"'
 ```
 """
+OWN = """
+`data` is the client's own file, which stays where it is: an .npz of plain arrays with `x_train` and `y_train`, or `x` and `y`,
+all of which it trains on (`split` [n] may say train, val or test for each). {pictures}
+{targets} In Python:
+
+```python
+np.savez("site.npz", x=inputs, y=targets)
+```
+
+The server learns how many training samples a client has, the shape of one input ({shape} as the model sees it) and the
+highest label, and turns away, by name, whoever does not fit. To score the model it needs samples of its own: give it
+`x_test` and `y_test`, or `x` and `y`, in an .npz, as `test` in `pyproject.toml`; without one there are no scores.
+"""
+PICTURES = """Pictures are uint8 [n, height, width] or
+[n, height, width, channels] and are scaled to 0..1; other inputs go in as they are."""
+LABELS = "Targets are class labels [n] from 0 to {last}."
+MASKS = "Targets are masks [n, height, width]: 0 for background, then {structures} from the outside in."
 
 
 def write_app(folder: Path, plan: Plan, host: str = "127.0.0.1", port: int = 8000) -> None:
@@ -83,11 +100,11 @@ def write_app(folder: Path, plan: Plan, host: str = "127.0.0.1", port: int = 800
     (folder / package).mkdir()
     for file, text in (("__init__", ""), ("server_app", SERVER), ("client_app", CLIENT)):
         (folder / package / f"{file}.py").write_text(text)
-    run = plan.run
+    run, data = plan.run, "files of their own" if plan.own else plan.run.dataset
     components = {"serverapp": f"{package}.server_app:app", "clientapp": f"{package}.client_app:app"}
     project = {
         "project": {
-            "name": name, "version": "1.0.0", "description": f"{run.algorithm} on {run.dataset}, by undrift",
+            "name": name, "version": "1.0.0", "description": f"{run.algorithm} on {data}, by undrift",
             "license": "Apache-2.0", "dependencies": [f"undrift[flower]>={__version__}"],
         },
         "build-system": {"requires": ["hatchling"], "build-backend": "hatchling.build"},
@@ -97,7 +114,12 @@ def write_app(folder: Path, plan: Plan, host: str = "127.0.0.1", port: int = 800
         },
     }  # fmt: skip
     (folder / "pyproject.toml").write_text(tomli_w.dumps(project))
-    facts = {"algorithm": run.algorithm, "dataset": run.dataset, "clients": run.clients, "cohort": run.cohort}
+    facts = {"algorithm": run.algorithm, "dataset": data, "clients": run.clients, "cohort": run.cohort}
     who = 'name="NAME"' if plan.deploy.names else "partition-id=i"
+    who += ' data="/path/to/site.npz"' if plan.own else ""
+    facts["samples"] = "each client a file with its own samples" if plan.own else "each the data set"
     text = README.format(name=name, who=who, host=host, port=port, last=run.clients - 1, here=folder.resolve(), **facts)
+    if plan.own:
+        labels = LABELS.format(last=plan.classes - 1), MASKS.format(structures=", ".join(plan.structures))
+        text += OWN.format(pictures=PICTURES, targets=labels[bool(plan.structures)], shape=plan.deploy.shape)
     (folder / "README.md").write_text(text)

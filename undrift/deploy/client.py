@@ -77,6 +77,7 @@ class Client:
         run.state = run.state._replace(x=down.x, buffers=buffers)
         whole = LocalWhole.of(work, 0, buffers)
         facts: dict[str, Fact] = {name: letter.facts[name] for name in ("run", "client", "round", "exchange")}
+        facts["samples"] = int(run.data.sizes[id])
         if exchange == MEASURE:
             arrays = pack(Measured(alg.measure(down, whole)), run.net)
         elif exchange == TRAIN:

@@ -114,6 +114,9 @@ class Remote:
                             raise Refused(
                                 f"its {fact} is {answer.facts.get(fact)!r}, not {letters[name].facts[fact]!r}"
                             )
+                    samples, counted_on = answer.fact("samples", int), int(work.data.sizes[id])
+                    if samples != counted_on:  # it came after the round had begun, or has other samples now
+                        raise Refused(f"it has {samples} samples, but this round counts on {counted_on}")
                     seconds, gradients = answer.number("seconds"), answer.fact("gradients", int)
                     taken = read(answer)
                     work.gradients += gradients
@@ -140,8 +143,13 @@ class Deployment:
         remote: Remote,
         keep: Callable[[list[Visit]], None],
         spent: Callable[[int], dict[str, float]] = lambda rounds: {},
+        samples: Mapping[str, int] | None = None,
     ) -> None:
-        """`keep` is given each round's visits; `spent` says what of privacy so many rounds have spent."""
+        """`keep` is given each round's visits; `spent` says what of privacy so many rounds have spent.
+
+        `samples` are how many each client has said it has so far, where they have files of their own.
+        """
+        self.samples, self.sizes = samples, np.zeros(len(remote.names), np.int64)  # as they were first said; 0: not yet
         self.spent = spent
         self.simulation, self.remote, self.keep = simulation, remote, keep
         self.net, self.device = simulation.net, simulation.device
@@ -159,6 +167,7 @@ class Deployment:
         run, remote = self.simulation, self.remote
         remote.position, before = run.position, run.position.copy()
         remote.visits = []
+        self.count_samples()
         record = run.round(last and most == 1)
         remote.counted[run.position != before] = run.t  # whose batches were taken, its answer counted
         if run.last_reply is not None:
@@ -168,6 +177,14 @@ class Deployment:
             run.last_reply = None
         self.keep(remote.visits)
         return [self.completed(record)]
+
+    def count_samples(self) -> None:
+        """Count on what clients with files of their own have said; one that has not said it yet cannot answer rightly."""
+        if self.samples is None:
+            return
+        for id, name in enumerate(self.remote.names):
+            self.sizes[id] = self.sizes[id] or self.samples.get(name, 0)
+        self.simulation.data = replace(self.simulation.data, sizes=np.maximum(self.sizes, 1))
 
     def completed(self, record: RoundRecord) -> RoundRecord:
         """The record with what was measured on the way."""
@@ -190,11 +207,13 @@ class Deployment:
 
     def tensors(self) -> dict[str, Tensor]:
         replies = {f"to.{id}.{name}": t for id, own in self.remote.replies.items() for name, t in own.items()}
-        return self.simulation.tensors() | {"counted": torch.from_numpy(self.remote.counted)} | replies
+        known = {"counted": torch.from_numpy(self.remote.counted), "samples": torch.from_numpy(self.sizes)}
+        return self.simulation.tensors() | known | replies
 
     def restore(self, tensors: dict[str, Tensor], t: int) -> None:
         self.simulation.restore(tensors, t)
         self.remote.counted = tensors["counted"].cpu().numpy().copy()
+        self.sizes = tensors["samples"].cpu().numpy().copy()
         self.remote.replies = {}
         for name, tensor in tensors.items():
             if name.startswith("to."):
