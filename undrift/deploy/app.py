@@ -27,6 +27,8 @@ README = """# {name}
 {algorithm} on {dataset} with {clients} clients, {cohort} of them a round: a Flower app made by `undrift deploy init`.
 Its settings stand in `pyproject.toml`. Server and clients need `pip install 'undrift[flower]'`, and {samples}.
 
+The commands for the server are meant for this folder.
+
 ## Keys
 
 On the server, a certificate for its address and a key for each client (P-384), in `keys/`:
@@ -37,7 +39,7 @@ undrift deploy keys keys --host {host} --clients {clients}
 
 Give client i the files `ca.crt` and `client-i` and keep `server.key` and the other keys to yourself.
 
-## On the server
+## The server
 
 ```sh
 export FLWR_TELEMETRY_ENABLED=0 FLWR_HOME=$PWD/flwr
@@ -45,29 +47,43 @@ flower-superlink --ssl-ca-certfile keys/ca.crt --ssl-certfile keys/server.crt --
   --enable-supernode-auth --host 0.0.0.0 --port {port} --database state.db --disable-runtime-dependency-installation
 ```
 
-In another terminal, with the same FLWR_HOME, name the SuperLink in `$FLWR_HOME/config.toml`:
-
-```toml
-[superlink.federation]
-address = "{host}:{port}"
-root-certificates = "{here}/keys/ca.crt"
-```
-
-let the clients in, each once, and start the run:
+In another terminal, say where it is and let the clients in, each once:
 
 ```sh
+export FLWR_TELEMETRY_ENABLED=0 FLWR_HOME=$PWD/flwr
+mkdir -p $FLWR_HOME
+cat > $FLWR_HOME/config.toml <<END
+[superlink.federation]
+address = "{host}:{port}"
+root-certificates = "$PWD/keys/ca.crt"
+END
 for i in $(seq 0 {last}); do flwr supernode register keys/client-$i.pub federation; done
+```
+
+## Client i
+
+```sh
+export FLWR_TELEMETRY_ENABLED=0
+flower-supernode --superlink {host}:{port} --root-certificates ca.crt --auth-supernode-private-key client-i \\
+  --node-config '{who} state-dir="/var/lib/undrift"'
+```
+
+A node that has not been let in is turned away and ends. Run it under something that starts it again, such as systemd with
+`Restart=always`. Several on one machine need a `--port` each, such as 9095.
+{own}
+## The run
+
+In the server's other terminal:
+
+```sh
 flwr run . federation --stream
 ```
 
-The run's folder is on the server, as `out` in `pyproject.toml` says. After a crash:
-`flwr run . federation --stream --run-config 'resume=true'`
-
-## On client i
+It waits until all clients are there, or as long as `wait` in `pyproject.toml` says. The run's folder is on the server, where
+`out` says. After a crash:
 
 ```sh
-flower-supernode --superlink {host}:{port} --root-certificates ca.crt --auth-supernode-private-key client-i \\
-  --node-config '{who} state-dir="/var/lib/undrift"'
+flwr run . federation --stream --run-config 'resume=true'
 ```
 """
 OWN = """
@@ -118,8 +134,9 @@ def write_app(folder: Path, plan: Plan, host: str = "127.0.0.1", port: int = 800
     who = 'name="NAME"' if plan.deploy.names else "partition-id=i"
     who += ' data="/path/to/site.npz"' if plan.own else ""
     facts["samples"] = "each client a file with its own samples" if plan.own else "each the data set"
-    text = README.format(name=name, who=who, host=host, port=port, last=run.clients - 1, here=folder.resolve(), **facts)
+    own = ""
     if plan.own:
         labels = LABELS.format(last=plan.classes - 1), MASKS.format(structures=", ".join(plan.structures))
-        text += OWN.format(pictures=PICTURES, targets=labels[bool(plan.structures)], shape=plan.deploy.shape)
+        own = OWN.format(pictures=PICTURES, targets=labels[bool(plan.structures)], shape=plan.deploy.shape)
+    text = README.format(name=name, who=who, host=host, port=port, last=run.clients - 1, own=own, **facts)
     (folder / "README.md").write_text(text)

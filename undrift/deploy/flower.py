@@ -95,8 +95,13 @@ class GridPost:
     def gather(self, clients: Iterable[str], wait: float) -> None:
         """Wait until all these clients have said their names, or until the time is over."""
         wanted, told, until = set(clients), set[str](), time.monotonic() + wait
+        awaited: list[str] = []
         while wanted - self.node.keys() and time.monotonic() < until:
             self.roll(min(30.0, wait))
+            if (missing := sorted(wanted - self.node.keys())) and missing != awaited:
+                more = f" and {len(missing) - 5} more" if len(missing) > 5 else ""
+                self.say(f"waiting for {', '.join(missing[:5])}{more}, at most {until - time.monotonic():.0f} s")
+                awaited = missing
             for name in sorted(self.node.keys() - wanted - told):
                 self.say(f"a node is left out: {UnknownName('client', name, wanted)}")
                 told.add(name)
