@@ -112,6 +112,10 @@ def test_a_deployed_run_equals_the_simulator(name: str, pair: LocalFederation, t
     plan = planned(tmp_path / "out", algorithm=name)
     finish(pair, pair.run(plan), plan)
     agree(plan)
+    if name == "fedsm":  # both have been sent what the server made of their models
+        assert "2 of 2 clients got the reply to their last round" in pair.log("run")
+        token = json.loads((tmp_path / "out" / "deploy.json").read_text())["token"]
+        assert len(list((pair.home / "states").glob(f"*/{token}/*/final-000003.safetensors"))) == 2
 
 
 @pytest.mark.system

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from undrift.datasets import load_dataset
+from undrift.deploy.client import CLOSE
 from undrift.deploy.own import server_federation
 from undrift.deploy.privacy import check_private, epsilon, made_private
 from undrift.deploy.server import Deployment, Post, Remote, Visit
@@ -75,6 +76,7 @@ def deploy(
         course: Course[Any] = Course(deployment, run, folder, resume, show)  # type: ignore[type-var]
         cut_back(visits, simulation.t)
         result = drive(course)
+        deployment.close(delivered(visits))
     say(f"{len(result.records)} rounds; stopped by {result.stopped}; written to {out}")
     return result
 
@@ -90,6 +92,12 @@ def run_token(out: Path, resume: bool) -> str:
     token = secrets.token_hex(8)
     file.write_text(json.dumps({"token": token}))
     return token
+
+
+def delivered(visits: Path) -> set[tuple[str, int]]:
+    """Who has been sent the reply to its last round, and which that was, as clients.jsonl says."""
+    made = [json.loads(line) for line in visits.read_text().splitlines()] if visits.exists() else []
+    return {(v["client"], v["round"]) for v in made if v["exchange"] == CLOSE and v["outcome"] == "answered"}
 
 
 def cut_back(visits: Path, t: int) -> None:
