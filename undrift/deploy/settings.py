@@ -16,10 +16,10 @@ from undrift.config import FIELDS, RunConfig, from_mapping, make_algorithm, pars
 from undrift.errors import BadSetting
 from undrift.registry import algorithm_class
 
-# Settings of a simulation that a real federation has no use for: its clients fail, dawdle and wait for the network by
-# themselves, and each runs as it can.
 NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,63}")  # of a client or a run: it becomes the name of a folder
 OWN = "own"  # the dataset, and the partition, of a run whose clients have samples of their own
+# Settings of a simulation that a real federation has no use for: its clients fail, dawdle and wait for the network by
+# themselves, and each runs as it can.
 SIMULATED = ("dropout_rate", "slow", "bandwidth", "latency")
 UNUSED = (*SIMULATED, "execution", "chunk", "replay", "compile", "client_state", "checkpoint_every", "compress")
 
