@@ -11,6 +11,8 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -29,6 +31,12 @@ def do(*command: str) -> str:
     return subprocess.run(command, check=True, capture_output=True, text=True).stdout
 
 
+def check_can() -> None:
+    """End with one line where namespaces cannot be made."""
+    if os.geteuid() != 0 or not shutil.which("ip") or not shutil.which("tc"):
+        sys.exit("network namespaces need root, and ip and tc of iproute2: run it with sudo")
+
+
 def space(client: int) -> str:
     return f"undrift-client-{client}"
 
@@ -45,21 +53,8 @@ def links(clients: int, mbit: float) -> Iterator[None]:
         do("ip", "-n", SERVER, "addr", "add", f"{ADDRESS}/24", "dev", "bridge")
         do("ip", "-n", SERVER, "link", "set", "bridge", "up")
         for i in range(clients):
-            do(
-                "ip",
-                "link",
-                "add",
-                f"to{i}",
-                "netns",
-                SERVER,
-                "type",
-                "veth",
-                "peer",
-                "name",
-                "uplink",
-                "netns",
-                space(i),
-            )
+            there = ("peer", "name", "uplink", "netns", space(i))
+            do("ip", "link", "add", f"to{i}", "netns", SERVER, "type", "veth", *there)
             do("ip", "-n", SERVER, "link", "set", f"to{i}", "master", "bridge", "up")
             do("ip", "-n", space(i), "addr", "add", f"10.77.0.{10 + i}/24", "dev", "uplink")
             do("ip", "-n", space(i), "link", "set", "uplink", "up")
@@ -92,6 +87,7 @@ def main() -> None:
     asked.add_argument("--algorithm", default="scaffold")
     asked.add_argument("--model", default="mlp")
     a = asked.parse_args()
+    check_can()
     with tempfile.TemporaryDirectory() as out, links(a.clients, a.mbit):
         settings = {
             "algorithm": a.algorithm,
@@ -112,9 +108,8 @@ def main() -> None:
                 time.sleep(0.05)
             if not RunFolder(Path(plan.deploy.out)).finished():
                 sys.exit(parts.log("run") + parts.log("superlink")[-3000:])
-        records = RunFolder(Path(plan.deploy.out)).records()[
-            1:
-        ]  # the first round also waits for imports from a cold disk
+        # The first round also waits for imports from a cold disk.
+        records = RunFolder(Path(plan.deploy.out)).records()[1:]
     (_, bytes_then, then), (_, bytes_now, now) = marks[0], marks[-1]
     rounds = len(records)
 
@@ -123,6 +118,8 @@ def main() -> None:
 
     crossing = (bytes_now - bytes_then) / rounds
     method, arrays = each("bytes_down") + each("bytes_up"), each("wire_down") + each("wire_up")
+    load = os.getloadavg()[0]
+    print(f"{os.cpu_count()} cores, load {load:.1f} at the end, with these processes and others'")
     print(f"{a.algorithm}, {a.model}, {a.clients} clients, links of {a.mbit:g} Mbit/s; means of {rounds} rounds")
     print(f"rounds a minute        {60 * rounds / (now - then):8.2f}")
     print(f"bytes a round, method  {method:12,.0f}")

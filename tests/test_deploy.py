@@ -35,12 +35,20 @@ class Direct:
     def __init__(self, make: Make, root: Path) -> None:
         self.make, self.root = make, root
         self.lost: set[tuple[int, str]] = set()  # (round, client) whose answer does not arrive
+        self.away: set[str] = set()  # clients that no letter reaches
         self.spoil: dict[str, Callable[[Letter], Letter]] = {}
 
     def exchange(self, letters: Mapping[str, Letter]) -> dict[str, Letter | str]:
         answers: dict[str, Letter | str] = {}
         for name, letter in letters.items():
-            answer = Client(name, self.make(), self.root / name).answer(letter)
+            if name in self.away:
+                answers[name] = "not connected"
+                continue
+            try:
+                answer = Client(name, self.make(), self.root / name).answer(letter)
+            except Refused as error:
+                answers[name] = f"failed: {error}"
+                continue
             gone = (letter.fact("round", int) + 1, name) in self.lost
             answers[name] = "no answer in time" if gone else self.spoil.get(name, lambda a: a)(answer)
         return answers

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -21,9 +22,10 @@ from torch import Tensor
 pytest.importorskip("flwr")
 
 from tests.test_deploy import without
+from undrift.data.own import dataset_from
 from undrift.datasets import load_dataset
 from undrift.deploy.keys import write_client_key
-from undrift.deploy.local import LocalFederation, descended, federation
+from undrift.deploy.local import LocalFederation, descended, federation, files_of
 from undrift.deploy.settings import Plan
 from undrift.folder import RunFolder
 from undrift.runs import simulated
@@ -110,6 +112,39 @@ def test_a_deployed_run_equals_the_simulator(name: str, pair: LocalFederation, t
     plan = planned(tmp_path / "out", algorithm=name)
     finish(pair, pair.run(plan), plan)
     agree(plan)
+    if name == "fedsm":  # both have been sent what the server made of their models
+        assert "2 of 2 clients got the reply to their last round" in pair.log("run")
+        token = json.loads((tmp_path / "out" / "deploy.json").read_text())["token"]
+        assert len(list((pair.home / "states").glob(f"*/{token}/*/final-000003.safetensors"))) == 2
+
+
+@pytest.mark.system
+def test_clients_with_files_of_their_own_equal_the_simulator_on_the_same_files(tmp_path: Path) -> None:
+    """A part of digits each, that is on no other machine; one node's pictures have another size, and it is named."""
+    digits, names = load_dataset("digits"), ["east", "north", "west"]
+    parts = [(np.asarray(digits.x_train)[k::3], digits.y_train[k::3]) for k in range(3)]
+    for name, (x, y) in zip(names, parts, strict=True):
+        np.savez(tmp_path / f"{name}.npz", x=x if name != "west" else x[:, :4], y=y)
+    settings = {"dataset": "own", "partition": "own", "shape": "1,8,8", "classes": 10, "names": ",".join(names)}
+    plan = planned(tmp_path / "out", algorithm="scaffold", clients=3, wait=40.0, **settings)
+    with federation(3) as here:
+        here.names, here.files = names, files_of(plan, tmp_path)
+        for client in range(3):
+            here.start_client(client)
+        finish(here, here.run(plan), plan)
+        assert "west is turned away: its inputs have the shape 1,4,8, but the run's model takes 1,8,8" in here.log(
+            "run"
+        )
+    lost = {(t, "2") for t in (1, 2, 3)}
+    data = dataset_from((parts, parts[0]))
+
+    def make() -> Simulation:
+        return simulated(plan.run, plan.alg, data, plan.run.model, torch.device("cpu"))
+
+    run, model = make(), load_file(tmp_path / "out" / "model.safetensors")
+    found, expected = run.net.layout.sent(run.net.layout.join(model, run.state.x)), without(make, lost, 3)[-1]
+    assert (found - expected).norm() <= 1e-4 * expected.norm()
+    assert (found - run.net.layout.sent(run.state.x)).norm() > 1e-2 * expected.norm()
 
 
 @pytest.mark.system

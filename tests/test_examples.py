@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -19,6 +20,7 @@ from undrift.algorithms.fedavgm import FedAvgM
 
 ROOT = Path(__file__).parent.parent
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
+NAMESPACES = ROOT / "examples" / "federation_in_namespaces.py"  # needs root
 SMALL: dict[str, Any] = {"clients": 10, "cohort": 3, "rounds": 3, "model": "logreg", "dtype": "float64"}
 
 
@@ -67,12 +69,26 @@ def test_there_are_examples() -> None:
     assert {"ddp_def.py", "my_algorithm.py", "own_model_and_data.py"} <= {path.name for path in EXAMPLES}
 
 
-@pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.name)
+@pytest.mark.parametrize("path", [path for path in EXAMPLES if path != NAMESPACES], ids=lambda path: path.name)
 def test_runs_and_prints_a_result(path: Path, tmp_path: Path) -> None:
     printed = command(str(path), cwd=tmp_path)
     numbers = [float(n) for n in re.findall(r"(?:accuracy|loss) (\d+\.\d+)", printed)]
     assert numbers
     assert max(numbers) > 0.5  # all are two- or ten-class tasks that are learnt within seconds
+
+
+@pytest.mark.system
+def test_a_federation_in_namespaces(tmp_path: Path) -> None:
+    pytest.importorskip("flwr")
+    if os.geteuid() or not shutil.which("tc"):
+        with pytest.raises(AssertionError, match="need root"):
+            command(str(NAMESPACES), cwd=tmp_path)
+        return
+    printed = command(str(NAMESPACES), cwd=tmp_path)
+    accuracy = re.search(r"4 clients behind 20 Mbit/s, 3 rounds, accuracy (\S+)", printed)
+    assert accuracy is not None and float(accuracy[1]) > 0.5
+    crossed = re.search(r"([\d,]+) bytes crossed the links", printed)
+    assert crossed is not None and int(crossed[1].replace(",", "")) > 3 * 2 * 3_000_000  # 3 rounds, both ways
 
 
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.name)

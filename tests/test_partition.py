@@ -85,11 +85,11 @@ def test_every_sample_goes_to_exactly_one_client_and_nobody_is_empty(
     assert all(np.array_equal(one, other) for one, other in zip(parts, again, strict=True))
 
 
-def test_the_property_above_is_asked_of_every_partition_but_two() -> None:
+def test_the_property_above_is_asked_of_every_partition_but_three() -> None:
     assert (
         {spec.partition(":")[0] for spec in SPECS}
         == set(OWNER_RULES) - {"sites"}
-        == set(PARTITIONS) - {"sites", "resample"}
+        == set(PARTITIONS) - {"sites", "own", "resample"}
     )
 
 
@@ -331,6 +331,21 @@ def test_wrong_number_of_sites_and_labels_that_are_masks_are_refused() -> None:
 def test_unknown_names_are_answered_with_the_nearest() -> None:
     with pytest.raises(UnknownName, match="did you mean 'dirichlet'"):
         partition("dirichlt:0.1", np.arange(10), 2, seed=0)
+
+
+def test_own_is_sites_in_an_order_that_depends_on_no_other_client() -> None:
+    owner = np.array([2, 0, 0, 1, 2, 2, 0, 2, 0, 0])
+    labels = np.zeros(10, np.int64)
+    parts, sites = (partition(spec, labels, 3, 5, owner) for spec in ("own", "sites"))
+    assert [sorted(part) for part in parts] == [sorted(part) for part in sites]
+    few = owner != 1  # client 1 has other samples: client 2 goes on as before, by its own count of samples
+    more = np.concatenate([owner[few], [1, 1, 1]])
+    again = partition("own", np.zeros(len(more), np.int64), 3, 5, more)
+    for k in (0, 2):
+        place = {row: n for n, row in enumerate(np.flatnonzero(owner == k))}
+        replaced = {row: n for n, row in enumerate(np.flatnonzero(more == k))}
+        assert [place[row] for row in parts[k]] == [replaced[row] for row in again[k]]
+    assert parts[0].tolist() != sorted(parts[0])
 
 
 def test_every_partition_says_what_it_does() -> None:

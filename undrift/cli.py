@@ -72,6 +72,9 @@ def parser() -> Parser:
     deploy.add_argument("--config", type=Path, metavar="FILE.toml", help="settings; flags override them")
     deploy.add_argument("--host", default="127.0.0.1", help="init, keys: the server's address [127.0.0.1]")
     deploy.add_argument("--insecure", action="store_true", help="local: without TLS and node authentication")
+    deploy.add_argument(
+        "--data", type=Path, metavar="FOLDER", help="local, with --dataset own: NAME.npz for each client"
+    )
     add_flags(deploy, deployment.FLAGS, deployment.TYPES, CHOICES)
 
     dp = commands.add_parser("dp", help="train one model with compressed data-parallel workers", allow_abbrev=False)
@@ -244,7 +247,8 @@ def deploy_command(arguments: argparse.Namespace) -> None:
     config = {} if arguments.config is None else from_toml(arguments.config)
     settings = {n: v for n in deployment.FLAGS if n != "set" and (v := getattr(arguments, n)) is not None}
     fields = dict(config.get("set", {})) | set_fields(arguments.set)
-    deploy(arguments.action, arguments.place, config | settings | {"set": fields}, arguments.host, arguments.insecure)
+    given = config | settings | {"set": fields}
+    deploy(arguments.action, arguments.place, given, arguments.host, arguments.insecure, arguments.data)
 
 
 def dp_command(arguments: argparse.Namespace) -> None:

@@ -194,16 +194,30 @@ def simulated(
         config.colour,
         config.own_test,
     )
+    return simulated_on(clients, config, alg, dataset.structures, model, device, loss, metrics)
+
+
+def simulated_on(
+    clients: federation.Federation,
+    config: RunConfig,
+    alg: Any,
+    structures: tuple[str, ...],
+    model: Any,
+    device: torch.device,
+    loss: Loss = F.cross_entropy,
+    metrics: Mapping[str, Metric] | None = None,
+) -> Simulation:
+    """The same on clients that have their samples already; `structures` are what their masks show, if they have masks."""
     if not isinstance(model, nn.Module):
         model = build_model(model, clients.shape, clients.classes, config.seed)
-    if dataset.structures and loss is F.cross_entropy:
+    if structures and loss is F.cross_entropy:
         loss = segmentation.dice_loss
     dtype = torch.float64 if config.dtype == "float64" else torch.float32
     net = Net(model, loss, dtype)
     for name, (other, outputs) in alg.networks(clients.clients).items():
         net.put_beside(name, Net(build_model(other, clients.shape, outputs, config.seed), dtype=dtype))
-    if metrics is None and dataset.structures:
-        metrics = segmentation.metrics(dataset.structures)
+    if metrics is None and structures:
+        metrics = segmentation.metrics(structures)
     elif metrics is None:
         metrics = {"accuracy": accuracy} if net.loss is F.cross_entropy else {}
     plan = Plan(config.batch, config.steps, config.epochs, config.batches == "persistent")

@@ -119,7 +119,7 @@ def federate(
             raise BadSetting(f"{data.name} has a validation split of its own; leave val_fraction at 0")
         validation, kept = data.validation, np.setdiff1d(rows, data.validation)
     labelled = data.y_train.ndim == 1 and data.y_train.dtype.kind in "iu"
-    if not labelled and spec.partition(":")[0] not in ("iid", "sites", "resample"):
+    if not labelled and spec.partition(":")[0] not in ("iid", "sites", "own", "resample"):
         raise BadSetting(
             f"{spec} deals samples out by class, but the targets are no class labels; use iid, sites or resample:20"
         )
@@ -130,10 +130,10 @@ def federate(
     made = _federation(
         data, dealt, validation, device, Transform(data.mean, data.std, data.crop, data.flip, colour, seed)
     )
-    own = {}
+    own, natural = {}, spec in ("sites", "own")
     if own_test:
         own["test"] = _own(made.train, tested.members, np.repeat(np.arange(clients), tested.sizes))
-    elif spec == "sites" and data.sites is not None and data.test_sites is not None:
+    elif natural and data.sites is not None and data.test_sites is not None:
         client = {site: k for k, site in enumerate(np.unique(data.sites[kept]).tolist())}
         for name, split, held, at in (
             ("test", made.test, np.arange(len(data.y_test)), data.test_sites),
@@ -142,9 +142,9 @@ def federate(
             if len(held):
                 own[name] = _own(split, held, np.array([client[site] for site in at.tolist()]))
     if data.unseen is not None:
-        left_out = _split(*data.unseen, device)
+        left_out = as_split(*data.unseen, device)
         own["unseen"] = _own(left_out, np.arange(len(left_out)), np.zeros(len(left_out), np.int64))
-    return replace(made, masks=bool(data.structures), own=own, site_names=data.site_names if spec == "sites" else ())
+    return replace(made, masks=bool(data.structures), own=own, site_names=data.site_names if natural else ())
 
 
 def hold_out_own(dealt: Dealt, share: float) -> tuple[Dealt, Dealt]:
@@ -182,7 +182,7 @@ def _federation(
     device: torch.device,
     transform: Transform,
 ) -> Federation:
-    train, test = _split(data.x_train, data.y_train, device), _split(data.x_test, data.y_test, device)
+    train, test = as_split(data.x_train, data.y_train, device), as_split(data.x_test, data.y_test, device)
     one = train.take(torch.zeros(1, dtype=torch.int64, device=device))
     return Federation(
         train, test, validation,
@@ -192,7 +192,7 @@ def _federation(
     )  # fmt: skip
 
 
-def _split(samples: Samples, targets: NDArray[np.generic], device: torch.device) -> Split:
+def as_split(samples: Samples, targets: NDArray[np.generic], device: torch.device) -> Split:
     if len(samples) != len(targets):
         raise BadData(f"{len(samples)} inputs but {len(targets)} targets; give one target for each input")
     held = _channels_first(torch.from_numpy(samples)).to(device) if isinstance(samples, np.ndarray) else None

@@ -67,6 +67,8 @@ def deal(spec: str, labels: Indices, clients: int, seed: int, sites: Indices | N
     task = Task(labels, clients, seed, parameter, generator, sites)
     if name == "resample":
         return resample(task)
+    if name == "own":
+        return own(task)
     if clients > len(labels):
         raise BadSetting(
             f"{clients} clients but only {len(labels)} training samples, and each needs one; use fewer, "
@@ -223,6 +225,19 @@ def resample(task: Task) -> Dealt:
     return Dealt(members.ravel(), np.full(task.clients, count, dtype=np.int64))
 
 
+def own(task: Task) -> Dealt:
+    """own: as sites, with each client's samples shuffled by its own number, as one that knows nobody else's does it"""
+    owner = sites(task)
+    sizes = np.bincount(owner, minlength=task.clients)
+    held = np.split(np.argsort(owner, kind="stable"), np.cumsum(sizes)[:-1])
+    return Dealt(np.concatenate([rows[own_order(len(rows), task.seed, k)] for k, rows in enumerate(held)]), sizes)
+
+
+def own_order(samples: int, seed: int, client: int) -> Indices:
+    """The order in which a client takes samples that are in its own hands from the beginning."""
+    return np.random.Generator(np.random.PCG64([seed, STREAM, client])).permutation(samples)
+
+
 OWNER_RULES: dict[str, Callable[[Task], Indices]] = {
     "iid": iid,
     "dirichlet": dirichlet,
@@ -231,7 +246,7 @@ OWNER_RULES: dict[str, Callable[[Task], Indices]] = {
     "shards": shards,
     "sites": sites,
 }
-PARTITIONS: dict[str, Callable[[Task], Indices | Dealt]] = {**OWNER_RULES, "resample": resample}
+PARTITIONS: dict[str, Callable[[Task], Indices | Dealt]] = {**OWNER_RULES, "own": own, "resample": resample}
 
 
 def samples_by_class(labels: Indices) -> list[Indices]:

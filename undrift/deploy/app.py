@@ -25,7 +25,9 @@ app = client_app()
 README = """# {name}
 
 {algorithm} on {dataset} with {clients} clients, {cohort} of them a round: a Flower app made by `undrift deploy init`.
-Its settings stand in `pyproject.toml`. Server and clients need `pip install 'undrift[flower]'`, and each client its samples.
+Its settings stand in `pyproject.toml`. Server and clients need `pip install 'undrift[flower]'`, and {samples}.
+
+The commands for the server are meant for this folder.
 
 ## Keys
 
@@ -37,7 +39,7 @@ undrift deploy keys keys --host {host} --clients {clients}
 
 Give client i the files `ca.crt` and `client-i` and keep `server.key` and the other keys to yourself.
 
-## On the server
+## The server
 
 ```sh
 export FLWR_TELEMETRY_ENABLED=0 FLWR_HOME=$PWD/flwr
@@ -45,31 +47,62 @@ flower-superlink --ssl-ca-certfile keys/ca.crt --ssl-certfile keys/server.crt --
   --enable-supernode-auth --host 0.0.0.0 --port {port} --database state.db --disable-runtime-dependency-installation
 ```
 
-In another terminal, with the same FLWR_HOME, name the SuperLink in `$FLWR_HOME/config.toml`:
+In another terminal, say where it is and let the clients in, each once:
 
-```toml
+```sh
+export FLWR_TELEMETRY_ENABLED=0 FLWR_HOME=$PWD/flwr
+mkdir -p $FLWR_HOME
+cat > $FLWR_HOME/config.toml <<END
 [superlink.federation]
 address = "{host}:{port}"
-root-certificates = "{here}/keys/ca.crt"
-```
-
-let the clients in, each once, and start the run:
-
-```sh
+root-certificates = "$PWD/keys/ca.crt"
+END
 for i in $(seq 0 {last}); do flwr supernode register keys/client-$i.pub federation; done
-flwr run . federation --stream
 ```
 
-The run's folder is on the server, as `out` in `pyproject.toml` says. After a crash:
-`flwr run . federation --stream --run-config 'resume=true'`
-
-## On client i
+## Client i
 
 ```sh
+export FLWR_TELEMETRY_ENABLED=0
 flower-supernode --superlink {host}:{port} --root-certificates ca.crt --auth-supernode-private-key client-i \\
   --node-config '{who} state-dir="/var/lib/undrift"'
 ```
+
+A node that has not been let in is turned away and ends. Run it under something that starts it again, such as systemd with
+`Restart=always`. Several on one machine need a `--port` each, such as 9095.
+{own}
+## The run
+
+In the server's other terminal:
+
+```sh
+flwr run . federation --stream
+```
+
+It waits until all clients are there, or as long as `wait` in `pyproject.toml` says. The run's folder is on the server, where
+`out` says. After a crash:
+
+```sh
+flwr run . federation --stream --run-config 'resume=true'
+```
 """
+OWN = """
+`data` is the client's own file, which stays where it is: an .npz of plain arrays with `x_train` and `y_train`, or `x` and `y`,
+all of which it trains on (`split` [n] may say train, val or test for each). {pictures}
+{targets} In Python:
+
+```python
+np.savez("site.npz", x=inputs, y=targets)
+```
+
+The server learns how many training samples a client has, the shape of one input ({shape} as the model sees it) and the
+highest label, and turns away, by name, whoever does not fit. To score the model it needs samples of its own: give it
+`x_test` and `y_test`, or `x` and `y`, in an .npz, as `test` in `pyproject.toml`; without one there are no scores.
+"""
+PICTURES = """Pictures are uint8 [n, height, width] or
+[n, height, width, channels] and are scaled to 0..1; other inputs go in as they are."""
+LABELS = "Targets are class labels [n] from 0 to {last}."
+MASKS = "Targets are masks [n, height, width]: 0 for background, then {structures} from the outside in."
 
 
 def write_app(folder: Path, plan: Plan, host: str = "127.0.0.1", port: int = 8000) -> None:
@@ -83,11 +116,11 @@ def write_app(folder: Path, plan: Plan, host: str = "127.0.0.1", port: int = 800
     (folder / package).mkdir()
     for file, text in (("__init__", ""), ("server_app", SERVER), ("client_app", CLIENT)):
         (folder / package / f"{file}.py").write_text(text)
-    run = plan.run
+    run, data = plan.run, "files of their own" if plan.own else plan.run.dataset
     components = {"serverapp": f"{package}.server_app:app", "clientapp": f"{package}.client_app:app"}
     project = {
         "project": {
-            "name": name, "version": "1.0.0", "description": f"{run.algorithm} on {run.dataset}, by undrift",
+            "name": name, "version": "1.0.0", "description": f"{run.algorithm} on {data}, by undrift",
             "license": "Apache-2.0", "dependencies": [f"undrift[flower]>={__version__}"],
         },
         "build-system": {"requires": ["hatchling"], "build-backend": "hatchling.build"},
@@ -97,7 +130,13 @@ def write_app(folder: Path, plan: Plan, host: str = "127.0.0.1", port: int = 800
         },
     }  # fmt: skip
     (folder / "pyproject.toml").write_text(tomli_w.dumps(project))
-    facts = {"algorithm": run.algorithm, "dataset": run.dataset, "clients": run.clients, "cohort": run.cohort}
+    facts = {"algorithm": run.algorithm, "dataset": data, "clients": run.clients, "cohort": run.cohort}
     who = 'name="NAME"' if plan.deploy.names else "partition-id=i"
-    text = README.format(name=name, who=who, host=host, port=port, last=run.clients - 1, here=folder.resolve(), **facts)
+    who += ' data="/path/to/site.npz"' if plan.own else ""
+    facts["samples"] = "each client a file with its own samples" if plan.own else "each the data set"
+    own = ""
+    if plan.own:
+        labels = LABELS.format(last=plan.classes - 1), MASKS.format(structures=", ".join(plan.structures))
+        own = OWN.format(pictures=PICTURES, targets=labels[bool(plan.structures)], shape=plan.deploy.shape)
+    text = README.format(name=name, who=who, host=host, port=port, last=run.clients - 1, own=own, **facts)
     (folder / "README.md").write_text(text)

@@ -24,6 +24,7 @@ from undrift.simulate.replay import Part
 from undrift.vec import leaves, map_leaves
 
 MEASURE, TRAIN = "measure", "train"  # the exchanges of a round
+CLOSE = "close"  # and one after the last round, for whom a reply is still to be sent
 
 
 class Request(NamedTuple):
@@ -32,6 +33,12 @@ class Request(NamedTuple):
     down: Any
     buffers: Tensor
     reply: Any = Nothing()  # what the algorithm sends this client when a round is over, of the last one that it was in
+
+
+class Closing(NamedTuple):
+    """The arrays that it sends when the run is over."""
+
+    reply: Any
 
 
 class Reply(NamedTuple):
@@ -72,11 +79,20 @@ class Client:
         part = Part(whom, whom, np.zeros(1, np.int64), run.settings.plan.steps_of(run.data.sizes[whom]))
         alg, work, alone, expected, _ = run.opening(part)
         past = run.whole.at(since - 1) if since else alg  # the algorithm as it was in this client's last round
-        due = reply_like(past, run, alone) if since and exchange == TRAIN else Nothing()
+        due = reply_like(past, run, alone) if since and exchange in (TRAIN, CLOSE) else Nothing()
+        if exchange == CLOSE:
+            reply = unpack(letter.arrays, Closing(due), run.net).reply
+            kept = store.read(since)
+            if kept is None:
+                raise Refused(f"the state after round {since}, to which the last reply belongs, is not here")
+            fresh = map_leaves(lambda v: v[0], run.fresh(past, expected, work.ids))
+            state = received(past, placed(fresh, kept), reply)
+            store.finish(since, dict(named_leaves("client", state)))
+            return Letter(self.about(letter, id) | {"gradients": 0, "seconds": time.perf_counter() - began}, {})
         down, buffers, reply = unpack(letter.arrays, Request(expected, run.state.buffers, due), run.net)
         run.state = run.state._replace(x=down.x, buffers=buffers)
         whole = LocalWhole.of(work, 0, buffers)
-        facts: dict[str, Fact] = {name: letter.facts[name] for name in ("run", "client", "round", "exchange")}
+        facts = self.about(letter, id)
         if exchange == MEASURE:
             arrays = pack(Measured(alg.measure(down, whole)), run.net)
         elif exchange == TRAIN:
@@ -95,9 +111,14 @@ class Client:
             }
             facts |= {f"fact.{name}": float(value) for name, value in answers.facts._asdict().items()}
         else:
-            raise Refused(f"the exchange is {exchange!r}, not {MEASURE} or {TRAIN}")
+            raise Refused(f"the exchange is {exchange!r}, not {MEASURE}, {TRAIN} or {CLOSE}")
         gradients = work.gradients + whole.gradients
         return Letter(facts | {"gradients": gradients, "seconds": time.perf_counter() - began}, arrays)
+
+    def about(self, letter: Letter, id: int) -> dict[str, Fact]:
+        """What every answer says: to what it is one, and how many samples this client has."""
+        facts: dict[str, Fact] = {name: letter.facts[name] for name in ("run", "client", "round", "exchange")}
+        return facts | {"samples": int(self.simulation.data.sizes[id])}
 
 
 def answer_like(alg: Algorithm, down: Any, client: Any, buffers: Tensor) -> Answers:

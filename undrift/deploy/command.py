@@ -16,7 +16,14 @@ from undrift.errors import BadSetting, UnknownName
 ACTIONS = ("init", "local", "keys")
 
 
-def deploy(action: str, place: Path | None, settings: Mapping[str, Any], host: str, insecure: bool) -> None:
+def deploy(
+    action: str,
+    place: Path | None,
+    settings: Mapping[str, Any],
+    host: str,
+    insecure: bool,
+    data: Path | None = None,
+) -> None:
     """One of the actions, with the settings by their names."""
     if action not in ACTIONS:
         raise UnknownName("deploy action", action, ACTIONS)
@@ -26,7 +33,7 @@ def deploy(action: str, place: Path | None, settings: Mapping[str, Any], host: s
     if importlib.util.find_spec("flwr") is None:
         raise BadSetting("deploy needs Flower; pip install 'undrift[flower]'")
     if action == "local":
-        local(plan, place, insecure)
+        local(plan, place, insecure, data)
         return
     if place is None:
         raise BadSetting(f"undrift deploy {action} needs a folder: undrift deploy {action} DIR")
@@ -42,7 +49,7 @@ def deploy(action: str, place: Path | None, settings: Mapping[str, Any], host: s
         print(f"certificates for {host} and keys of {clients} clients written to {place}")
 
 
-def local(plan: Plan, home: Path | None, insecure: bool) -> None:
+def local(plan: Plan, home: Path | None, insecure: bool, data: Path | None) -> None:
     from undrift.deploy.local import run_local
 
     if insecure:
@@ -56,6 +63,6 @@ def local(plan: Plan, home: Path | None, insecure: bool) -> None:
 
     before = signal.signal(signal.SIGTERM, ended)
     try:
-        run_local(plan, not insecure, home, print)
+        run_local(plan, not insecure, home, print, data)
     finally:
         signal.signal(signal.SIGTERM, before)

@@ -11,8 +11,9 @@ from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Message, RecordD
 from flwr.clientapp import ClientApp
 from flwr.serverapp import Grid, ServerApp
 
-from undrift.deploy.messages import Encoded, Letter, Refused
+from undrift.deploy.messages import Encoded, Fact, Letter, Refused
 from undrift.deploy.node import name_of, this_client
+from undrift.deploy.own import Report, check_fits, own_path, own_report
 from undrift.deploy.run import Roster, deploy
 from undrift.deploy.settings import Plan
 from undrift.errors import UndriftError, UnknownName
@@ -45,9 +46,13 @@ def from_records(records: RecordDict) -> Letter:
 class GridPost:
     """Carries letters over Flower's grid to the nodes that said they are these clients."""
 
-    def __init__(self, grid: Grid, timeout: float, say: Callable[[str], None]) -> None:
+    def __init__(self, grid: Grid, timeout: float, say: Callable[[str], None], plan: Plan | None = None) -> None:
+        """`plan` is asked whether a client's own samples fit, where clients have them."""
         self.grid, self.timeout, self.say = grid, timeout, say
+        self.own = plan if plan is not None and plan.own else None
         self.node: dict[str, int] = {}  # by the client's name
+        self.samples: dict[str, int] = {}  # that each says it has, where they are its own
+        self.told: set[tuple[str, str]] = set()  # why a client was turned away: said once
 
     def roll(self, timeout: float) -> None:
         """Ask the nodes that are new for their names."""
@@ -59,20 +64,44 @@ class GridPost:
                 continue
             node = reply.metadata.src_node_id
             try:
-                name = from_records(reply.content).fact("client", str)
+                letter = from_records(reply.content)
+                name = letter.fact("client", str)
             except Refused as error:
                 self.say(f"node {node} does not say its name: {error}")
+                continue
+            if reason := self.unfit(letter):
+                if (name, reason) not in self.told:
+                    self.say(f"{name} is turned away: {reason}")
+                    self.told.add((name, reason))
                 continue
             if self.node.get(name) in there:
                 self.say(f"node {node} is turned away: {name} is there already")
             else:
                 self.node[name] = node
+                if self.own is not None:
+                    self.samples[name] = Report.of(letter).samples
+
+    def unfit(self, letter: Letter) -> str:
+        """Why the client cannot take part with the samples that it has; nothing where it can."""
+        if "unfit" in letter.facts:
+            return str(letter.facts["unfit"])[:300]
+        if self.own is not None:
+            try:
+                check_fits(Report.of(letter), self.own)
+            except UndriftError as error:
+                return str(error)
+        return ""
 
     def gather(self, clients: Iterable[str], wait: float) -> None:
         """Wait until all these clients have said their names, or until the time is over."""
         wanted, told, until = set(clients), set[str](), time.monotonic() + wait
+        awaited: list[str] = []
         while wanted - self.node.keys() and time.monotonic() < until:
             self.roll(min(30.0, wait))
+            if (missing := sorted(wanted - self.node.keys())) and missing != awaited:
+                more = f" and {len(missing) - 5} more" if len(missing) > 5 else ""
+                self.say(f"waiting for {', '.join(missing[:5])}{more}, at most {until - time.monotonic():.0f} s")
+                awaited = missing
             for name in sorted(self.node.keys() - wanted - told):
                 self.say(f"a node is left out: {UnknownName('client', name, wanted)}")
                 told.add(name)
@@ -109,11 +138,11 @@ def server_app() -> ServerApp:
 
     def main(grid: Grid, context: Context) -> None:
         plan = Plan.from_flat(context.run_config)
-        post = GridPost(grid, plan.deploy.timeout, tell)
+        post = GridPost(grid, plan.deploy.timeout, tell, plan)
 
         def meet(names: list[str]) -> Roster:
             post.gather(names, plan.deploy.wait)
-            return Roster(names, [name for name in names if name in post.node])
+            return Roster(names, [name for name in names if name in post.node], post.samples)
 
         deploy(plan, post, meet, Path(plan.deploy.out), tell)
 
@@ -126,7 +155,15 @@ def client_app() -> ClientApp:
     app = ClientApp()
 
     def query(message: Message, context: Context) -> Message:
-        return Message(to_records(Letter({"client": name_of(context.node_config)}, {})), reply_to=message)
+        facts: dict[str, Fact] = {"client": name_of(context.node_config)}
+        plan = Plan.from_flat(context.run_config)
+        try:
+            path = own_path(plan, context.node_config)
+            facts |= {} if path is None else own_report(plan, path)._asdict()
+        except UndriftError as error:  # the server's log has it too
+            tell(f"{facts['client']}: {error}")
+            facts["unfit"] = str(error)
+        return Message(to_records(Letter(facts, {})), reply_to=message)
 
     def train(message: Message, context: Context) -> Message:
         client = this_client(Plan.from_flat(context.run_config), context.node_config)

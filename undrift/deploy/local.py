@@ -22,7 +22,7 @@ from pathlib import Path
 from undrift.deploy.app import write_app
 from undrift.deploy.keys import write_keys
 from undrift.deploy.settings import Plan
-from undrift.errors import UndriftError
+from undrift.errors import BadSetting, UndriftError
 from undrift.folder import RunFolder
 
 HOST = "127.0.0.1"
@@ -53,6 +53,7 @@ class LocalFederation:
         self.keys, self.app, self.port = home / "keys", home / "app", free_port()
         self.started: dict[str, subprocess.Popen[bytes]] = {}
         self.names: list[str] = []  # of the clients, where they are not called by their numbers
+        self.files: list[Path] = []  # with their samples, where they have their own
         self.environment = os.environ | {
             "FLWR_HOME": str(home / "flwr"), "FLWR_TELEMETRY_ENABLED": "0", "FLWR_DISABLE_UPDATE_CHECK": "1",
             "PYTHONUNBUFFERED": "1", "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}",
@@ -123,6 +124,8 @@ class LocalFederation:
             security = ["--root-certificates", str(self.keys / "ca.crt"), "--auth-supernode-private-key", str(key)]
         who = f'name="{self.names[client]}"' if self.names else f"partition-id={client}"
         config = f'{who} state-dir="{self.home / "states" / str(client)}"'
+        if self.files:
+            config += f' data="{self.files[client]}"'
         node = (
             "flower-supernode", *security, "--superlink", f"{self.host}:{self.port}", "--port", str(free_port()),
             "--node-config", config,
@@ -176,11 +179,26 @@ def federation(
             shutil.rmtree(folder, ignore_errors=True)
 
 
-def run_local(plan: Plan, secure: bool, home: Path | None, say: Callable[[str], None]) -> None:
-    """The whole run on this machine, with one SuperNode a client."""
-    plan = replace(plan, deploy=replace(plan.deploy, out=str(Path(plan.deploy.out).resolve())))
+def files_of(plan: Plan, folder: Path | None) -> list[Path]:
+    """The clients' own files NAME.npz in a folder; none where they take parts of one data set."""
+    if plan.own != (folder is not None):
+        raise BadSetting("--data FOLDER, with NAME.npz for each client, goes with --dataset own, and only with it")
+    files = [] if folder is None else [(folder / f"{name}.npz").resolve() for name in plan.names]
+    for file in files:
+        if not file.exists():
+            raise BadSetting(f"{file} is not there; --data needs a file NAME.npz for each of {', '.join(plan.names)}")
+    return files
+
+
+def run_local(
+    plan: Plan, secure: bool, home: Path | None, say: Callable[[str], None], data: Path | None = None
+) -> None:
+    """The whole run on this machine, with one SuperNode a client; `data` is the folder of their own files, if they have any."""
+    files = files_of(plan, data)
+    test = plan.deploy.test and str(Path(plan.deploy.test).resolve())
+    plan = replace(plan, deploy=replace(plan.deploy, out=str(Path(plan.deploy.out).resolve()), test=test))
     with federation(plan.run.clients, secure, home) as parts:
-        parts.names = plan.names if plan.deploy.names else []
+        parts.names, parts.files = plan.names if plan.deploy.names else [], files
         for client in range(plan.run.clients):
             parts.start_client(client)
         process, shown = parts.run(plan), 0

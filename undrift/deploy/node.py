@@ -1,7 +1,8 @@
 """Which client a node is: its name, its samples, and where it keeps its states.
 
-A node is told by its --node-config: `partition-id=3` or `name="clinic-a"`; `state-dir="/path"` says where its states go;
-`allow="mypackage"` lets the run name models, data sets and algorithms of that installed package.
+A node is told by its --node-config: `partition-id=3` or `name="clinic-a"`; `data="/path/to/its.npz"` says where its own samples
+lie, in a run whose dataset is `own`; `state-dir="/path"` says where its states go; `allow="mypackage"` lets the run name models,
+data sets and algorithms of that installed package.
 """
 
 from __future__ import annotations
@@ -13,9 +14,10 @@ from typing import Any
 
 from undrift.datasets import load_dataset
 from undrift.deploy.client import Client
+from undrift.deploy.own import own_federation, own_path
 from undrift.deploy.settings import Plan
 from undrift.errors import BadSetting
-from undrift.runs import pick_device, simulated
+from undrift.runs import pick_device, simulated, simulated_on
 
 
 def name_of(node: Mapping[str, Any]) -> str:
@@ -49,6 +51,10 @@ def this_client(plan: Plan, node: Mapping[str, Any]) -> Client:
     """The client that this node is in the run."""
     check_allowed(plan, node)
     name = name_of(node)
-    run = plan.run
-    simulation = simulated(run, plan.alg, load_dataset(run.dataset), run.model, pick_device(run.device))
+    run, path, device = plan.run, own_path(plan, node), pick_device(plan.run.device)
+    if path is None:
+        simulation = simulated(run, plan.alg, load_dataset(run.dataset), run.model, device)
+    else:
+        own = own_federation(plan, name, path, device)
+        simulation = simulated_on(own, run, plan.alg, plan.structures, run.model, device)
     return Client(name, simulation, state_folder(node))

@@ -5,18 +5,20 @@ from __future__ import annotations
 import contextlib
 import json
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from undrift.datasets import load_dataset
+from undrift.deploy.client import CLOSE
+from undrift.deploy.own import server_federation
 from undrift.deploy.privacy import check_private, epsilon, made_private
 from undrift.deploy.server import Deployment, Post, Remote, Visit
 from undrift.deploy.settings import Plan
 from undrift.errors import BadRunFolder
 from undrift.folder import RunFolder
-from undrift.runs import Course, Result, arithmetic, check_same_run, drive, pick_device, simulated
+from undrift.runs import Course, Result, arithmetic, check_same_run, drive, pick_device, simulated, simulated_on
 
 
 class Roster(NamedTuple):
@@ -24,6 +26,7 @@ class Roster(NamedTuple):
 
     names: list[str]
     present: list[str]
+    samples: Mapping[str, int] = {}  # that those with files of their own have said they have; grows as they come
 
 
 def deploy(
@@ -37,7 +40,11 @@ def deploy(
         check_same_run(folder, stored, {n: v for n, v in asdict(run).items() if n != "execution"})
     private = plan.deploy.dp_clip > 0
     alg = made_private(plan) if private else plan.alg
-    simulation = simulated(run, alg, load_dataset(run.dataset), run.model, pick_device(run.device))
+    device = pick_device(run.device)
+    if plan.own:
+        simulation = simulated_on(server_federation(plan, device), run, alg, plan.structures, run.model, device)
+    else:
+        simulation = simulated(run, alg, load_dataset(run.dataset), run.model, device)
     if private:
         check_private(plan, simulation.net)
     folder.make(resume)
@@ -65,9 +72,11 @@ def deploy(
                 f"{record['wire_down']} bytes down, {record['wire_up']} up, {record['seconds']:.1f} s{scored}"
             )
 
-        course: Course[Any] = Course(Deployment(simulation, remote, keep, spent), run, folder, resume, show)  # type: ignore[type-var]
+        deployment = Deployment(simulation, remote, keep, spent, roster.samples if plan.own else None)
+        course: Course[Any] = Course(deployment, run, folder, resume, show)  # type: ignore[type-var]
         cut_back(visits, simulation.t)
         result = drive(course)
+        deployment.close(delivered(visits))
     say(f"{len(result.records)} rounds; stopped by {result.stopped}; written to {out}")
     return result
 
@@ -83,6 +92,12 @@ def run_token(out: Path, resume: bool) -> str:
     token = secrets.token_hex(8)
     file.write_text(json.dumps({"token": token}))
     return token
+
+
+def delivered(visits: Path) -> set[tuple[str, int]]:
+    """Who has been sent the reply to its last round, and which that was, as clients.jsonl says."""
+    made = [json.loads(line) for line in visits.read_text().splitlines()] if visits.exists() else []
+    return {(v["client"], v["round"]) for v in made if v["exchange"] == CLOSE and v["outcome"] == "answered"}
 
 
 def cut_back(visits: Path, t: int) -> None:

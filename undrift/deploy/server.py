@@ -7,17 +7,18 @@ it as it drops every answer that is not finite, and the weights of the others ad
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import replace
 from typing import Any, NamedTuple, Protocol, cast
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from undrift.algorithms.base import Algorithm, Nothing
-from undrift.deploy.client import MEASURE, TRAIN, Measured, Reply, Request, answer_like
-from undrift.deploy.messages import Letter, Refused, check_finite, encode, pack, unpack
+from undrift.deploy.client import CLOSE, MEASURE, TRAIN, Measured, Reply, Request, answer_like
+from undrift.deploy.messages import Encoded, Fact, Letter, Refused, check_finite, encode, pack, unpack
 from undrift.round import Answers, RoundRecord
 from undrift.simulate.engine import Simulation, named_leaves, unstacked
 from undrift.simulate.execute import Execution, RoundWork
@@ -92,42 +93,75 @@ class Remote:
 
     def ask(self, exchange: str, request: Request, work: RoundWork, read: Callable[[Letter], Any]) -> list[Any]:
         """The cohort's answers in the order of its ids, None for each that does not count."""
-        ids, arrays = work.ids.tolist(), pack(request, work.net)
-        letters = {}
-        for id in ids:
-            facts = {"run": self.token, "client": self.names[id], "id": id, "round": work.round, "exchange": exchange}
-            facts |= {"since": int(self.counted[id]), "position": int(self.position[id])}
+        arrays, letters = pack(request, work.net), {}
+        for id in work.ids.tolist():
             own = self.replies.get(id, {}) if exchange == TRAIN else {}
-            letters[self.names[id]] = Letter(facts, arrays | {name: encode(tensor) for name, tensor in own.items()})
+            letters[id] = self.letter(id, work.round, exchange, arrays | {n: encode(t) for n, t in own.items()})
+
+        def taken(answer: Letter) -> Any:
+            gradients, found = answer.fact("gradients", int), read(answer)
+            work.gradients += gradients
+            return found
+
+        found = self.visit(letters, work.data.sizes, taken, "does not count")
+        if sum(a is not None for a in found) < self.least:
+            self.say(f"round {work.round + 1}: fewer than {self.least} clients answered; the model stays as it is")
+            return [None] * len(found)
+        return found
+
+    def close(self, sizes: NDArray[np.int64], delivered: Set[tuple[str, int]]) -> None:
+        """Send the replies to clients' last rounds that no letter has taken along, except those `delivered` (name, round)."""
+        due = {id: own for id, own in self.replies.items() if own}
+        letters = {
+            id: self.letter(id, int(self.counted[id]) - 1, CLOSE, {n: encode(t) for n, t in own.items()})
+            for id, own in sorted(due.items())
+            if (self.names[id], int(self.counted[id])) not in delivered
+        }
+        if letters:
+            got = self.visit(letters, sizes, lambda answer: True, "keeps what it had, without the last reply")
+            sent = sum(letter.nbytes for letter in letters.values())
+            self.say(
+                f"{sum(map(bool, got))} of {len(letters)} clients got the reply to their last round, {sent} bytes down"
+            )
+
+    def letter(self, id: int, round: int, exchange: str, arrays: dict[str, Encoded]) -> Letter:
+        facts: dict[str, Fact] = {"run": self.token, "client": self.names[id], "id": id, "round": round}
+        facts |= {"exchange": exchange, "since": int(self.counted[id]), "position": int(self.position[id])}
+        return Letter(facts, arrays)
+
+    def visit(
+        self, letters: Mapping[int, Letter], sizes: NDArray[np.int64], read: Callable[[Letter], Any], failed: str
+    ) -> list[Any]:
+        """What `read` makes of the answers to letters, by the clients' ids; None where there is none that can be used.
+
+        `sizes` [N] are how many samples each client has, and `failed` says what becomes of one without such an answer.
+        """
         began = time.perf_counter()
-        answers = self.post.exchange(letters)
+        answers = self.post.exchange({self.names[id]: letter for id, letter in letters.items()})
         away = time.perf_counter() - began
         found = []
-        for id in ids:
-            name = self.names[id]
+        for id, letter in letters.items():
+            name, round = self.names[id], letter.fact("round", int) + 1
             answer, taken, seconds = answers.get(name, "no answer"), None, 0.0
             outcome = answer if isinstance(answer, str) else "answered"
             if isinstance(answer, Letter):
                 try:
                     for fact in ("run", "client", "round", "exchange"):
-                        if answer.facts.get(fact) != letters[name].facts[fact]:
-                            raise Refused(
-                                f"its {fact} is {answer.facts.get(fact)!r}, not {letters[name].facts[fact]!r}"
-                            )
-                    seconds, gradients = answer.number("seconds"), answer.fact("gradients", int)
+                        if answer.facts.get(fact) != letter.facts[fact]:
+                            raise Refused(f"its {fact} is {answer.facts.get(fact)!r}, not {letter.facts[fact]!r}")
+                    samples = answer.fact("samples", int)
+                    if samples != sizes[id]:  # it came after the round had begun, or has other samples now
+                        raise Refused(f"it has {samples} samples, but this round counts on {sizes[id]}")
+                    seconds = answer.number("seconds")
                     taken = read(answer)
-                    work.gradients += gradients
                 except Refused as error:
                     outcome = f"refused: {error}"
             if taken is None:
-                self.say(f"round {work.round + 1}: {name} does not count: {outcome}")
+                self.say(f"round {round}: {name} {failed}: {outcome}")
             up = answer.nbytes if isinstance(answer, Letter) else 0
-            down = letters[name].nbytes
-            self.visits.append(Visit(work.round + 1, name, exchange, outcome, down, up, seconds, away))
+            exchange = letter.fact("exchange", str)
+            self.visits.append(Visit(round, name, exchange, outcome, letter.nbytes, up, seconds, away))
             found.append(taken)
-        if sum(a is not None for a in found) < self.least:
-            self.say(f"round {work.round + 1}: fewer than {self.least} clients answered; the model stays as it is")
-            return [None] * len(found)
         return found
 
 
@@ -140,8 +174,13 @@ class Deployment:
         remote: Remote,
         keep: Callable[[list[Visit]], None],
         spent: Callable[[int], dict[str, float]] = lambda rounds: {},
+        samples: Mapping[str, int] | None = None,
     ) -> None:
-        """`keep` is given each round's visits; `spent` says what of privacy so many rounds have spent."""
+        """`keep` is given each round's visits; `spent` says what of privacy so many rounds have spent.
+
+        `samples` are how many each client has said it has so far, where they have files of their own.
+        """
+        self.samples, self.sizes = samples, np.zeros(len(remote.names), np.int64)  # as they were first said; 0: not yet
         self.spent = spent
         self.simulation, self.remote, self.keep = simulation, remote, keep
         self.net, self.device = simulation.net, simulation.device
@@ -159,6 +198,7 @@ class Deployment:
         run, remote = self.simulation, self.remote
         remote.position, before = run.position, run.position.copy()
         remote.visits = []
+        self.count_samples()
         record = run.round(last and most == 1)
         remote.counted[run.position != before] = run.t  # whose batches were taken, its answer counted
         if run.last_reply is not None:
@@ -168,6 +208,21 @@ class Deployment:
             run.last_reply = None
         self.keep(remote.visits)
         return [self.completed(record)]
+
+    def close(self, delivered: Set[tuple[str, int]] = frozenset()) -> None:
+        """After the last round: what clients are still to be sent. It is no round, and nothing of the run depends on it."""
+        self.remote.position, self.remote.visits = self.simulation.position, []
+        self.count_samples()
+        self.remote.close(self.simulation.data.sizes, delivered)
+        self.keep(self.remote.visits)
+
+    def count_samples(self) -> None:
+        """Count on what clients with files of their own have said; one that has not said it yet cannot answer rightly."""
+        if self.samples is None:
+            return
+        for id, name in enumerate(self.remote.names):
+            self.sizes[id] = self.sizes[id] or self.samples.get(name, 0)
+        self.simulation.data = replace(self.simulation.data, sizes=np.maximum(self.sizes, 1))
 
     def completed(self, record: RoundRecord) -> RoundRecord:
         """The record with what was measured on the way."""
@@ -190,11 +245,13 @@ class Deployment:
 
     def tensors(self) -> dict[str, Tensor]:
         replies = {f"to.{id}.{name}": t for id, own in self.remote.replies.items() for name, t in own.items()}
-        return self.simulation.tensors() | {"counted": torch.from_numpy(self.remote.counted)} | replies
+        known = {"counted": torch.from_numpy(self.remote.counted), "samples": torch.from_numpy(self.sizes)}
+        return self.simulation.tensors() | known | replies
 
     def restore(self, tensors: dict[str, Tensor], t: int) -> None:
         self.simulation.restore(tensors, t)
         self.remote.counted = tensors["counted"].cpu().numpy().copy()
+        self.sizes = tensors["samples"].cpu().numpy().copy()
         self.remote.replies = {}
         for name, tensor in tensors.items():
             if name.startswith("to."):

@@ -16,9 +16,10 @@ from undrift.config import FIELDS, RunConfig, from_mapping, make_algorithm, pars
 from undrift.errors import BadSetting
 from undrift.registry import algorithm_class
 
+NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,63}")  # of a client or a run: it becomes the name of a folder
+OWN = "own"  # the dataset, and the partition, of a run whose clients have samples of their own
 # Settings of a simulation that a real federation has no use for: its clients fail, dawdle and wait for the network by
 # themselves, and each runs as it can.
-NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,63}")  # of a client or a run: it becomes the name of a folder
 SIMULATED = ("dropout_rate", "slow", "bandwidth", "latency")
 UNUSED = (*SIMULATED, "execution", "chunk", "replay", "compile", "client_state", "checkpoint_every", "compress")
 
@@ -35,6 +36,16 @@ class DeployConfig:
     names: str = field(
         default="",
         metadata={"help": "the clients' names, with commas between; in sorted order they are clients 0, 1, ..."},
+    )
+    shape: str = field(
+        default="", metadata={"help": "with --dataset own: of one input as the model sees it, such as 1,28,28"}
+    )
+    classes: int = field(default=0, metadata={"help": "with --dataset own: how many class labels there are"})
+    structures: str = field(
+        default="", metadata={"help": "with --dataset own, instead of classes: what masks show, such as disc,cup"}
+    )
+    test: str = field(
+        default="", metadata={"help": "with --dataset own: an .npz on the server with samples to test the model on"}
     )
     dp_clip: float = field(
         default=0.0, metadata={"help": "C, longest update of a client, for differential privacy; 0: none"}
@@ -75,11 +86,59 @@ class Plan:
         """The clients' names in the order of their ids."""
         return named(self.deploy.names) or [str(id) for id in range(self.run.clients)]
 
+    @property
+    def own(self) -> bool:
+        """Whether each client reads a file of its own."""
+        return self.run.dataset == OWN
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of one input, where clients have their own."""
+        try:
+            shape = tuple(int(part) for part in self.deploy.shape.split(","))
+        except ValueError:
+            shape = ()
+        if not shape or min(shape) < 1:
+            raise BadSetting(
+                f"with --dataset own the server must know the shape of one input; give --shape 1,28,28 for grey pictures or "
+                f"--shape 5 for five numbers, not {self.deploy.shape!r}"
+            )
+        return shape
+
+    @property
+    def structures(self) -> tuple[str, ...]:
+        """What masks show, from the outside in; none where targets are class labels."""
+        return tuple(part.strip() for part in self.deploy.structures.split(",") if part.strip())
+
+    @property
+    def classes(self) -> int:
+        """Outputs of the model, where clients have their own samples."""
+        return self.deploy.classes or len(self.structures)
+
+    def check_own(self, given: Mapping[str, Any]) -> None:
+        """Refuse settings that do not go with clients that have their own samples, or only go with them."""
+        if not self.own:
+            for name in ("shape", "classes", "structures", "test"):
+                if getattr(self.deploy, name):
+                    raise BadSetting(f"{name} is for --dataset own; {self.run.dataset} says it itself")
+            return
+        if not self.shape or (self.deploy.classes < 2) == (not self.structures):
+            raise BadSetting(
+                "with --dataset own give --classes 10, or --structures disc,cup where the targets are masks"
+            )
+        if given.get("partition", OWN) != OWN:
+            raise BadSetting("with --dataset own nothing is dealt out; leave partition away")
+        if self.run.val_fraction:
+            raise BadSetting("with --dataset own the server has no samples to hold out; leave val_fraction away")
+        if "accuracy" in self.run.stop_at and not self.deploy.test:
+            raise BadSetting("to stop at an accuracy the server needs samples of its own; give --test FILE.npz")
+
     @classmethod
     def of(cls, given: Mapping[str, Any]) -> Plan:
         """From settings by their names; the algorithm's fields are under `set`."""
         own = typed({n: v for n, v in given.items() if n in DEPLOY_FIELDS}, TYPES)
-        chosen = from_mapping({n: v for n, v in given.items() if n not in DEPLOY_FIELDS})
+        of_run = {n: v for n, v in given.items() if n not in DEPLOY_FIELDS}
+        chosen = from_mapping(({"partition": OWN} if of_run.get("dataset") == OWN else {}) | of_run)
         names = named(str(own.get("names", "")))
         for name in names:
             if not NAME.fullmatch(name) or names.count(name) > 1:
@@ -103,7 +162,9 @@ class Plan:
         deploy = DeployConfig(**own)
         if deploy.min_replies > chosen.cohort:
             raise BadSetting(f"min_replies is {deploy.min_replies}, but only {chosen.cohort} clients are asked a round")
-        return cls(chosen, alg, deploy)
+        plan = cls(chosen, alg, deploy)
+        plan.check_own(given)
+        return plan
 
     @classmethod
     def from_flat(cls, flat: Mapping[str, Any]) -> Plan:

@@ -3,7 +3,8 @@ algorithm sends it.
 
 A state belongs to one run (its token), one client (its name) and the round after which it stands. The states before and
 after the client's last round are kept: where that round did not count, because the answer came late or the server was killed
-and repeats the round, the client begins from the state before it.
+and repeats the round, the client begins from the state before it. What the server's reply makes of the last one, when the run
+is over, is kept beside them: a run that goes on after all begins from the state without it, and is sent the reply once more.
 """
 
 from __future__ import annotations
@@ -33,6 +34,10 @@ class Store:
     def file(self, round: int) -> Path:
         return self.folder / f"after-{round:06d}.safetensors"
 
+    def final(self, round: int) -> Path:
+        """The state with the last reply."""
+        return self.folder / f"final-{round:06d}.safetensors"
+
     def read(self, round: int) -> dict[str, Tensor] | None:
         """The state after that round, None where there is none."""
         file = self.file(round)
@@ -53,15 +58,25 @@ class Store:
 
         A newer one stays: then this round was answered long after the server had given it up.
         """
+        self.put(self.file(round), round, tensors)
+        for old in self.folder.glob("after-*.safetensors"):
+            if old < self.file(round) and old != self.file(before):
+                old.unlink(missing_ok=True)
+
+    def finish(self, round: int, tensors: Mapping[str, Tensor]) -> None:
+        """Keep the state after this round, the client's last, with the reply to it."""
+        self.put(self.final(round), round, tensors)
+        for old in self.folder.glob("final-*.safetensors"):  # the run had ended before, and went on
+            if old < self.final(round):
+                old.unlink(missing_ok=True)
+
+    def put(self, file: Path, round: int, tensors: Mapping[str, Tensor]) -> None:
         self.folder.mkdir(parents=True, exist_ok=True)
         temporary = self.folder / f".new-{os.getpid()}"
         save_file({name: t.cpu().contiguous().clone() for name, t in tensors.items()}, temporary, self.belongs(round))
         sync(temporary)
-        os.replace(temporary, self.file(round))
+        os.replace(temporary, file)
         sync(self.folder)
-        for old in self.folder.glob("after-*.safetensors"):
-            if old < self.file(round) and old != self.file(before):
-                old.unlink(missing_ok=True)
 
     def belongs(self, round: int) -> dict[str, str]:
         return {"run": self.run, "client": self.client, "round": str(round)}

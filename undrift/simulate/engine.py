@@ -368,7 +368,7 @@ class Simulation:
         if data.own and (last or self.t % self.settings.eval_every == 0):
             scores |= own_scores(self, last)
         every = self.settings.client_eval_every
-        if last or (every and self.t % every == 0):
+        if len(data.train) and (last or (every and self.t % every == 0)):  # none here where each client has its own
             scores |= client_scores(*where, data, self.metrics, cohort, self.settings.seed)
         return scores
 
