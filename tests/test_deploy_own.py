@@ -183,6 +183,8 @@ def test_a_node_whose_samples_do_not_fit_is_turned_away_by_name(
     serve(plan, nodes)
     said = capsys.readouterr().out
     assert said.count("north is turned away: ") == 1 and reason in said and "2 of 3 clients are there" in said
+    (server,) = (line for line in said.splitlines() if "north is turned away" in line)
+    assert str(tmp_path) not in server  # where a client keeps its samples is nobody else's business
     same(plan, simulator(plan, files), {(t, "1") for t in (1, 2, 3)})
 
 

@@ -160,9 +160,10 @@ def client_app() -> ClientApp:
         try:
             path = own_path(plan, context.node_config)
             facts |= {} if path is None else own_report(plan, path)._asdict()
-        except UndriftError as error:  # the server's log has it too
+        except UndriftError as error:  # the server's log gets it too
             tell(f"{facts['client']}: {error}")
-            facts["unfit"] = str(error)
+            where = str(context.node_config.get("data", ""))  # stays here
+            facts["unfit"] = str(error).replace(where, "its file") if where else str(error)
         return Message(to_records(Letter(facts, {})), reply_to=message)
 
     def train(message: Message, context: Context) -> Message:
