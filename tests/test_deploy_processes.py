@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -264,7 +265,11 @@ def test_a_node_that_is_not_registered_is_turned_away(tmp_path: Path) -> None:
 @pytest.mark.system
 def test_ctrl_c_ends_everything(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "undrift", "deploy", "local", str(tmp_path / "home"), "--clients", "2"]
-    process = subprocess.Popen([*command, "--rounds", "50", "--out", str(tmp_path / "out")], start_new_session=True)
+    command += ["--rounds", "50", "--out", str(tmp_path / "out")]
+    heeded = partial(
+        signal.signal, signal.SIGINT, signal.default_int_handler
+    )  # a shell's background job ignores Ctrl-C
+    process = subprocess.Popen(command, start_new_session=True, preexec_fn=heeded)
     file, end = tmp_path / "out" / "rounds.jsonl", time.monotonic() + LONG
     while not (file.exists() and file.read_text()):
         assert process.poll() is None and time.monotonic() < end
