@@ -44,7 +44,10 @@ COLUMNS = {
 
 def measure(settings: dict[str, Any], folder: str | None, turns: Connection) -> None:
     """One run in a process of its own, which waits for its turn before every round and in the end sends what it found."""
-    began, after = time.perf_counter(), []  # after: seconds between a round's record and its end
+    began, after = (
+        time.perf_counter(),
+        [],
+    )  # after: seconds of a turn beside the round, such as a checkpoint of the one before
 
     def end_of_round(record: dict[str, Any], rounds: int) -> None:
         after.append(time.perf_counter() - began - record["seconds"])
@@ -65,7 +68,7 @@ def measure(settings: dict[str, Any], folder: str | None, turns: Connection) -> 
             "clients": settings["clients"],
             "state": settings.get("client_state", "none"),
             "ms a round": 1e3 * statistics.median(seconds[1:-1]),
-            "checkpoint ms": 1e3 * statistics.median(after[CHECKPOINTS - 1 : -1 : CHECKPOINTS]),
+            "checkpoint ms": 1e3 * statistics.median(after[CHECKPOINTS::CHECKPOINTS]),
             "last round s": seconds[-1],
             "building s": after[0],
             "peak RSS MB": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,  # kilobytes, on Linux
