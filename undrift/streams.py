@@ -9,12 +9,8 @@ from __future__ import annotations
 
 from enum import IntEnum
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
-
-Words = NDArray[np.uint64]
 
 
 class Purpose(IntEnum):
@@ -113,40 +109,26 @@ def sample(key: int, population: int, size: int) -> list[int]:
     return order
 
 
-def mix_words(z: Words) -> Words:
-    """`mix` for unsigned words."""
-    z = (z ^ (z >> np.uint64(30))) * np.uint64(FIRST)
-    z = (z ^ (z >> np.uint64(27))) * np.uint64(SECOND)
-    return z ^ (z >> np.uint64(31))
-
-
-def streams(seed: int, purpose: Purpose, numbers: NDArray[np.int64]) -> Words:
-    """stream(seed, purpose, n) for each of the numbers."""
-    return mix_words(np.uint64(mix_int(stream(seed, purpose) + GOLDEN)) + numbers.astype(np.uint64))
-
-
-def samples(keys: Words, population: int, size: int) -> NDArray[np.int64]:
-    """[len(keys), size] sample(key, population, size) of each key, all at once; the population is below 2^32.
+def samples(keys: Tensor, population: int, size: int) -> Tensor:
+    """[len(keys), size] sample(key, population, size) of each key, all at once; the population is below 2^31.
 
     It takes time that grows with the square of `size`.
     """
 
-    def share(words: Words, bounds: Words) -> NDArray[np.int64]:
+    def share(words: Tensor, bounds: Tensor) -> Tensor:
         """word * bound / 2^64, rounded down."""
-        half = np.uint64(32)
-        low = (words & np.uint64(0xFFFFFFFF)) * bounds >> half
-        return ((words >> half) * bounds + low >> half).astype(np.int64)
+        high, low = (words >> 32) & 0xFFFFFFFF, words & 0xFFFFFFFF
+        return (high * bounds + (low * bounds >> 32)) >> 32
 
-    counts = np.arange(1, size + 1, dtype=np.uint64)
-    steps = counts * np.uint64(GOLDEN)
-    tops = np.arange(population - size, population)
-    chosen = share(mix_words(keys[:, None] + steps), (tops + 1).astype(np.uint64))
+    counts, tops = torch.arange(1, size + 1), torch.arange(population - size, population)
+    steps = counts * signed(GOLDEN)
+    chosen = share(mix(keys.unsqueeze(-1) + steps), tops + 1)
     for n in range(1, size):
         taken = (chosen[:, :n] == chosen[:, n : n + 1]).any(1)
         chosen[taken, n] = tops[n]
-    swapped = share(mix_words(mix_words(keys)[:, None] + steps), counts)
-    every = np.arange(len(keys))
+    swapped = share(mix(mix(keys).unsqueeze(-1) + steps), counts)
     for i in range(size - 1, 0, -1):
-        j = swapped[:, i]
-        chosen[every, i], chosen[every, j] = chosen[every, j], chosen[:, i].copy()
+        j, here = swapped[:, i : i + 1], chosen[:, i : i + 1].clone()
+        chosen[:, i : i + 1] = chosen.gather(1, j)
+        chosen.scatter_(1, j, here)
     return chosen

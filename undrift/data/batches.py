@@ -13,7 +13,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from undrift.streams import Purpose, fold, signed, stream, streams
+from undrift.streams import Purpose, fold, signed, stream
 
 Counts = NDArray[np.int64]
 
@@ -59,7 +59,7 @@ class Plan:
     def all_shuffled_by(self, seed: int, rounds: Counts) -> Counts:
         """The same for some rounds."""
         numbers = np.zeros_like(rounds) if self.continues else rounds + 1
-        return streams(seed, Purpose.BATCHES, numbers).view(np.int64)
+        return fold(stream(seed, Purpose.BATCHES), torch.from_numpy(numbers)).numpy()
 
     def steps_of(self, sizes: Counts) -> Counts:
         """K_i. A fractional epoch is the first round(f n_i / B) batches of a shuffle; everybody takes at least one step."""

@@ -29,7 +29,7 @@ from undrift.simulate.own import own_scores
 from undrift.simulate.ranks import agreed, over_ranks
 from undrift.simulate.replay import LONGEST, Part, Replay
 from undrift.simulate.uplink import Compressed, Uplink, check_summed
-from undrift.streams import Purpose, fold, sample, samples, stream, streams, uniform
+from undrift.streams import Purpose, fold, sample, samples, stream, uniform
 from undrift.vec import map_leaves, nbytes
 
 DRAWN_TOGETHER = 128  # clients of a cohort: larger ones are drawn one after another
@@ -140,13 +140,11 @@ class Simulation:
     def draws(self, rounds: Sequence[int]) -> list[tuple[Tensor, Tensor]]:
         """draw(t) for each of some rounds."""
         settings, clients = self.settings, self.data.clients
-        if settings.sampling != "fixed" or settings.cohort > DRAWN_TOGETHER or clients >> 32:
+        if settings.sampling != "fixed" or settings.cohort > DRAWN_TOGETHER or clients >> 31:
             return [self.draw(t) for t in rounds]
-        keys = streams(settings.seed, Purpose.COHORT, np.asarray(rounds))
-        drawn = samples(keys, clients, settings.cohort)
-        order = drawn.argsort(1)
-        both = (torch.from_numpy(v) for v in (np.take_along_axis(drawn, order, 1), order))
-        return list(zip(*both, strict=True))
+        keys = fold(stream(settings.seed, Purpose.COHORT), torch.tensor(rounds))
+        ids, order = samples(keys, clients, settings.cohort).sort(1)
+        return list(zip(ids, order, strict=True))
 
     def takes_part(self, t: int) -> Part:
         """Who takes part in round t, and how much each one does."""

@@ -17,7 +17,7 @@ from undrift.round import RoundRecord
 from undrift.simulate.clients import ClientTable
 from undrift.simulate.execute import Stacked, available_memory
 from undrift.simulate.program import COMPILED_FROM, LONGEST_UNROLLED, Ahead, Program, Shape, uses_whole
-from undrift.streams import Purpose, fold, streams
+from undrift.streams import Purpose, fold, stream
 from undrift.vec import map_leaves, nbytes
 
 if TYPE_CHECKING:
@@ -180,7 +180,7 @@ def laid_out(
 
         def keys(use: Purpose) -> Tensor:
             """[R * runs, S, K]"""
-            names = one.put(named(lambda seed, rounds: streams(seed, use, rounds).view(np.int64)))
+            names = one.put(named(lambda seed, rounds: fold(stream(seed, use), torch.from_numpy(rounds)).numpy()))
             return fold(fold(names.unsqueeze(-1), where).unsqueeze(-1), step)
 
         rates = [[o.alg.lr * o.simulation.settings.schedule(t) for o in outlooks] for t in ahead if one.scheduled]
