@@ -627,6 +627,21 @@ def test_sweeps_name_their_mistakes(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert not (tmp_path / "o").exists()
 
 
+def test_a_sweep_goes_on_with_what_a_run_chose_for_itself(tmp_path: Path) -> None:
+    (tmp_path / "s.toml").write_text('clients = 8\ncohort = 2\nmodel = "logreg"\nrounds = 2\n[sweep]\nseeds = [0]\n')
+    command = f"sweep {tmp_path / 's.toml'} --out {tmp_path / 'o'} --processes 1".split()
+    assert cli.main(command) == 0
+    (folder,) = (tmp_path / "o").glob("*/")
+    settings = folder / "run.toml"  # of a run on a GPU, which writes down whether it compiled
+    settings.write_text(settings.read_text().replace('compile = "auto"', 'compile = "off"'))
+    assert 'compile = "off"' in settings.read_text()
+    assert cli.main(command) == 0
+    (tmp_path / "s.toml").write_text((tmp_path / "s.toml").read_text().replace("rounds = 2", "rounds = 3"))
+    assert cli.main(command) == 0
+    assert len((folder / "rounds.jsonl").read_text().splitlines()) == 3
+    assert 'compile = "off"' in settings.read_text(), "it goes on as it was begun"
+
+
 def test_a_sweep_does_not_pass_off_old_results_as_new(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     small = 'clients = 8\ncohort = 2\nmodel = "logreg"\nrounds = 1\n[set]\nlr = 0.1\n[sweep]\nseeds = [0]\n'
     (tmp_path / "s.toml").write_text(small)

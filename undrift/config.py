@@ -138,7 +138,7 @@ CHOICES = {
     "client_state": ("auto", "memory", "disk"),
 }
 # What may change when a run is resumed: how long and how it runs, not what it computes.
-RESUMABLE = ("rounds", "stop_at", "checkpoint_every", "device", "execution", "chunk", "deterministic")
+RESUMABLE = ("rounds", "stop_at", "checkpoint_every", "device", "execution", "chunk", "compile", "deterministic")
 FIELDS = {f.name: f for f in dataclasses.fields(RunConfig)}
 TYPES = get_type_hints(RunConfig)
 

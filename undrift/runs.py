@@ -135,9 +135,10 @@ def run(
         check_same_run(folder, stored, asked)
         given = stored | given | {"set": stored.get("set", {}) | asked.pop("set", {})}
         settings.pop("set", None)
-        if asked.get("execution", "auto") == "auto":  # what it was begun with, so that it goes on bit for bit
-            settings.pop("execution", None)
-            given["execution"] = stored.get("execution", "auto")
+        for choice in ("execution", "compile"):
+            if asked.get(choice, "auto") == "auto":  # what it was begun with, so that it goes on bit for bit
+                settings.pop(choice, None)
+                given[choice] = stored.get(choice, "auto")
         for what, now in (("threads", torch.get_num_threads()), ("ranks", ranks.count())):
             if made.get(what) not in (None, now) and ranks.rank() == 0:
                 warnings.warn(
