@@ -16,7 +16,7 @@ Several processes share the work, and a GPU, by --only, each with its file: sgd,
 
 Every method at every ratio is tried with the same three rates under seed 0, and goes on with the one that is best on a tenth of
 the training samples, which nobody trains on; a diverged run counts as zero. PSync and DEF-A have the rates of SAEF and DEF,
-whose runs they are.
+whose runs they are. A run is ended as diverged when a pass has a mean training loss above 10.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from undrift.parallel import run_parallel
 COMMON: dict[str, Any] = {
     "dataset": "cifar10", "model": "resnet9(norm=group)", "workers": 16, "batch": 4, "rounds": 15, "lr": 0.1, "momentum": 0.9,
     "weight_decay": 5e-4, "warmup": 1.0, "lr_drops": "10,13", "eval_every": 5, "checkpoint_every": 5,
-    "execution": "stacked", "replay": True, "precision": "tf32", "val_fraction": 0.1,
+    "execution": "stacked", "replay": True, "compile": True, "precision": "tf32", "val_fraction": 0.1,
 }  # fmt: skip
 FACTORS = (1.0, 0.25, 0.0625)  # of the rate, tried for every method
 Job = tuple[str, dict[str, Any]]
@@ -45,8 +45,15 @@ COLUMNS = {  # the thesis' columns: which runs, and which of their two models
 }  # fmt: skip
 
 
+HOPELESS = 10.0  # a mean training loss of a pass that no run comes back from; guessing has 2.3
+
+
 class OutOfTime(Exception):
     """No more rounds now."""
+
+
+class Diverged(Exception):
+    """The loss of a pass was hopeless."""
 
 
 def named(method: str, ratio: float, seed: int, lr: float, lam: str = "") -> Job:
@@ -100,6 +107,8 @@ def run_all(arguments: argparse.Namespace, done: dict[str, Any]) -> None:
     began = time.monotonic()
 
     def watch(record: dict[str, Any], rounds: int) -> None:
+        if record["train_loss"] > HOPELESS:
+            raise Diverged
         if time.monotonic() - began > arguments.seconds and record["round"] < rounds:
             raise OutOfTime
 
@@ -112,17 +121,20 @@ def run_all(arguments: argparse.Namespace, done: dict[str, Any]) -> None:
         folder = Path(arguments.folder) / name.replace(" ", "-")
         try:
             result = run_parallel(common | settings, out=folder, resume=RunFolder(folder).exists(), progress=watch)
+            records, stopped = result.records, result.stopped
+        except Diverged:
+            records, stopped = RunFolder(folder).records(), "diverged"
         except OutOfTime:
             break
-        seconds = [record["seconds"] for record in result.records]
-        last = result.records[-1]
+        seconds = [record["seconds"] for record in records]
+        last = records[-1] if records else {}
         done[name] = common | settings | {
-            "curve": curve(result.records), "stopped": result.stopped, "seconds": round(sum(seconds), 1),
-            "bytes": sum(record["bytes_up"] for record in result.records), "lambda": last.get("lambda"),
+            "curve": curve(records), "stopped": stopped, "seconds": round(sum(seconds), 1),
+            "bytes": sum(record["bytes_up"] for record in records), "lambda": last.get("lambda"),
             "validation": last.get("val_accuracy"), "rates": rates,
         }  # fmt: skip
         Path(arguments.json[-1]).write_text(json.dumps(done, indent=1))
-        print(f"{name}: {done[name]['curve'][-1]} {result.stopped}, {sum(seconds):.0f} s", flush=True)
+        print(f"{name}: {done[name]['curve'][-1:]} {stopped}, {sum(seconds):.0f} s", flush=True)
 
 
 def scores(done: dict[str, Any], start: str, which: str, at: int = 10**9) -> list[float]:

@@ -194,9 +194,10 @@ def test_compiled_rounds_agree_with_others(name: str) -> None:
         torch.testing.assert_close(compiled.model[n], tensor, rtol=5e-3, atol=5e-4)
 
 
-@pytest.mark.parametrize("replay", [False, True])
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch's own, when the compiler is first imported
+@pytest.mark.parametrize("how", [{"replay": False}, {"replay": True}, {"replay": True, "compile": True}])
 @pytest.mark.parametrize("method", ["sgd", "saef", "ef21", "def"])
-def test_data_parallel_workers_agree_with_the_cpu(method: str, replay: bool) -> None:
+def test_data_parallel_workers_agree_with_the_cpu(method: str, how: dict[str, Any]) -> None:
     settings = {
         "method": method,
         "workers": 4,
@@ -207,7 +208,7 @@ def test_data_parallel_workers_agree_with_the_cpu(method: str, replay: bool) -> 
         "lr": 0.02,
     }
     here = run_parallel(settings, device="cpu", execution="stacked")
-    there = run_parallel(settings, device="cuda", replay=replay)
+    there = run_parallel(settings, device="cuda", **how)
     for n, tensor in here.model.items():
         torch.testing.assert_close(there.model[n], tensor, rtol=1e-9, atol=1e-9)
 

@@ -23,9 +23,25 @@ def apart(a: Tensor, b: Tensor) -> float:
     return float((a - b).norm() / b.norm().clamp(min=1e-300))
 
 
+SMALL = {"workers": 3, "batch": 4, "steps": 4, "rounds": 4, "dtype": "float64", "ratio": 8, "seed": 1, "lr": 0.05}
+
+
 def trained(out: Path | None = None, **settings: Any) -> Result:
-    small = {"workers": 3, "batch": 4, "steps": 4, "rounds": 4, "dtype": "float64", "ratio": 8, "seed": 1, "lr": 0.05}
-    return run_parallel(out=out, **(small | settings))
+    return run_parallel(out=out, **(SMALL | settings))
+
+
+def test_what_is_compiled_is_the_iteration_as_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The traced graph, run as it is, with BatchNorm, dropout and crops."""
+    traced: list[Any] = []
+    monkeypatch.setattr(torch, "compile", lambda graph, **how: traced.append(graph) or graph)
+    how = {"model": "tests.test_parallel:normed", "dataset": "tests.test_parallel:pictures", "execution": "stacked"}
+    plain, compiled = (made_of(resolved(from_mapping(SMALL | how | {"replay": True}))) for _ in range(2))
+    compiled.compile = True  # which on a CPU is never asked for
+    for training in (plain, compiled):
+        training.rounds(2)
+        training.rounds(1)
+    assert traced and torch.equal(plain.z, compiled.z) and torch.equal(plain.buffers, compiled.buffers)
+    assert not torch.equal(plain.z[0], plain.z[1])
 
 
 @pytest.mark.parametrize("name", ["sgd", "ef", "saef", "psync", "ef21", "def", "def-a"])

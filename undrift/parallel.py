@@ -66,6 +66,7 @@ class ParallelConfig:
         default="auto", metadata={"help": "of simulated workers: stacked, pool (in turn), or auto (stacked on a GPU)"}
     )
     replay: bool = field(default=False, metadata={"help": "on a GPU, replay stacked gradients as a CUDA graph"})
+    compile: bool = field(default=False, metadata={"help": "compile what is replayed: slow to begin, then faster"})
     precision: str = field(default="fp32", metadata={"help": "of products on a GPU: fp32, or tf32 (10 bits, faster)"})
     deterministic: bool = field(default=False, metadata={"help": "make CUDA runs repeatable"})
     eval_every: int = field(default=1, metadata={"help": "rounds between evaluations"})
@@ -202,6 +203,7 @@ def made_of(config: ParallelConfig) -> Training:
         workers,
         config.execution == "stacked",
         config.replay,
+        config.compile,
         {"accuracy": accuracy},
         device,
     )

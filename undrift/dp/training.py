@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -25,7 +25,7 @@ from undrift.oracle import Oracle
 from undrift.round import RoundRecord
 from undrift.simulate.evaluate import Metric, means, sample_scores
 from undrift.simulate.execute import mini_batch
-from undrift.simulate.graphs import recorded
+from undrift.simulate.graphs import fused, recorded
 from undrift.streams import Purpose, fold, stream
 
 STATISTICS_BATCH = 500  # samples of a batch from which BatchNorm's statistics are taken anew
@@ -54,6 +54,14 @@ class Schedule:
         return float(warm * self.lr * self.lr_decay**t * self.lr_drop ** sum(t >= drop for drop in self.lr_drops))
 
 
+class Found(NamedTuple):
+    """Of a worker, or of stacked ones: the gradient [..., d], the loss [..., 1], BatchNorm's statistics [..., Q]."""
+
+    gradient: Tensor
+    loss: Tensor
+    buffers: Tensor
+
+
 class Training:
     """A run in memory. `rounds()` advances it; `tensors()` is all that a checkpoint needs."""
 
@@ -67,6 +75,7 @@ class Training:
         workers: Stacked | Ranks,
         stacked: bool,
         replay: bool,
+        compile: bool,
         metrics: Mapping[str, Metric],
         device: torch.device,
     ) -> None:
@@ -75,6 +84,8 @@ class Training:
         self.compressor, self.net, self.data, self.schedule = compressor, net.to(device), data, schedule
         self.workers, self.stacked, self.metrics, self.device = workers, stacked, metrics, device
         self.replay = replay and stacked and isinstance(workers, Stacked)
+        self.compile = compile and self.replay and device.type == "cuda"
+        self.together: Callable[..., Found] = self.of
         self.recording: Callable[[], tuple[Tensor, Tensor]] | None = None
         self.total = workers.count * schedule.batch
         if len(data.members) < self.total:
@@ -118,25 +129,32 @@ class Training:
             keys[place] = fold(stream(self.schedule.seed, purpose, iteration), self.ids)
         if self.replay:
             if self.recording is None:
+                if self.compile:
+                    self.together = fused(self.of, *self.inputs())
                 self.recording = recorded(self.play, [self.buffers], self.device)
             return self.recording()
         return self.play()
 
+    def of(self, ids: Tensor, rows: Tensor, dropout: Tensor, augment: Tensor, z: Tensor, buffers: Tensor) -> Found:
+        """What a worker finds at its point z, or stacked ones at theirs."""
+        batch = mini_batch(self.net, self.data, ids, rows, None, dropout, augment)
+        oracle = Oracle(self.net, batch, buffers)
+        return Found(oracle.grad(z), oracle.loss, oracle.buffers)
+
+    def inputs(self) -> tuple[Tensor, ...]:
+        """What `of` asks for, of all workers here."""
+        rows, (dropout, augment) = self.told
+        return self.ids, rows, dropout, augment, self.z, self.buffers
+
     def play(self) -> tuple[Tensor, Tensor]:
         """The gradients and losses of the iteration that `told` describes; on a GPU it can be recorded as a graph."""
-        rows, (dropout, augment) = self.told
-
-        def of(who: Any, z: Tensor, buffers: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-            batch = mini_batch(self.net, self.data, self.ids[who], rows[who], None, dropout[who], augment[who])
-            oracle = Oracle(self.net, batch, buffers)
-            return oracle.grad(z), oracle.loss, oracle.buffers
-
         if isinstance(self.workers, Ranks):
-            g, loss, after = of(self.workers.rank, self.z, self.buffers)
+            ids, rows, dropout, augment = (t[self.workers.rank] for t in self.inputs()[:4])
+            g, loss, after = self.of(ids, rows, dropout, augment, self.z, self.buffers)
         elif self.stacked:
-            g, loss, after = of(slice(None), self.z, self.buffers)
+            g, loss, after = self.together(*self.inputs())
         else:
-            each = [of(k, self.z[k], self.buffers[k]) for k in range(self.workers.count)]
+            each = [self.of(*(t[k] for t in self.inputs())) for k in range(self.workers.count)]
             g, loss, after = (torch.stack(parts) for parts in zip(*each, strict=True))
         self.buffers.copy_(after)
         return g, loss

@@ -12,14 +12,12 @@ and the engine runs it round by round.
 from __future__ import annotations
 
 import functools
-import warnings
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
 from torch import Tensor
-from torch.fx.experimental.proxy_tensor import make_fx
 
 from undrift.algorithms.base import Algorithm, Cohort, Server, Worker
 from undrift.data.federation import Federation
@@ -27,7 +25,7 @@ from undrift.net import Net
 from undrift.oracle import Oracle
 from undrift.round import Answers, State, begin, client_init, consistency, end, replied, server_part, step
 from undrift.simulate.execute import LocalWhole, mini_batch
-from undrift.simulate.graphs import recorded
+from undrift.simulate.graphs import fused, recorded
 from undrift.vec import leaves, map_leaves, nbytes
 
 T = TypeVar("T")
@@ -153,7 +151,7 @@ class Program:
         self.apart = alg.needs_host(device, empty)  # the server's part is no part of a graph
         self.captures = True  # False: play rounds as they are written, on a GPU too
         self.compile = compile
-        self.compiled: dict[tuple[Any, ...], tuple[Callable[..., list[Tensor]], Any]] = {}
+        self.compiled: dict[tuple[Any, ...], Callable[..., Any]] = {}
         self.fuses_end = type(alg).needs_host is Server.needs_host  # a server that may need the host writes in place
         self.state = map_leaves(lambda t: t.clone() if self.apart else t.to(device, copy=True), state)
         self.uniform: dict[torch.Size, Tensor] = {}  # weights 1/S by the cohort's shape
@@ -384,22 +382,8 @@ class Program:
             return play(*given)
         name = (*name, *(t.stride() for t in leaves(given)))  # in the first step all clients share the server's vectors
         if name not in self.compiled:
-            made: list[T] = []
-
-            def flat(*tensors: Tensor) -> list[Tensor]:
-                rest = iter(tensors)
-                made[:] = [play(*(map_leaves(lambda _: next(rest), state) for state in given))]
-                return leaves(made[0])
-
-            graph = make_fx(flat)(*leaves(given))
-            fast = torch.compile(graph, dynamic=False, options={"max_pointwise_cat_inputs": 32})
-            with warnings.catch_warnings():
-                warnings.filterwarnings("ignore", "TensorFloat32 tensor cores")  # the precision was chosen
-                fast(*leaves(given))
-            self.compiled[name] = fast, made[0]
-        compiled, form = self.compiled[name]
-        results = iter(compiled(*leaves(given)))
-        return cast(T, map_leaves(lambda _: next(results), form))
+            self.compiled[name] = fused(play, *given)
+        return cast(T, self.compiled[name](*given))
 
     def one_step(self, rate: Any, here: Here, inputs: Inputs, ragged: bool) -> Here:
         """One local step as it is written."""
