@@ -73,19 +73,20 @@ class Memory(NamedTuple):
         age, at = self.age[place].unsqueeze(-1), place.to(updates.device)
         scale = torch.where(age < 0, 0.0, beta2 ** (age + 1).to(updates.dtype)).to(updates)
         fade_and_add(self.rows, at, scale, updates)  # D[i] <- scale D[i] + d_i
-        rows, vectors = self.rows, torch.cat([self.rows.index_select(0, at), m[None]])
         # Only the cohort's rows and columns of the Gram matrix change: S m d operations, not m m d, in one reading.
-        new = torch.stack([inner(vectors[:, part], rows[:, part]) for part in segments])
+        new = torch.stack([inner(self.rows[:, part], at, m[part]) for part in segments])
         new, along = new[:, :-1].to(self.products), new[:, -1]
         products = self.products.index_copy(1, at, new).index_copy(2, at, new.transpose(1, 2))
         age = (self.age + 1).index_fill(0, place, 0)
-        return self._replace(rows=rows, age=age, products=products), along
+        return self._replace(age=age, products=products), along
 
     def constrains(self, beta2: float) -> Tensor:
         """[m] which rows are directions not to hurt: a column's length does not matter, but beta_2 = 0 wipes the absent."""
         return (self.ids >= 0) & ((self.age == 0) | (beta2 > 0))
 
 
-def inner(vectors: Tensor, rows: Tensor) -> Tensor:
-    """The inner products [k, m] of vectors [k, P] with rows [m, P], in float64 as far as they were summed up so."""
-    return inner_products(vectors, rows) if long_products(rows) else gram(vectors, rows).double()
+def inner(rows: Tensor, at: Tensor, m: Tensor) -> Tensor:
+    """The products [S + 1, m] of rows[at] and m with all rows [m, P], in float64 as far as they were summed up so."""
+    if long_products(rows):
+        return inner_products(rows, at, m)
+    return gram(torch.cat([rows.index_select(0, at), m[None]]), rows).double()

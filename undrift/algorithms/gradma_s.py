@@ -55,9 +55,11 @@ class ServerMemory(Server):
         if not len(server.memory.ids):
             return x - self.server_lr * m, server._replace(m=m)
         segments = cohort.layout.segments if self.qp_scope == "tensor" else [slice(0, len(x))]
-        turn = cohort.drawn.argsort() if self.order == "sampling" else torch.arange(len(cohort.ids), device=x.device)
-        memory, place = server.memory.let_in(cohort.ids[turn])  # mem_red
-        memory, along = memory.remember(place, up.d[turn], self.beta2, segments, m)
+        ids, updates = cohort.ids, up.d
+        if self.order == "sampling":
+            ids, updates = ids[cohort.drawn.argsort()], updates[cohort.drawn.argsort()]
+        memory, place = server.memory.let_in(ids)  # mem_red
+        memory, along = memory.remember(place, updates, self.beta2, segments, m)
         D = memory.constrains(self.beta2)
         projected, active, failed = [], [], server.failed
         for part, products, a, start in zip(segments, memory.products, along, server.active, strict=True):
