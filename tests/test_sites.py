@@ -156,6 +156,25 @@ def test_retina_reads_archives_and_folders(tmp_path: Path) -> None:
         retina.load(tmp_path, size=16)
 
 
+def test_archives_are_brought_to_the_size_that_is_asked_for(tmp_path: Path) -> None:
+    random = np.random.default_rng(0)
+    x, y = random.integers(0, 255, (8, 32, 32, 3)).astype(np.uint8), random.integers(0, 3, (8, 32, 32))
+    (tmp_path / "retina").mkdir()
+    for name in "ab":
+        np.savez(
+            tmp_path / "retina" / f"{name}.npz",
+            x=x,
+            y=y,
+            split=np.array(["train"] * 4 + ["val", "val", "test", "test"]),
+        )
+    data = retina.load(tmp_path, size=16)
+    assert data.x_train.shape == (12, 16, 16, 3) and data.y_train.shape == (12, 16, 16)
+    means = x[6:].reshape(2, 16, 2, 16, 2, 3).mean((2, 4))
+    assert np.abs(np.asarray(data.x_test[np.arange(2)]) - means).max() <= 1, "pixels are mixed"
+    assert set(np.unique(data.y_test)) == {0, 1, 2}, "but not the numbers of masks"
+    assert np.array_equal(data.y_test[0], y[6, 1::2, 1::2])
+
+
 def test_retina_in_parts_and_prostate(tmp_path: Path) -> None:
     write_site(tmp_path / "retina", "a", 16)
     write_site(tmp_path / "retina", "b", 16)

@@ -30,10 +30,10 @@ def read_sites(root: Path | None, name: str, size: int, structures: int) -> list
             "folder with images/ and masks/ for each site, or use the drawn pictures of 'synthetic-sites'"
         )
     places = sorted(p for p in folder.iterdir() if p.suffix == ".npz" or (p.is_dir() and not p.name.startswith(".")))
-    return [from_npz(p) if p.suffix == ".npz" else from_folder(p, size, structures) for p in places]
+    return [from_npz(p, size) if p.suffix == ".npz" else from_folder(p, size, structures) for p in places]
 
 
-def from_npz(path: Path) -> Site:
+def from_npz(path: Path, size: int) -> Site:
     try:
         with np.load(path) as archive:
             found = {key: archive[key] for key in archive.files}
@@ -50,6 +50,13 @@ def from_npz(path: Path) -> Site:
         )
     if images.ndim == 3:
         images = images[..., None]
+    if masks.dtype.kind in "bi" and masks.size and masks.min() >= 0 and masks.max() < 256:
+        masks = masks.astype(np.uint8)
+    if images.dtype == masks.dtype == np.uint8 and images.ndim == 4 and masks.ndim == 3:  # or the site is refused later
+        channels = [
+            np.stack([resized(one[..., c], size, sharp=False) for one in images]) for c in range(images.shape[-1])
+        ]
+        images, masks = np.stack(channels, -1), np.stack([resized(one, size, sharp=True) for one in masks])
     split = found["split"].astype(str) if "split" in found else None
     return Site(path.stem, images, masks, None if groups is None else patients(groups), split)
 
@@ -81,10 +88,19 @@ def pixels(path: Path, size: int, mode: str) -> NDArray[np.uint8]:
         with Image.open(path) as picture:
             # A mask with a palette keeps its numbers.
             plain = picture if mode == "L" and picture.mode in ("P", "L") else picture.convert(mode)
-            sharp = Image.Resampling.NEAREST if mode == "L" else Image.Resampling.BOX
-            return np.asarray(plain.resize((size, size), sharp), dtype=np.uint8)
+            return resized(np.asarray(plain, dtype=np.uint8), size, sharp=mode == "L")
     except OSError as error:
         raise BadData(f"cannot read the picture {path}: {error}") from error
+
+
+def resized(picture: NDArray[np.uint8], size: int, sharp: bool) -> NDArray[np.uint8]:
+    """A picture [H, W] or [H, W, 3] as [size, size]; a sharp one has no other values than before."""
+    from PIL import Image
+
+    if picture.shape[:2] == (size, size):
+        return picture
+    how = Image.Resampling.NEAREST if sharp else Image.Resampling.BOX
+    return np.asarray(Image.fromarray(picture).resize((size, size), how), dtype=np.uint8)
 
 
 def samples_table(path: Path, names: list[str]) -> dict[str, dict[str, str]]:
