@@ -25,7 +25,7 @@ from undrift.figures import look
 from undrift.models import small_cnn, unet
 from undrift.report import sites
 from undrift.report.page import html
-from undrift.report.runs import grouped, load
+from undrift.report.runs import by_task, grouped, load
 from undrift.segmentation import dice_loss, dice_scores, metrics
 
 CPU = torch.device("cpu")
@@ -175,6 +175,24 @@ def test_archives_are_brought_to_the_size_that_is_asked_for(tmp_path: Path) -> N
     assert np.array_equal(data.y_test[0], y[6, 1::2, 1::2])
 
 
+def test_given_splits_are_whole_and_grey_masks_serve(tmp_path: Path) -> None:
+    write_site(tmp_path / "retina", "a", 8)
+    write_site(tmp_path / "retina", "b", 8)
+    table = tmp_path / "retina" / "a" / "samples.csv"
+    parts = ["train", "train", "val", "val", "test", "test", "test", "test"]
+    table.write_text("name,split\n" + "".join(f"p{n},{part}\n" for n, part in enumerate(parts)))
+    data = retina.load(tmp_path, size=16)
+    assert data.test_sites is not None and (data.test_sites == 0).sum() == 4
+    table.write_text(table.read_text().replace("p3,val", "p3,"))
+    with pytest.raises(BadData, match="no split for p3"):
+        retina.load(tmp_path, size=16)
+    table.unlink()
+    grey = np.zeros((8, 16, 16), np.uint8)
+    grey[:, 4:12, 4:12], grey[:, 6:10, 6:10] = 128, 255
+    np.savez(tmp_path / "retina" / "c.npz", x=np.zeros((8, 16, 16, 3), np.uint8), y=grey)
+    assert set(np.unique(retina.load(tmp_path, size=16).y_test)) == {0, 1, 2}
+
+
 def test_retina_in_parts_and_prostate(tmp_path: Path) -> None:
     write_site(tmp_path / "retina", "a", 16)
     write_site(tmp_path / "retina", "b", 16)
@@ -234,6 +252,22 @@ def test_a_run_scores_every_site(name: str) -> None:
     assert [sites["crossed"]["dice"][k][k] for k in range(3)] == pytest.approx(sites["test"]["personal"]["dice"])
 
 
+@pytest.mark.parametrize("name", ["fedsm-extra", "ensemble"])
+def test_before_the_selector_learns_the_servers_model_serves(name: str) -> None:
+    result = undrift.run(
+        algorithm=name, dataset="synthetic-sites(sites=3, patients=8, size=16)", model="unet(width=4, depth=1)",
+        partition="sites", clients=3, cohort=3, epochs=1, batch=8, rounds=3, eval_every=1, device="cpu", execution="pool",
+        set={"optimizer": "adam", "lr": 0.01, "selector_model": "small-cnn(width=4)", "selector_lr": 0.0, "begin": 2},
+    )  # fmt: skip
+    for record in result.records[:2]:
+        sites = record["sites"]
+        assert sites["test"]["super"] == sites["test"]["global"] != sites["test"]["personal"]
+        assert sites["chosen"]["test"] == [[4, 0, 0, 0]] * 3
+    sites = result.records[2]["sites"]
+    assert sites["test"]["super"] != sites["test"]["global"], "an untrained selector is used from then on"
+    assert all("gamma" not in record for record in result.records), "they have no threshold"
+
+
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     out: Path = tmp_path_factory.mktemp("super") / "run"
@@ -289,6 +323,38 @@ def test_predict_writes_masks_overlays_and_a_table(trained: Path, tmp_path: Path
     assert "holds no super model" in capsys.readouterr().err
 
 
+def test_predict_loses_no_picture_and_takes_the_site_that_is_named(trained: Path, tmp_path: Path, capsys: Any) -> None:
+    write_site(tmp_path, "new", 2)
+    images, out = tmp_path / "new" / "images", tmp_path / "out"
+    with Image.open(images / "p1.png") as picture:
+        picture.save(images / "p1.jpg")
+    command = ["predict", "--super", str(trained), "--in", str(images), "--out", str(out)]
+    assert main([*command, "--site", "site 2"]) == 0
+    assert sorted(p.name for p in out.glob("*_mask.png")) == ["p0_mask.png", "p1.jpg_mask.png", "p1.png_mask.png"]
+    rows = list(csv.DictReader((out / "predictions.csv").read_text().splitlines()))
+    assert [(row["model"], row["site"]) for row in rows] == [("2", "site 2")] * 3
+    assert main([*command, "--site", "0"]) == 0
+    assert "global" in (out / "predictions.csv").read_text()
+    capsys.readouterr()
+    assert main([*command, "--site", "sit 2"]) == 2
+    assert "did you mean 'site 2'" in capsys.readouterr().err
+    with pytest.raises(BadData, match="no pictures"):
+        undrift.SuperModel.load(trained).predict(np.zeros((0, 16, 16, 3), np.uint8))
+
+
+def test_what_was_perhaps_not_meant_is_said(tmp_path: Path, capsys: Any) -> None:
+    (tmp_path / "c.toml").write_text(
+        'clients = 10\ncohort = 10\nrounds = 1\nsteps = 1\npartition = "iid"\nmodel = "logreg"\n'
+    )
+    common = [str(tmp_path / "c.toml"), "--algorithm"]
+    assert main(["run", *common, "ft", "--out", str(tmp_path / "a")]) == 0
+    assert "after round 90, which it did not reach" in capsys.readouterr().out
+    assert main(["run", *common, "softpull", "--set", "lam=0.05", "--out", str(tmp_path / "b")]) == 0
+    assert "lam 0.05 is below 1/S = 0.1" in capsys.readouterr().out
+    assert main(["run", *common, "softpull", "--out", str(tmp_path / "c")]) == 0
+    assert "note" not in capsys.readouterr().out
+
+
 def test_a_site_can_be_left_out_and_tested_as_unseen() -> None:
     spec = "synthetic-sites(sites=3, patients=8, without=2, size=16)"
     whole, data = load_dataset("synthetic-sites(sites=3, patients=8, size=16)"), load_dataset(spec)
@@ -306,6 +372,10 @@ def test_a_site_can_be_left_out_and_tested_as_unseen() -> None:
         load_dataset("synthetic-sites(sites=3, patients=8, without=4)")
     with pytest.raises(BadSetting, match="no sites"):
         load_dataset("digits(without=1)")
+    free, best = (last["sites"]["unseen_thresholds"][which] for which in ("none", "best"))
+    assert free["gamma"] == 0 and free["chosen"] == last["sites"]["chosen"]["unseen"][0]
+    assert free["scores"]["dice"] == pytest.approx(last["sites"]["unseen"]["super"]["dice"][0])
+    assert best["scores"]["dice"] >= max(free["scores"]["dice"], last["sites"]["unseen"]["global"]["dice"][0]) - 1e-6
 
 
 def test_the_report_shows_every_site(tmp_path: Path) -> None:
@@ -316,13 +386,33 @@ def test_the_report_shows_every_site(tmp_path: Path) -> None:
     undrift.run(algorithm="local", out=tmp_path / "local", **common)
     undrift.run(algorithm="fedsm", out=tmp_path / "fedsm", set={"selector_model": "small-cnn(width=4)"}, **common)
     page = html(load([tmp_path]), None)
-    for words in ("Sites: dice", "Every model on every site", "Chosen models", "The unseen site", "client average"):
+    for words in ("Sites: dice", "Sites: dice_cup", "Every model on every site", "Chosen models", "The unseen site"):
         assert words in page
+    assert "client average" in page and "The threshold on the unseen site: fedsm" in page and "Unseen sites" not in page
     (table,) = (part for part in sites.tables(grouped(load([tmp_path]))) if part.title == "Sites: dice")
     assert table.rows[0][3:5] == ["site 2", "site 3"] and table.rows[1][0].startswith("local")
     record = json.loads((tmp_path / "fedsm" / "rounds.jsonl").read_text())
     (row,) = (row for row in table.rows if row[0].startswith("fedsm") and row[1:3] == ["super", "last"])
     assert row[3:6] == [f"{v:.4f}" for v in (*record["sites"]["test"]["super"]["dice"], record["own_dice"])]
+
+
+def test_the_report_puts_left_out_sites_side_by_side(tmp_path: Path) -> None:
+    found = {}
+    for site in (1, 2):
+        for name in ("fedavg", "fedsm"):
+            result = undrift.run(
+                algorithm=name, dataset=f"synthetic-sites(sites=3, patients=8, size=16, without={site})",
+                model="unet(width=4, depth=1)",
+                partition="sites", clients=2, cohort=2, epochs=1, batch=8, rounds=1, device="cpu", execution="pool",
+                out=tmp_path / f"{name}{site}",
+            )  # fmt: skip
+            unseen = result.records[-1]["sites"]["unseen"]
+            found[name, site] = unseen["super" if name == "fedsm" else "global"]["dice"][0]
+    part = sites.everywhere_unseen(by_task(grouped(load([tmp_path]))))
+    assert part is not None and "Unseen sites" in html(load([tmp_path]), None)
+    for name in ("fedavg", "fedsm"):
+        values = found[name, 1], found[name, 2]
+        assert [name, *(f"{v:.4f}" for v in (*values, sum(values) / 2))] in part.rows
 
 
 def test_figures_show_the_models_and_the_report_draws_them(trained: Path, tmp_path: Path, capsys: Any) -> None:

@@ -10,7 +10,7 @@ import inspect
 import json
 import os
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -18,7 +18,7 @@ from safetensors import SafetensorError
 
 from undrift import __version__, parallel
 from undrift.algorithms.base import looks_at_single_uploads
-from undrift.config import CHOICES, FIELDS, TYPES, parse_value
+from undrift.config import CHOICES, FIELDS, TYPES, RunConfig, parse_value
 from undrift.deploy import settings as deployment
 from undrift.errors import BadSetting, LostRank, UndriftError, UnknownName
 from undrift.pipeline import settings as pipeline
@@ -135,6 +135,9 @@ def parser() -> Parser:
     predict.add_argument("--in", type=Path, dest="pictures", metavar="FOLDER", help="pictures")
     predict.add_argument("--out", type=Path, metavar="FOLDER", help="for masks, overlays and predictions.csv")
     predict.add_argument("--gamma", type=float, metavar="GAMMA", help="another threshold than the stored one")
+    predict.add_argument(
+        "--site", metavar="SITE", help="use this site's model for all: its name or number, 0 for the server's"
+    )
     predict.add_argument(
         "--tune-gamma", action="store_true", help="first tune it on the run's validation samples, and store it"
     )
@@ -302,6 +305,23 @@ def tell(name: str, out: Path, run: Callable[..., Any], resume: bool) -> None:
         if last.get(name) is not None:
             text += f", {name} {last[name]:.4f} (mean over clients, each on its own samples)"
     print(f"{len(result.records)} rounds, {text}; stopped by {result.stopped}; written to {out}")
+    if isinstance(result.config, RunConfig):
+        for remark in remarks(result.config):
+            print(remark)
+
+
+def remarks(config: RunConfig) -> Iterator[str]:
+    """What is allowed, and perhaps not meant."""
+    from undrift.config import make_algorithm
+    from undrift.registry import algorithm_class
+
+    alg = make_algorithm(algorithm_class(config.algorithm), config.algorithm, config.set)
+    if config.rounds and alg.at(config.rounds - 1) == alg.at(0) != alg.at(sys.maxsize):
+        yield f"note: {config.algorithm} was to go on differently after round {alg.begin}, which it did not reach; lower begin"
+    pulls = config.algorithm == "softpull" or getattr(alg, "personal", "") == "softpull"
+    if pulls and alg.lam * config.cohort < 1:
+        least = 1 / config.cohort
+        yield f"note: lam {alg.lam:g} is below 1/S = {least:.3g}: a model then has less of itself than of each other one"
 
 
 def sweep_command(arguments: argparse.Namespace) -> int:
@@ -430,7 +450,8 @@ def predict_command(arguments: argparse.Namespace) -> None:
     if arguments.pictures is None or arguments.out is None:
         raise BadSetting("predict needs --in FOLDER with pictures and --out FOLDER for what is made of them")
     model = SuperModel.load(arguments.super)
-    count = predict_folder(model, arguments.pictures, arguments.out, arguments.gamma)
+    site = None if arguments.site is None else model.number_of(arguments.site)
+    count = predict_folder(model, arguments.pictures, arguments.out, arguments.gamma, site)
     print(f"{count} pictures; written to {arguments.out}")
 
 

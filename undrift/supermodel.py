@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -20,7 +21,7 @@ from undrift.data._image_files import SUFFIXES
 from undrift.data.augment import Transform
 from undrift.data.federation import federate
 from undrift.datasets import load_dataset
-from undrift.errors import BadData, BadRunFolder, BadSetting
+from undrift.errors import BadData, BadRunFolder, BadSetting, UnknownName
 from undrift.folder import SUPER
 from undrift.registry import build_model
 from undrift.segmentation import dice_scores
@@ -75,10 +76,21 @@ class SuperModel:
         parts = [self._predict(pictures[at : at + BATCH], gamma, site) for at in range(0, len(pictures), BATCH)]
         return Prediction(*(np.concatenate(arrays) for arrays in zip(*parts, strict=True)))
 
+    def number_of(self, site: str) -> int:
+        """The number of a site's model by its name, or as it is given; 0 is the server's."""
+        names = ["global", *self.facts["sites"]]
+        if site in names:
+            return names.index(site)
+        if site.isdecimal() and int(site) < len(self.models):
+            return int(site)
+        raise UnknownName("site", site, [*names, *map(str, range(len(self.models)))])
+
     def checked(self, x: Any) -> NDArray[np.uint8]:
         pictures: NDArray[np.uint8] = np.asarray(x)
         pictures = pictures[None] if pictures.ndim == 3 else pictures
         channels, height, width = self.facts["shape"]
+        if not pictures.size:
+            raise BadData(f"there are no pictures; the super model takes uint8 [n, {height}, {width}, {channels}]")
         if pictures.dtype != np.uint8 or pictures.shape[1:] != (height, width, channels):
             raise BadData(
                 f"the super model takes uint8 pictures [n, {height}, {width}, {channels}], not {pictures.dtype} "
@@ -149,8 +161,13 @@ def read(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
 def tune(folder: Path) -> str:
     """Tune the threshold on the validation samples of the run's data set, store it, and say what came of it."""
     model = SuperModel.load(folder)
-    if model.facts["chooses"] != "threshold" or not model.facts["masks"]:
-        raise BadSetting(f"{model.facts['algorithm']} has no threshold to tune on masks; fedsm has")
+    if model.facts["chooses"] != "threshold":
+        raise BadSetting(f"{model.facts['algorithm']} has no threshold to tune; fedsm has")
+    if not model.facts["masks"]:
+        raise BadSetting(
+            "a threshold for classes is tuned while training, where the data set or val_fraction holds samples out for "
+            "validation (else it is 0); --tune-gamma is for masks"
+        )
     data = federate(load_dataset(model.facts["dataset"]), "sites", model.facts["clients"], 0, torch.device("cpu"))
     if "val" not in data.own:
         raise BadSetting(f"{model.facts['dataset']} has no validation samples to tune the threshold on")
@@ -174,7 +191,9 @@ def tune(folder: Path) -> str:
     )
 
 
-def predict_folder(model: SuperModel, pictures: Path, out: Path, gamma: float | None = None) -> int:
+def predict_folder(
+    model: SuperModel, pictures: Path, out: Path, gamma: float | None = None, site: int | None = None
+) -> int:
     """Masks and overlays as PNG and predictions.csv, for all pictures of a folder; how many there were."""
     from PIL import Image
 
@@ -188,6 +207,7 @@ def predict_folder(model: SuperModel, pictures: Path, out: Path, gamma: float | 
     out.mkdir(parents=True, exist_ok=True)
     channels, height, width = model.facts["shape"]
     levels = 255 // model.facts["outputs"]
+    stems = Counter(file.stem for file in files)  # p.png and p.jpg must not write the same mask
     with (out / "predictions.csv").open("w", newline="") as table:
         rows = csv.writer(table)
         rows.writerow(["name", "model", "site", "confidence"])
@@ -198,15 +218,15 @@ def predict_folder(model: SuperModel, pictures: Path, out: Path, gamma: float | 
             except OSError as error:
                 raise BadData(f"cannot read the picture {file}: {error}") from error
             small = np.asarray(picture.resize((width, height), Image.Resampling.BOX)).reshape(height, width, channels)
-            found = model.predict(small, gamma)
+            found, name = model.predict(small, gamma, site), file.stem if stems[file.stem] == 1 else file.name
             mask = Image.fromarray(found.masks[0]).resize(picture.size, Image.Resampling.NEAREST)
-            Image.fromarray(np.asarray(mask) * np.uint8(levels)).save(out / f"{file.stem}_mask.png")
+            Image.fromarray(np.asarray(mask) * np.uint8(levels)).save(out / f"{name}_mask.png")
             Image.fromarray(overlay(np.asarray(picture.convert("RGB")), np.asarray(mask))).save(
-                out / f"{file.stem}_overlay.png"
+                out / f"{name}_overlay.png"
             )
             number = int(found.model[0])
-            site = "global" if number == 0 else model.facts["sites"][number - 1]
-            rows.writerow([file.name, number, site, f"{found.confidence[0]:.4f}"])
+            whose = "global" if number == 0 else model.facts["sites"][number - 1]
+            rows.writerow([file.name, number, whose, f"{found.confidence[0]:.4f}"])
     return len(files)
 
 

@@ -214,6 +214,10 @@ class Worker(ABC):
     # Methods with a network that chooses among the models: its vector, and how it chooses.
     chooses: ClassVar[str] = ""  # threshold, argmax or mix, see `undrift.choosing`
 
+    def selects(self, rounds: int) -> bool:
+        """Whether after so many rounds it has begun to learn; until then the server's model serves."""
+        return bool(self.chooses)
+
     def selector(self, companion: Any) -> Served:
         """The network called `selector`, as the server has it now."""
         raise NotImplementedError

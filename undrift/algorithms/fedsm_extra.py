@@ -69,6 +69,9 @@ class ThenSelector(GlobalAndPulled):
     def at(self, t: int) -> Any:
         return replace(self, phase=0 if t < self.begin else 1 if t == self.begin else 2)
 
+    def selects(self, rounds: int) -> bool:
+        return rounds > self.begin
+
     # The server.
     def networks(self, clients: int) -> dict[str, tuple[str, int]]:
         return {"selector": (self.selector_model, clients + 1)}

@@ -30,10 +30,10 @@ def read_sites(root: Path | None, name: str, size: int, structures: int) -> list
             "folder with images/ and masks/ for each site, or use the drawn pictures of 'synthetic-sites'"
         )
     places = sorted(p for p in folder.iterdir() if p.suffix == ".npz" or (p.is_dir() and not p.name.startswith(".")))
-    return [from_npz(p, size) if p.suffix == ".npz" else from_folder(p, size, structures) for p in places]
+    return [from_npz(p, size, structures) if p.suffix == ".npz" else from_folder(p, size, structures) for p in places]
 
 
-def from_npz(path: Path, size: int) -> Site:
+def from_npz(path: Path, size: int, structures: int) -> Site:
     try:
         with np.load(path) as archive:
             found = {key: archive[key] for key in archive.files}
@@ -57,6 +57,8 @@ def from_npz(path: Path, size: int) -> Site:
             np.stack([resized(one[..., c], size, sharp=False) for one in images]) for c in range(images.shape[-1])
         ]
         images, masks = np.stack(channels, -1), np.stack([resized(one, size, sharp=True) for one in masks])
+        if masks.max(initial=0) == 255:  # grey levels
+            masks = levels(masks, structures)
     split = found["split"].astype(str) if "split" in found else None
     return Site(path.stem, images, masks, None if groups is None else patients(groups), split)
 
@@ -73,10 +75,15 @@ def from_folder(folder: Path, size: int, structures: int) -> Site:
     x = np.stack([pixels(path, size, "RGB") for path in images.values()])
     y = np.stack([pixels(masks[name], size, "L") for name in images])
     if y.max(initial=0) > structures:  # grey levels up to 255 instead of 0, 1, 2
-        y = np.rint(y / 255.0 * structures).astype(np.uint8)
+        y = levels(y, structures)
     table = samples_table(folder / "samples.csv", list(images))
     groups = [table[name].get("group") or name for name in images]
     split = [table[name].get("split", "") for name in images]
+    empty = [name for name, part in zip(images, split, strict=True) if not part]
+    if 0 < len(empty) < len(split):
+        raise BadData(
+            f"{folder / 'samples.csv'} says no split for {empty[0]}, but for others; give all of them, or none"
+        )
     return Site(folder.name, x, y, patients(np.array(groups)), np.array(split) if all(split) else None)
 
 
@@ -101,6 +108,11 @@ def resized(picture: NDArray[np.uint8], size: int, sharp: bool) -> NDArray[np.ui
         return picture
     how = Image.Resampling.NEAREST if sharp else Image.Resampling.BOX
     return np.asarray(Image.fromarray(picture).resize((size, size), how), dtype=np.uint8)
+
+
+def levels(grey: NDArray[np.uint8], structures: int) -> NDArray[np.uint8]:
+    """Grey levels up to 255 as 0 .. structures."""
+    return np.rint(grey / 255.0 * structures).astype(np.uint8)
 
 
 def samples_table(path: Path, names: list[str]) -> dict[str, dict[str, str]]:

@@ -84,6 +84,7 @@ def html(runs: list[Run], target: float | None) -> str:
     parts = [
         f"<h1>{escape(title)}</h1>",
         _what_was_run(runs, groups),
+        _unseen_sites(tasks),
         *(_results(rivals, target, f"t{i}", alone=len(tasks) == 1) for i, rivals in enumerate(tasks)),
         _dropped(groups),
         "<h2>Exact settings, and how to run it again</h2>",
@@ -165,10 +166,17 @@ def _more(groups: list[Group]) -> str:
 
 def _sites(groups: list[Group]) -> str:
     """Every site's scores, where the records have them."""
-    return "".join(
-        f'<h3>{escape(part.title)}</h3>{_table(part.rows)}<p class="faint">{escape(part.legend)}</p>'
-        for part in sites.tables(groups)
-    )
+    return "".join(map(_part, sites.tables(groups)))
+
+
+def _unseen_sites(tasks: list[list[Group]]) -> str:
+    """All left-out sites together, where several data sets leave one out."""
+    part = sites.everywhere_unseen(tasks)
+    return "" if part is None else _part(part)
+
+
+def _part(part: sites.Part) -> str:
+    return f'<h3>{escape(part.title)}</h3>{_table(part.rows)}<p class="faint">{escape(part.legend)}</p>'
 
 
 def _charts(groups: list[Group], name: str) -> str:

@@ -31,10 +31,12 @@ def tables(groups: list[Group]) -> list[Part]:
         return []
     scored.sort(key=lambda g: ENDS.index(g.algorithm) * 2 - 1 if g.algorithm in ENDS else 0)
     titles = _site_names(scored[0].runs[0])
-    parts = [_scores(scored, metric, name, titles)]
+    measured = next(iter((_at_end(scored[0].runs[0]) or {})["sites"]["test"].values()))
+    parts = [_scores(scored, metric, m, titles) for m in measured if m == name or m.startswith(f"{name}_")]
     parts += [_crossed(g, name, titles) for g in scored if g.algorithm == "local" and _crossed_of(g.runs[0], name)]
     parts += [_chosen(g, titles, "test") for g in scored if _chosen_of(g.runs[0], "test")]
     parts += [_chosen(g, titles, "unseen") for g in scored if _chosen_of(g.runs[0], "unseen")]
+    parts += [_thresholds(g, name, titles) for g in scored if _thresholds_of(g.runs[0])]
     unseen = [g for g in scored if "unseen" in (_at_end(g.runs[0]) or {})["sites"]]
     return [*parts, _unseen(unseen, name)] if unseen else parts
 
@@ -112,6 +114,55 @@ def _unseen(groups: list[Group], name: str) -> Part:
         rows,
         f"Test {name} of the site that was left out of training, in the last round, mean over seeds.",
     )
+
+
+def _thresholds(group: Group, name: str, titles: list[str]) -> Part:
+    """On the unseen site: without a threshold, and with the one that is best there."""
+    rows = [["threshold", "global", *titles, name]]
+    for which, title in (("none", "0"), ("best", "best")):
+        found = [_thresholds_of(run)[which] for run in group.runs if _thresholds_of(run)]
+        total = [sum(seed["chosen"][m] for seed in found) for m in range(len(titles) + 1)]
+        gammas = "" if which == "none" else f" ({', '.join(format(seed['gamma'], 'g') for seed in found)})"
+        shares = [f"{count / max(sum(total), 1):.2f}" for count in total]
+        score = statistics.fmean(seed["scores"][name] for seed in found)
+        rows.append([f"{title}{gammas}", *shares, f"{score:.4f}"])
+    return Part(
+        f"The threshold on the unseen site: {group.label}",
+        rows,
+        "The share of its samples for which each model was chosen, and their score, in the last round. The best threshold is "
+        "found on the unseen samples themselves: it says how much a threshold could do, not what is to be had.",
+    )
+
+
+def everywhere_unseen(tasks: list[list[Group]]) -> Part | None:
+    """Each method on the left-out sites of several data sets, for what serves: the super model, else the server's."""
+    name = metric_of(tasks[0]).name.removeprefix("own_")
+    left_out = [
+        groups for groups in tasks if any("unseen" in (_at_end(g.runs[0]) or {}).get("sites", {}) for g in groups)
+    ]
+    if len(left_out) < 2:
+        return None
+    titles = [str(groups[0].runs[0].settings.get("dataset")) for groups in left_out]
+    rows = [["method", *titles, "mean"]]
+    tables = [
+        {g.label.replace(f" ({title})", ""): g for g in groups} for title, groups in zip(titles, left_out, strict=True)
+    ]
+    for label in dict.fromkeys(label for table in tables for label in table):
+        values = []
+        for table in tables:
+            runs = table[label].runs if label in table else []
+            found = [(_at_end(run) or {})["sites"]["unseen"] for run in runs]
+            scores = [seed["super" if "super" in seed else "global"][name][0] for seed in found]
+            values.append(statistics.fmean(scores) if scores else None)
+        known = [v for v in values if v is not None]
+        mean = f"{statistics.fmean(known):.4f}" if len(known) == len(values) else "-"
+        rows.append([label, *("-" if v is None else f"{v:.4f}" for v in values), mean])
+    legend = f"Test {name} of the site that each data set leaves out of training, in the last round, mean over seeds."
+    return Part("Unseen sites", rows, legend)
+
+
+def _thresholds_of(run: Run) -> Any:
+    return (_at_end(run) or {}).get("sites", {}).get("unseen_thresholds")
 
 
 def _at_end(run: Run) -> dict[str, Any] | None:

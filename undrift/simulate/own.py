@@ -43,18 +43,16 @@ def own_scores(run: Simulation, last: bool) -> dict[str, Any]:
             if name == "val" and tunes(run):
                 gamma = tuned(run, own, shared, served)
             kinds["super"], choice = super_scores(run, own, shared, served, gamma)
-            counts = torch.zeros(sites, len(served) + 1, dtype=torch.int64)
-            counts.index_put_(
-                (own.owners.cpu(), choice.model.cpu()), torch.ones(len(own.rows), dtype=torch.int64), True
-            )
-            table.setdefault("chosen", {})[name] = counts.tolist()
+            table.setdefault("chosen", {})[name] = counted(own, choice, sites, len(served) + 1)
+            if name == "unseen" and alg.chooses == "threshold":
+                table["unseen_thresholds"] = thresholds(run, own, shared, served)
         by_site = {k: {m: group_means(v, own.owners, sites) for m, v in s.items()} for k, s in kinds.items()}
         table[name] = {k: {m: v.tolist() for m, v in s.items()} for k, s in by_site.items()}
         best = list(kinds)[-1]  # the super model, else the personal one, else the server's
         prefix = "" if name == "test" else f"{name}_"
         found |= {f"{prefix}own_{m}": float(v.nanmean()) for m, v in by_site[best].items()}
         found |= {f"{prefix}own_{m}_all": float(v.mean()) for m, v in kinds[best].items()}
-    if alg.chooses:
+    if alg.chooses == "threshold":
         found["gamma"] = gamma
     if last and served and most <= MOST_CROSSED and "test" in data.own:
         own = data.own["test"]
@@ -63,6 +61,23 @@ def own_scores(run: Simulation, last: bool) -> dict[str, Any]:
             m: [group_means(scores[m], own.owners, most).tolist() for scores in crossed] for m in crossed[0]
         }
     return found | {"sites": table}
+
+
+def counted(own: Own, choice: Choice, sites: int, models: int) -> list[list[int]]:
+    """[sites][models] how often which model was chosen for a site's samples."""
+    counts = torch.zeros(sites, models, dtype=torch.int64)
+    counts.index_put_((own.owners.cpu(), choice.model.cpu()), torch.ones(len(own.rows), dtype=torch.int64), True)
+    return counts.tolist()
+
+
+def thresholds(run: Simulation, own: Own, shared: Served, served: list[Served]) -> dict[str, Any]:
+    """Without a threshold, and with the one that is best on these samples themselves: gamma, the choices and the scores."""
+    found = {}
+    for name, gamma in (("none", 0.0), ("best", tuned(run, own, shared, served))):
+        scores, choice = super_scores(run, own, shared, served, gamma)
+        means = {m: float(v.mean()) for m, v in scores.items()}
+        found[name] = {"gamma": gamma, "chosen": counted(own, choice, 1, len(served) + 1)[0], "scores": means}
+    return found
 
 
 def tunes(run: Simulation) -> bool:
@@ -134,8 +149,11 @@ def super_scores(
     run: Simulation, own: Own, shared: Served, served: list[Served], gamma: float
 ) -> tuple[Scores, Choice]:
     """The scores of the models that the selector chooses, or mixes."""
-    choice = choose(run.alg.chooses, selector_outputs(run, own), gamma)
-    if run.alg.chooses != "mix":
+    outputs = selector_outputs(run, own)
+    choice = choose(run.alg.chooses, outputs, gamma)
+    if not run.alg.selects(run.t):  # the selector has not learned anything yet: the server's model serves
+        choice = Choice(torch.zeros_like(outputs), torch.zeros_like(choice.model), torch.zeros_like(choice.confidence))
+    if run.alg.chooses != "mix" or not run.alg.selects(run.t):
         return by_model(run, own, [shared, *served], choice.model), choice
     return mixed_scores(run, own, [shared, *served], choice.weights), choice
 
