@@ -205,6 +205,24 @@ def test_a_block_that_is_killed_ends_all_and_the_run_goes_on_elsewhere(tmp_path:
     assert same_model(tmp_path / "two", tmp_path / "one")
 
 
+@pytest.mark.parametrize(
+    ("processes", "more"),
+    [
+        (3, {"cuts": CUTS, "queues": QUEUES}),
+        (3, {"cuts": CUTS, "method": "gpipe", "micro": 4}),
+        (4, {"cuts": "3.0", "queues": "1,0;2,0", "replicas": 2}),
+    ],
+)
+def test_a_last_block_that_is_killed_ends_those_who_are_not_its_neighbours(
+    processes: int, more: dict[str, Any], tmp_path: Path
+) -> None:
+    command = ["pipe", *flags(**(MODEL | more | {"rounds": 9})), "--out", str(tmp_path / "run")]
+    each = launched(processes, *command, FAIL_AT="20", FAIL_HOW="kill")
+    survivors = [(code, said) for code, said in each if code != -9]
+    assert each[-1][0] == -9 and survivors and all(code for code, _ in survivors), each
+    assert all("lost touch" in said for _, said in survivors), each
+
+
 @pytest.mark.parametrize("method", ["gpipe", "1f1b"])
 def test_a_block_that_is_killed_ends_pytorchs_schedules_too(method: str, tmp_path: Path) -> None:
     settings = MODEL | {"method": method, "cuts": "3.0", "micro": 2, "rounds": 4}

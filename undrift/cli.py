@@ -191,7 +191,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except UndriftError as error:
         if ranks.speaks() or isinstance(error, LostRank):
             print(f"undrift: {error}", file=sys.stderr, flush=True)
-        ranks.wait_for_first_rank()
+        if not isinstance(error, LostRank):  # rank 0 may be waiting for this one, and notices when it has ended
+            ranks.wait_for_first_rank()
         return 2
     except (OSError, OverflowError, SafetensorError) as error:
         if isinstance(error, BrokenPipeError):
