@@ -384,9 +384,30 @@ def test_the_public_class() -> None:
     assert all(torch.equal(t, model.state_dict()[n]) for n, t in dsp.model_state().items())
     other = nn.Sequential(nn.Linear(6, 16), nn.ReLU(), nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 4)).double()
     again = DSP(other, cuts=[2, 4], p=(1, 1, 0), m=(4, 2, 0), optimizer=sgd)
-    again.load_state_dict({name: t.clone() for name, t in half.items()})
-    assert again.evaluate(hard[:5]) != before, "the state is the one before the flush"
-    again.flush()
+    again.load_state_dict(half)
+    assert again.evaluate(hard[:5]) == before, "the state is the one before the flush"
+    assert len(again.flush()) == 2
+    after = dsp.state_dict()
+    assert after.keys() == again.state_dict().keys()
+    assert all(torch.equal(t, after[name]) for name, t in again.state_dict().items())
+
+
+def test_a_state_of_other_queues_or_blocks_is_refused_and_changes_nothing() -> None:
+    def built(cuts: list[int], p: tuple[int, ...], m: tuple[int, ...]) -> DSP:
+        layers = nn.Linear(6, 16), nn.ReLU(), nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 4)
+        return DSP(nn.Sequential(*layers).double(), cuts=cuts, p=p, m=m, optimizer=sgd)
+
+    dsp = built([2, 4], (1, 1, 0), (4, 2, 0))
+    for batch in batches(6):
+        dsp.step(batch)
+    state = dsp.state_dict()
+    for other in (built([2, 4], (2, 2, 0), (6, 3, 0)), built([2], (1, 0), (2, 0))):
+        before = other.state_dict()
+        with pytest.raises(BadSetting, match="3 blocks with the queue lengths 1,1,0;4,2,0, and this pipeline has"):
+            other.load_state_dict(state)
+        assert all(torch.equal(t, before[name]) for name, t in other.state_dict().items())
+        with pytest.raises(BadSetting, match="no state of a pipeline"):
+            other.load_state_dict(dsp.model_state())
 
 
 def test_the_state_resumes_in_the_middle() -> None:

@@ -88,11 +88,11 @@ class DSP:
         return self.engine.differences
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Everything: parameters, statistics, optimisers and queues, on rank 0; to be called on all ranks."""
-        return self.engine.tensors()
+        """A copy of everything: parameters, statistics, optimisers and queues, on rank 0; to be called on all ranks."""
+        return {name: tensor.detach().clone() for name, tensor in self.engine.tensors().items()}
 
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
-        """Go on from a state, in as many processes as you like: one, or one a block."""
+        """Go on from a state of the same blocks and queues, in one process or in one a block, whichever it is from."""
         self.engine.restore(state)
 
     def model_state(self) -> dict[str, Tensor]:
