@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import socket
 import subprocess
@@ -92,6 +93,17 @@ def test_the_record_tells_of_queues_bytes_and_differences(tmp_path: Path) -> Non
     alone(tmp_path / "without", 2, val_fraction=0.2)
     same = ("gradient", "seconds")
     assert records(tmp_path / "without", same) == records(tmp_path / "run", same), "to measure changes nothing"
+
+
+def test_rounds_without_a_loss_are_not_diverged_but_an_infinite_one_is(tmp_path: Path) -> None:
+    """The last block of (3,3,0;10,5,0) forwards its first batch at timestamp 6."""
+    queues, steps = "3,3,0;10,5,0", 5
+    alone(tmp_path / "slow", 3, queues=queues, steps=steps)
+    losses = [record["train_loss"] for record in records(tmp_path / "slow")]
+    assert losses[0] is None and all(1 < loss < 4 for loss in losses[1:]), losses
+    wild = run_pipe(**(MODEL | {"cuts": CUTS, "queues": queues, "steps": steps, "rounds": 9, "lr": 1e300}))
+    assert wild.stopped == "diverged" and 1 < len(wild.records) < 9
+    assert not math.isfinite(wild.records[-1]["train_loss"])
 
 
 def test_automatic_cuts_are_kept_for_the_resumed_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -125,7 +125,9 @@ def drive(training: Training, folder: RunFolder | None, resume: bool, progress: 
         record = training.round(last=training.t + 1 == config.rounds).as_dict()
         records.append(record)
         elapsed = time.perf_counter() - began
-        reached = "diverged" if not math.isfinite(record["train_loss"]) else _reached(stop, record, elapsed)
+        trained = record["train_loss"]  # None while the first batches are on their way up
+        diverged = trained is not None and not math.isfinite(trained)
+        reached = "diverged" if diverged else _reached(stop, record, elapsed)
         if folder is not None:
             folder.append(record)
         if progress is not None and ranks.rank() == 0:
@@ -229,7 +231,7 @@ class Training:
             round=self.t, loss=more.pop("loss", None), accuracy=more.pop("accuracy", None),
             bytes_down=sum(facts["bytes"][1] for facts in each), bytes_up=sum(facts["bytes"][0] for facts in each),
             gradients=self.steps * self.config.replicas, consistency=float("nan"), seconds=time.perf_counter() - began,
-            train_loss=sum(facts["loss"][0] for facts in each) / count if count else float("nan"),
+            train_loss=sum(facts["loss"][0] for facts in each) / count if count else None,
             clients=self.config.replicas, dropped=0, more=more,
         )  # fmt: skip
 
