@@ -17,7 +17,7 @@ from undrift.errors import BadSetting
 from undrift.pipeline import DSP, SUM, Schedule
 from undrift.pipeline.block import Block
 from undrift.pipeline.ddg import StashingBlock
-from undrift.pipeline.dni import predictor
+from undrift.pipeline.dni import SyntheticBlock, predictor
 from undrift.pipeline.methods import METHODS
 from undrift.pipeline.simulator import Simulator
 from undrift.streams import Purpose, stream
@@ -296,6 +296,13 @@ def test_stored_tensors_are_the_queue_lengths() -> None:
     assert [count for count, _ in run.stored] == [11 + 4 + 2, 6 + 4 + 2, 1]
     assert run.stored[0][1] == 11 * 12 * 6 * 8 + 6 * 12 * 8 * 8
     assert run.bytes_up == (20 + 17) * 12 * 8 * 8  # block 1 is 3 timestamps behind
+
+
+def test_dni_stores_the_output_and_the_gradient_that_wait() -> None:
+    """Block 0: its output, which is also on its way up; block 1: that and the gradient for block 0; block 2: its input."""
+    run = simulator(modules(3), "0,0,0;0,0,0", kind=SyntheticBlock)
+    run.step(*batches(1)[0])
+    assert run.stored == [(1, 12 * 8 * 8), (2, 2 * 12 * 8 * 8), (1, 12 * 8 * 8)]
 
 
 def test_every_block_updates_once_a_batch_and_m_times_in_between() -> None:

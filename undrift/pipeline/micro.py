@@ -32,7 +32,7 @@ class MicroBatches:
         self.differences: dict[int, float] = {}
         self.bytes_up = self.bytes_down = 0
         self.count = engine.schedule.blocks
-        self.stored = [(0, 0)] * self.count  # PyTorch's schedules do not say what they hold
+        self.stored: list[tuple[int, int]] = []  # PyTorch's schedules do not say what they hold
         self.kind, self.loss = kind, loss
         if isinstance(engine, Processes):
             engine.cut_more = lambda: setattr(self, "schedule", None)

@@ -203,7 +203,7 @@ class Training:
         """One round of batches; `last` asks for an evaluation whatever the interval is."""
         began, engine = time.perf_counter(), self.engine
         before = engine.bytes_up, engine.bytes_down
-        engine.stored = [(0, 0)] * self.config.blocks
+        engine.stored = [(0, 0)] * len(engine.stored)
         loss, losses = torch.zeros((), dtype=torch.float64, device=self.device), 0
         for place in range(self.steps):
             n = self.t * self.steps + place
@@ -222,7 +222,7 @@ class Training:
         )
         count = sum(facts["loss"][1] for facts in each)
         more = self.evaluated() if last or self.t % self.config.eval_every == 0 else {}
-        stored = [max(facts["stored"][k] for facts in each) for k in range(self.config.blocks)]
+        stored = [max(facts["stored"][k] for facts in each) for k in range(len(engine.stored))]
         more |= {f"stored_tensors_{k}": tensors for k, (tensors, _) in enumerate(stored)}
         more |= {f"stored_bytes_{k}": size for k, (_, size) in enumerate(stored)}
         different = {k: value for facts in each for k, value in facts["differences"].items()}
