@@ -133,6 +133,42 @@ def test_the_timeline_can_be_printed(capsys: pytest.CaptureFixture[str]) -> None
 
 
 @pytest.mark.parametrize(
+    ("given", "blocks", "rows"),
+    [
+        ({}, 3, 4 + 2),
+        ({"cuts": "hidden2"}, 2, 2 + 2),
+        ({"cuts": "hidden2", "method": "fr"}, 2, 1 + 2),
+        ({"blocks": 4}, 4, 6 + 2),
+        ({"method": "bp"}, 1, 0 + 2),
+    ],
+)
+def test_the_timeline_has_the_blocks_of_the_run(
+    given: dict[str, Any], blocks: int, rows: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """m_0 + N timestamps."""
+    assert cli.main(["pipe", *flags(**given), "--schedule", "2"]) == 0
+    head, *table = capsys.readouterr().out.splitlines()
+    assert head.count("block") == blocks and len(table) == rows
+
+
+@pytest.mark.parametrize(
+    ("command", "said"),
+    [
+        (["--schedule", "0"], "at least 1 batch, not 0"),
+        (["--schedule", "-3"], "at least 1 batch, not -3"),
+        (["--schedule", "3", "--method", "gpipe"], "PyTorch's own schedule"),
+        (["--schedule", "3", "--method", "1f1b"], "PyTorch's own schedule"),
+        (["--schedule", "3", "--cuts", "hidden2", "--blocks", "3"], "2 blocks, not 3"),
+    ],
+)
+def test_a_timeline_that_there_is_not_is_refused(
+    command: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["pipe", *command]) == 2
+    assert said in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
     ("settings", "said"),
     [
         ({"method": "dps"}, "did you mean 'dsp'"),
