@@ -37,7 +37,7 @@ class MicroBatches:
         if isinstance(engine, Processes):
             engine.cut_more = lambda: setattr(self, "schedule", None)
         self.schedule: Any = None  # PyTorch's, made when the first batch shows its shape
-        if isinstance(engine, Processes) and kind == "1f1b" and micro < self.count:
+        if kind == "1f1b" and micro < self.count:
             raise BadSetting(
                 f"1f1b needs at least as many micro-batches as blocks, {self.count}, not {micro}; raise micro, or use gpipe"
             )
