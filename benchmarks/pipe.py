@@ -71,7 +71,7 @@ def contestants(blocks: int, size: int) -> list[str]:
 
 
 def longer(blocks: int) -> str:
-    """Queues of twice the shortest lengths."""
+    """Queues longer than the shortest: p twice and m one and a half times as long, so that q stays 1."""
     p = (2,) * (blocks - 1) + (0,)
     return str(Schedule(p, tuple(3 * (blocks - 1 - k) for k in range(blocks))))
 

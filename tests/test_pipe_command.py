@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import socket
 import subprocess
@@ -69,6 +70,9 @@ def test_every_method_trains_and_can_be_stopped_and_resumed(method: str, tmp_pat
     assert losses[-1] < losses[0] - 0.1, "it learns"
     assert records(tmp_path / "straight")[-1]["accuracy"] > 0.2
     assert tomllib.loads((tmp_path / "straight" / "run.toml").read_text())["algorithm"] == method
+    stored = {name: value for name, value in records(tmp_path / "straight")[-1].items() if name.startswith("stored")}
+    unknown = method in ("gpipe", "1f1b")  # PyTorch's schedules do not say
+    assert not stored if unknown else stored and all(stored.values())
 
 
 def test_methods_give_different_models_where_they_should(tmp_path: Path) -> None:
@@ -92,6 +96,17 @@ def test_the_record_tells_of_queues_bytes_and_differences(tmp_path: Path) -> Non
     alone(tmp_path / "without", 2, val_fraction=0.2)
     same = ("gradient", "seconds")
     assert records(tmp_path / "without", same) == records(tmp_path / "run", same), "to measure changes nothing"
+
+
+def test_rounds_without_a_loss_are_not_diverged_but_an_infinite_one_is(tmp_path: Path) -> None:
+    """The last block of (3,3,0;10,5,0) forwards its first batch at timestamp 6."""
+    queues, steps = "3,3,0;10,5,0", 5
+    alone(tmp_path / "slow", 3, queues=queues, steps=steps)
+    losses = [record["train_loss"] for record in records(tmp_path / "slow")]
+    assert losses[0] is None and all(1 < loss < 4 for loss in losses[1:]), losses
+    wild = run_pipe(**(MODEL | {"cuts": CUTS, "queues": queues, "steps": steps, "rounds": 9, "lr": 1e300}))
+    assert wild.stopped == "diverged" and 1 < len(wild.records) < 9
+    assert not math.isfinite(wild.records[-1]["train_loss"])
 
 
 def test_automatic_cuts_are_kept_for_the_resumed_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -118,6 +133,42 @@ def test_the_timeline_can_be_printed(capsys: pytest.CaptureFixture[str]) -> None
 
 
 @pytest.mark.parametrize(
+    ("given", "blocks", "rows"),
+    [
+        ({}, 3, 4 + 2),
+        ({"cuts": "hidden2"}, 2, 2 + 2),
+        ({"cuts": "hidden2", "method": "fr"}, 2, 1 + 2),
+        ({"blocks": 4}, 4, 6 + 2),
+        ({"method": "bp"}, 1, 0 + 2),
+    ],
+)
+def test_the_timeline_has_the_blocks_of_the_run(
+    given: dict[str, Any], blocks: int, rows: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """m_0 + N timestamps."""
+    assert cli.main(["pipe", *flags(**given), "--schedule", "2"]) == 0
+    head, *table = capsys.readouterr().out.splitlines()
+    assert head.count("block") == blocks and len(table) == rows
+
+
+@pytest.mark.parametrize(
+    ("command", "said"),
+    [
+        (["--schedule", "0"], "at least 1 batch, not 0"),
+        (["--schedule", "-3"], "at least 1 batch, not -3"),
+        (["--schedule", "3", "--method", "gpipe"], "PyTorch's own schedule"),
+        (["--schedule", "3", "--method", "1f1b"], "PyTorch's own schedule"),
+        (["--schedule", "3", "--cuts", "hidden2", "--blocks", "3"], "2 blocks, not 3"),
+    ],
+)
+def test_a_timeline_that_there_is_not_is_refused(
+    command: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["pipe", *command]) == 2
+    assert said in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
     ("settings", "said"),
     [
         ({"method": "dps"}, "did you mean 'dsp'"),
@@ -126,7 +177,9 @@ def test_the_timeline_can_be_printed(capsys: pytest.CaptureFixture[str]) -> None
         ({"method": "fr", "queues": QUEUES}, "queues are DSP's"),
         ({"method": "bp", "blocks": 2}, "bp-k"),
         ({"method": "gpipe", "micro": 5}, "does not divide"),
+        ({"method": "1f1b", "micro": 2}, "at least as many micro-batches as blocks, 3, not 2"),
         ({"cuts": "hidden2", "blocks": 3}, "2 blocks, not 3"),
+        ({"cuts": "²"}, "no layer '²' to cut at; the layers are "),
         ({"replicas": 2}, "torchrun"),
         ({"differences": True, "steps": 4}, "more than 4 batches"),
         ({"batch": 100_000}, "lower batch"),

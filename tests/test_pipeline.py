@@ -17,7 +17,7 @@ from undrift.errors import BadSetting
 from undrift.pipeline import DSP, SUM, Schedule
 from undrift.pipeline.block import Block
 from undrift.pipeline.ddg import StashingBlock
-from undrift.pipeline.dni import predictor
+from undrift.pipeline.dni import SyntheticBlock, predictor
 from undrift.pipeline.methods import METHODS
 from undrift.pipeline.simulator import Simulator
 from undrift.streams import Purpose, stream
@@ -268,8 +268,7 @@ def test_the_predictor_is_the_thesis_one() -> None:
     assert not phi(torch.randn(2, 16, 8, 8)).detach().any()
 
 
-@pytest.mark.parametrize("method", ["gpipe", "1f1b"])
-@pytest.mark.parametrize("micro", [1, 4])
+@pytest.mark.parametrize(("method", "micro"), [("gpipe", 1), ("gpipe", 4), ("1f1b", 3), ("1f1b", 4)])
 def test_micro_batches_give_backpropagation(method: str, micro: int) -> None:
     """Without BatchNorm and dropout the mean of equal micro-batches' gradients is the batch's."""
     run = build(f"{method} {micro}", 3)
@@ -296,6 +295,13 @@ def test_stored_tensors_are_the_queue_lengths() -> None:
     assert [count for count, _ in run.stored] == [11 + 4 + 2, 6 + 4 + 2, 1]
     assert run.stored[0][1] == 11 * 12 * 6 * 8 + 6 * 12 * 8 * 8
     assert run.bytes_up == (20 + 17) * 12 * 8 * 8  # block 1 is 3 timestamps behind
+
+
+def test_dni_stores_the_output_and_the_gradient_that_wait() -> None:
+    """Block 0: its output, which is also on its way up; block 1: that and the gradient for block 0; block 2: its input."""
+    run = simulator(modules(3), "0,0,0;0,0,0", kind=SyntheticBlock)
+    run.step(*batches(1)[0])
+    assert run.stored == [(1, 12 * 8 * 8), (2, 2 * 12 * 8 * 8), (1, 12 * 8 * 8)]
 
 
 def test_every_block_updates_once_a_batch_and_m_times_in_between() -> None:
@@ -384,9 +390,30 @@ def test_the_public_class() -> None:
     assert all(torch.equal(t, model.state_dict()[n]) for n, t in dsp.model_state().items())
     other = nn.Sequential(nn.Linear(6, 16), nn.ReLU(), nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 4)).double()
     again = DSP(other, cuts=[2, 4], p=(1, 1, 0), m=(4, 2, 0), optimizer=sgd)
-    again.load_state_dict({name: t.clone() for name, t in half.items()})
-    assert again.evaluate(hard[:5]) != before, "the state is the one before the flush"
-    again.flush()
+    again.load_state_dict(half)
+    assert again.evaluate(hard[:5]) == before, "the state is the one before the flush"
+    assert len(again.flush()) == 2
+    after = dsp.state_dict()
+    assert after.keys() == again.state_dict().keys()
+    assert all(torch.equal(t, after[name]) for name, t in again.state_dict().items())
+
+
+def test_a_state_of_other_queues_or_blocks_is_refused_and_changes_nothing() -> None:
+    def built(cuts: list[int], p: tuple[int, ...], m: tuple[int, ...]) -> DSP:
+        layers = nn.Linear(6, 16), nn.ReLU(), nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 4)
+        return DSP(nn.Sequential(*layers).double(), cuts=cuts, p=p, m=m, optimizer=sgd)
+
+    dsp = built([2, 4], (1, 1, 0), (4, 2, 0))
+    for batch in batches(6):
+        dsp.step(batch)
+    state = dsp.state_dict()
+    for other in (built([2, 4], (2, 2, 0), (6, 3, 0)), built([2], (1, 0), (2, 0))):
+        before = other.state_dict()
+        with pytest.raises(BadSetting, match="3 blocks with the queue lengths 1,1,0;4,2,0, and this pipeline has"):
+            other.load_state_dict(state)
+        assert all(torch.equal(t, before[name]) for name, t in other.state_dict().items())
+        with pytest.raises(BadSetting, match="no state of a pipeline"):
+            other.load_state_dict(dsp.model_state())
 
 
 def test_the_state_resumes_in_the_middle() -> None:

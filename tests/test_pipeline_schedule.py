@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from itertools import product
 from pathlib import Path
 
 import pytest
+import torch
 
 from undrift.errors import BadSetting
 from undrift.pipeline import Schedule
-from undrift.pipeline.schedule import Work, broken_rule, check
+from undrift.pipeline.schedule import Work, broken_rule, check, nearest
 
 GOLDEN = Path(__file__).parent / "golden" / "schedules"
 # queue lengths: q, F, B as the thesis' rules give them, worked out by hand
@@ -109,7 +111,11 @@ def test_a_changed_table_is_refused() -> None:
         ("1,1,0;-4,2,0", r"may be negative", "1,1,0;4,2,0"),
         ("1,1,1,0;9,6,8,0", r"q_2", "1,1,1,0;9,6,3,0"),
         ("0,0,0;1,1,2", r"q_2 .* at least 0", "1,1,0;4,2,0"),
+        ("0,0,0;0,1,0", r"q_1", "0,0,0;0,0,0"),
+        ("0,0,0;2,3,0", r"q_1", "0,0,0;3,3,0"),
+        ("1,1,0;150,149,0", r"q_1", "1,1,0;151,149,0"),
         ("9999,0;1,0", r"q_1", "1,0;2,0"),
+        ("1,0;-1000000000,0", r"negative", "0,0;0,0"),
     ],
 )
 def test_impossible_queue_lengths_are_refused_with_the_rule_and_the_nearest(text: str, rule: str, near: str) -> None:
@@ -117,9 +123,27 @@ def test_impossible_queue_lengths_are_refused_with_the_rule_and_the_nearest(text
         Schedule.parse(text)
     found = str(refused.value).rpartition("nearest: ")[2]
     assert str(Schedule.parse(found)) == found, "what is suggested is accepted"
-    if "9999" not in text:
-        changed = lengths_apart(text, near)
-        assert lengths_apart(text, found) <= changed
+    assert lengths_apart(text, found) <= lengths_apart(text, near)
+
+
+def test_of_equally_near_lengths_the_longest_are_suggested() -> None:
+    assert nearest((0, 0, 0), (2, 3, 0)) == "0,0,0;3,3,0"
+    assert nearest((1, 1, 0), (150, 149, 0)) == "1,1,0;151,149,0"
+    assert nearest((1, 0, 0), (4, 2, 0)) == "1,1,0;4,2,0", "and before that those where no block waits"
+
+
+@pytest.mark.parametrize("blocks", [1, 2, 3])
+def test_the_nearest_lengths_are_as_near_as_any(blocks: int) -> None:
+    """All entries from 0 to 4, against all valid lengths; none needs a longer p, nor an m above 4 + (4 + 1) (K - 1)."""
+    small = list(product(range(5), repeat=blocks - 1))
+    given = [(*p, 0, *m) for p in small for m in product(range(5), repeat=blocks)]
+    longer = product(small, product(range(5 * blocks), repeat=blocks))
+    valid = [(*p, 0, *m) for p, m in longer if not broken_rule((*p, 0), m)]
+    apart = torch.cdist(torch.tensor(given).double(), torch.tensor(valid).double(), p=1).amin(1).tolist()
+    for lengths, least in zip(given, apart, strict=True):
+        found = Schedule.parse(nearest(lengths[:blocks], lengths[blocks:]))
+        changes = sum(abs(a - b) for a, b in zip(lengths, found.p + found.m, strict=True))
+        assert changes == least, (lengths, str(found))
 
 
 def lengths_apart(one: str, two: str) -> int:

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from undrift.errors import BadSetting
 from undrift.models import resnet20
+from undrift.pipeline import DSP
 from undrift.pipeline.split import balanced, layer_times, layers_of, min_max_cuts, parts
 
 
@@ -87,6 +88,19 @@ def test_the_balance_follows_the_layers_times() -> None:
     assert all(p.grad is None for p in model.parameters())
     forward, backward = layer_times(list(model), torch.randn(8, 4), torch.randint(2, (8,)), F.cross_entropy, 2)
     assert len(forward) == len(backward) == 6 and min(forward) > 0
+
+
+def test_dsp_keeps_what_it_measured() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), Slow(0.001), Slow(0.04), nn.Linear(4, 2))
+    batch = torch.randn(8, 4), torch.randint(2, (8,))
+
+    def sgd(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+        return torch.optim.SGD(parameters, lr=0.1)
+
+    timed, by_hand = DSP(model, blocks=2, sample=batch, optimizer=sgd), DSP(model, cuts=[2], optimizer=sgd)
+    assert timed.balance is not None and by_hand.balance is None
+    assert timed.balance.names == tuple(part.layers[0] for part in timed.parts) == ("0", "2")
+    assert str(timed.balance).startswith("block 0: from 0, ")
 
 
 def test_a_list_of_modules_is_a_list_of_blocks() -> None:

@@ -268,14 +268,14 @@ def dp_command(arguments: argparse.Namespace) -> None:
 
 def pipe_command(arguments: argparse.Namespace) -> None:
     from undrift.config import from_toml
-    from undrift.pipeline.methods import schedule_of
+    from undrift.pipeline.resolve import timeline
     from undrift.pipeline.train import run_pipe
 
     config = {} if arguments.config is None else from_toml(arguments.config)
     settings = {n: v for n in pipeline.FIELDS if (v := getattr(arguments, n)) is not None}
     chosen = pipeline.from_mapping(config | settings)
     if arguments.schedule is not None:
-        print(schedule_of(chosen.method, chosen.blocks or 3, chosen.queues).text(arguments.schedule))
+        print(timeline(chosen, arguments.schedule))
         return
     name = f"{chosen.method}-{chosen.dataset}-seed{chosen.seed}"
     out = arguments.out or Path("runs") / name.replace("/", "_").replace(":", "_")

@@ -170,7 +170,7 @@ class RoundRecord(NamedTuple):
     gradients: int  # mini-batch gradients that the clients computed
     consistency: float
     seconds: float
-    train_loss: float  # mean over the cohort and its local steps
+    train_loss: float | None  # mean over the cohort and its local steps; None where a pipeline has only been filled
     clients: int  # that were invited
     dropped: int  # who failed to answer, or whose update was not finite
     more: dict[str, Any]  # other metrics, validation scores, the algorithm's own facts

@@ -186,6 +186,12 @@ def fresh(tensor: Tensor, device: torch.device) -> Tensor:
     return tensor.to(device, copy=True)
 
 
+def size(held: list[Tensor]) -> tuple[int, int]:
+    """How many tensors and how many bytes; one that is held in two places is one."""
+    each = {id(tensor): tensor.nbytes for tensor in held}
+    return len(each), sum(each.values())
+
+
 def by_batch(prefix: str, tensors: dict[str, Tensor]) -> dict[int, Tensor]:
     """The tensors named prefix + batch number, oldest first."""
     return dict(sorted((int(n), tensor) for n, tensor in below(prefix, tensors).items()))

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from undrift.pipeline.schedule import Schedule, Work
+from undrift.errors import BadSetting
+from undrift.pipeline.schedule import Schedule, Work, written
 
 
 @dataclass
@@ -36,7 +37,19 @@ class Clock:
         self.first, self.t, self.fed = self.first + self.fed, 0, 0
 
     def tensors(self) -> dict[str, Tensor]:
-        return {"clock": torch.tensor([self.t, self.fed, self.first])}
+        queues = torch.tensor([self.schedule.p, self.schedule.m])
+        return {"clock": torch.tensor([self.t, self.fed, self.first]), "queues": queues}
 
     def restore(self, tensors: dict[str, Tensor]) -> None:
+        """Refuses a state of other queues: its batches are not where these would look for them."""
+        if "clock" not in tensors:
+            raise BadSetting("this is no state of a pipeline; give what state_dict() returned")
+        own = [list(self.schedule.p), list(self.schedule.m)]
+        stored = tensors["queues"].tolist() if "queues" in tensors else own  # an older state does not say
+        if stored != own:
+            p, m = (tuple(lengths) for lengths in stored)
+            raise BadSetting(
+                f"the state is of {len(m)} blocks with the queue lengths {written(p, m)}, and this pipeline has "
+                f"{self.schedule.blocks} with {self.schedule}; build it with those of the state"
+            )
         self.t, self.fed, self.first = tensors["clock"].tolist()

@@ -83,6 +83,10 @@ class SyntheticBlock(Block):
         optimizer.step()
         return own
 
+    def held(self) -> list[Tensor]:
+        """Besides, what waits for the true error gradient: the output, and the gradient for the block below."""
+        return [*super().held(), *(t for pair in self.waiting.values() for t in pair if t is not None)]
+
     def tensors(self) -> dict[str, Tensor]:
         phi = {} if self.phi is None else {f"phi.{name}": t for name, t in self.phi.state_dict().items()}
         return super().tensors() | phi | optimizer_tensors(self.phi_optimizer, "phi_optimizer.")

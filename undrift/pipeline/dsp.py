@@ -16,7 +16,7 @@ from undrift.errors import BadSetting
 from undrift.pipeline.block import Block, Loss, MakeOptimizer, Rate
 from undrift.pipeline.methods import engine
 from undrift.pipeline.schedule import Schedule
-from undrift.pipeline.split import Part, balanced, parts
+from undrift.pipeline.split import Balance, Part, balanced, parts
 from undrift.simulate import ranks
 
 Batch = tuple[Tensor, Tensor]
@@ -29,7 +29,8 @@ class DSP:
     `model` is an nn.Sequential, cut at the layers `cuts` or into `blocks` of equal cost (then `sample`, a batch, is timed),
     or a list of modules, one a block. `p` and `m` are the thesis' queue lengths; without them the shortest with which no
     block waits. `optimizer` makes an optimiser for a list of parameters; `rate` gives the learning rate of batch n.
-    The model's own parameters are trained, those of this process's blocks.
+    The model's own parameters are trained, those of this process's blocks. Where layers were timed, print(dsp.balance) shows
+    where the model was cut and what each block costs.
 
     >>> model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
     >>> dsp = DSP(model, cuts=[2], p=(1, 0), m=(2, 0), optimizer=lambda params: torch.optim.SGD(params, lr=0.1))
@@ -58,7 +59,7 @@ class DSP:
             raise BadSetting("say how to train: optimizer=lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9)")
         with ranks.joined():
             self.device = ranks.device_of_rank(torch.device(device))
-            self.parts = split(model, cuts, blocks, sample, loss, self.device)
+            self.parts, self.balance = split(model, cuts, blocks, sample, loss, self.device)
             count = len(self.parts)
             if (p is None) != (m is None):
                 raise BadSetting("give both queue lengths p and m, or neither")
@@ -88,11 +89,11 @@ class DSP:
         return self.engine.differences
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Everything: parameters, statistics, optimisers and queues, on rank 0; to be called on all ranks."""
-        return self.engine.tensors()
+        """A copy of everything: parameters, statistics, optimisers and queues, on rank 0; to be called on all ranks."""
+        return {name: tensor.detach().clone() for name, tensor in self.engine.tensors().items()}
 
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
-        """Go on from a state, in as many processes as you like: one, or one a block."""
+        """Go on from a state of the same blocks and queues, in one process or in one a block, whichever it is from."""
         self.engine.restore(state)
 
     def model_state(self) -> dict[str, Tensor]:
@@ -107,18 +108,20 @@ def split(
     sample: Batch | None,
     loss: Loss,
     device: torch.device,
-) -> list[Part]:
-    """The parts by hand or by measurement; rank 0 measures for all."""
+) -> tuple[list[Part], Balance | None]:
+    """The parts by hand, or by measurement with what was measured; rank 0 measures for all."""
     if not isinstance(model, nn.Module) or cuts is not None:
         made = parts(model, cuts)
         if blocks is not None and blocks != len(made):
             raise BadSetting(f"blocks is {blocks}, but the model is given in {len(made)}; leave out one of the two")
-        return [Part(part.module.to(device), part.layers) for part in made]
+        return [Part(part.module.to(device), part.layers) for part in made], None
     if blocks is None or sample is None:
         raise BadSetting("give cuts=[...], or blocks=K with sample=(inputs, targets), a batch to time the layers on")
     model.to(device)
     found = balanced(model, blocks, sample[0].to(device), sample[1].to(device), loss) if ranks.rank() == 0 else None
-    return parts(model, ranks.first_rank_says(None if found is None else found.cuts))
+    balance = ranks.first_rank_says(found)
+    assert balance is not None
+    return parts(model, balance.cuts), balance
 
 
 def whole_model(split_parts: Sequence[Part], tensors: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -32,12 +32,12 @@ class MicroBatches:
         self.differences: dict[int, float] = {}
         self.bytes_up = self.bytes_down = 0
         self.count = engine.schedule.blocks
-        self.stored = [(0, 0)] * self.count  # PyTorch's schedules do not say what they hold
+        self.stored: list[tuple[int, int]] = []  # PyTorch's schedules do not say what they hold
         self.kind, self.loss = kind, loss
         if isinstance(engine, Processes):
             engine.cut_more = lambda: setattr(self, "schedule", None)
         self.schedule: Any = None  # PyTorch's, made when the first batch shows its shape
-        if isinstance(engine, Processes) and kind == "1f1b" and micro < self.count:
+        if kind == "1f1b" and micro < self.count:
             raise BadSetting(
                 f"1f1b needs at least as many micro-batches as blocks, {self.count}, not {micro}; raise micro, or use gpipe"
             )

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from undrift.errors import BadSetting, LostRank
-from undrift.pipeline.block import Block, below, by_batch, fresh
+from undrift.pipeline.block import Block, below, by_batch, fresh, size
 from undrift.pipeline.clock import Clock
 from undrift.pipeline.difference import Probe
 from undrift.pipeline.evaluate import Scores, evaluation
@@ -138,7 +138,7 @@ class Processes:
                 held += [*inbox.here.values(), *(buffer for _, buffer in inbox.posted.values())]
         for outbox in (self.outputs, self.sent_errors):
             held += [tensor for _, tensor in outbox.under_way] if outbox is not None else []
-        self.stored[self.k] = max(self.stored[self.k], (len(held), sum(t.nbytes for t in held)))
+        self.stored[self.k] = max(self.stored[self.k], size(held))
 
     @property
     def bytes_up(self) -> int:

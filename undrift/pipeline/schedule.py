@@ -11,7 +11,7 @@ staleness. Batches are counted from 0, from the last time that the queues were e
 from __future__ import annotations
 
 from dataclasses import dataclass
-from itertools import accumulate, product
+from itertools import accumulate
 from typing import NamedTuple
 
 from undrift.errors import BadSetting
@@ -167,27 +167,50 @@ def broken_rule(p: tuple[int, ...], m: tuple[int, ...]) -> str:
 def nearest(p: tuple[int, ...], m: tuple[int, ...]) -> str:
     """The valid lengths that need the smallest sum of changes, as they are written.
 
-    From the last block down, the cheapest way to reach each value of m_k; then the cheapest m_0. Of equally near ones
-    it takes the shortest queues.
+    Both kinds are tried: p = 0 everywhere, where m may not rise, and p_k, q_k >= 1. Of equally near ones it takes those
+    where no block waits, and then the longest m.
 
-    >>> nearest((1, 1, 0), (3, 2, 0))
-    '1,1,0;4,2,0'
+    >>> nearest((1, 1, 0), (3, 2, 0)), nearest((0, 0, 0), (2, 3, 0))
+    ('1,1,0;4,2,0', '0,0,0;3,3,0')
     """
-    blocks = max(len(m), 1)
-    p = (*p[: blocks - 1], *(1,) * (blocks - 1 - len(p)))
-    most = min(max(*m, *p, 1) * 2 + 2 * blocks, 100)  # values of m that are looked at
-    ways: dict[int, tuple[int, tuple[int, ...], tuple[int, ...]]]  # m_k -> cost, p from here on, m from here on
-    ways = {last: (abs(m[-1] - last), (0,), (last,)) for last in range(most)} if m else {0: (0, (0,), (0,))}
-    for k in range(blocks - 2, -1, -1):
-        longer: dict[int, tuple[int, tuple[int, ...], tuple[int, ...]]] = {}
-        for own, above in product(range(most), ways):
-            for output in range(1, own - above):  # q = own - output - above >= 1
-                cost, ps, ms = ways[above]
-                way = cost + abs(m[k] - own) + abs(p[k] - output), (output, *ps), (own, *ms)
-                longer[own] = min(longer.get(own, way), way)
-        ways = longer
-    _, ps, ms = min(ways.values())
-    return written(ps, ms)
+    m = m or (0,)
+    joints = len(m) - 1
+    given = (*p[:joints], *(1,) * (joints - len(p)))
+    wished = [max(length, 1) for length in given]
+    # m_k - m_{k+1} = p_k + q_{k+1} >= 2, and each unit by which it is less than p_k + 1 costs one of p_k
+    apart = nearest_falling(m, [2] * joints, [length + 1 for length in wished])
+    outputs = [min(length, apart[k] - apart[k + 1] - 1) for k, length in enumerate(wished)]
+    level = nearest_falling(m, [0] * joints, [0] * joints)
+    found = [((*outputs, 0), apart), ((0,) * len(m), level)]
+    return written(*min(found, key=lambda way: changes((*given, 0), way[0]) + changes(m, way[1])))
+
+
+def changes(one: tuple[int, ...], other: tuple[int, ...]) -> int:
+    return sum(abs(a - b) for a, b in zip(one, other, strict=True))
+
+
+def nearest_falling(m: tuple[int, ...], least: list[int], wished: list[int]) -> tuple[int, ...]:
+    """The x >= 0 with gaps x_k - x_{k+1} >= least_k that makes sum |x_k - m_k| + sum (wished_k - gap_k)_+ smallest.
+
+    Isotonic regression by its dynamic programme: f_k(x), the smallest sum over blocks k, k+1, .. where x_k = x, is convex
+    and piecewise linear. `corners` holds where its slope rises, the last corner being its smallest minimiser. Coming from
+    block k + 1 only falling slopes remain, since a larger gap is free: the part of slope -1 moves by wished_k, steeper ones
+    by least_k. Then |x - m_k| adds its corner twice, and what is to the right of the minimum is left out.
+    """
+    corners: list[int] = []
+    lowest, floors, slopes = 0, [], []
+    for k in range(len(m) - 1, -1, -1):
+        if k < len(m) - 1:
+            lowest += least[k]
+            corners = [*(c + least[k] for c in corners[:-1]), corners[-1] + wished[k]]
+        *corners, last = sorted([*corners, m[k], m[k]])  # f_k is smallest between corners[-1] and last
+        floors.append(lowest)
+        slopes.append((corners[-2] if len(corners) > 1 else lowest, corners[-1], last))
+    x = [max(slopes[-1][2], floors[-1])]
+    for k in range(1, len(m)):
+        steeper, smallest, _ = slopes[-1 - k]
+        x.append(max(min(max(x[-1] - wished[k - 1], steeper), smallest, x[-1] - least[k - 1]), floors[-1 - k]))
+    return tuple(x)
 
 
 def check(table: list[list[Work]], batches: int, schedule: Schedule) -> None:

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from undrift.pipeline.block import Block, below, by_batch, fresh
+from undrift.pipeline.block import Block, below, by_batch, fresh, size
 from undrift.pipeline.clock import Clock
 from undrift.pipeline.difference import Probe
 from undrift.pipeline.evaluate import Scores, evaluation
@@ -128,7 +128,7 @@ class Simulator:
         sent = self.arriving[k + 1] if k + 1 < len(self.blocks) else {}
         parcels = (*sent.values(), *self.errors[k].values())
         held = [*self.blocks[k].held(), *(parcel.tensor for parcel in parcels)]
-        self.stored[k] = max(self.stored[k], (len(held), sum(t.nbytes for t in held)))
+        self.stored[k] = max(self.stored[k], size(held))
 
     def evaluate(self, batches: Iterable[tuple[Tensor | None, Tensor | None]]) -> dict[str, float]:
         """Scores of the blocks with their parameters of now, in evaluation mode; the queues stay as they are."""

@@ -60,7 +60,7 @@ def parts(model: nn.Module | Sequence[nn.Module], cuts: Sequence[int | str] | No
     names = [name for name, _ in layers]
     places = []
     for cut in cuts or ():
-        if isinstance(cut, str) and not cut.isdigit():
+        if isinstance(cut, str) and not cut.isdecimal():
             begins = [i for i, name in enumerate(names) if name == cut or name.startswith(f"{cut}.")]
             if not begins:
                 raise BadSetting(f"there is no layer {cut!r} to cut at; the layers are {', '.join(names)}")

@@ -8,7 +8,7 @@ import platform
 import time
 import warnings
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -32,15 +32,14 @@ from undrift.pipeline.links import Group
 from undrift.pipeline.methods import METHODS, Engine, engine, schedule_of
 from undrift.pipeline.micro import MicroBatches
 from undrift.pipeline.processes import Processes
+from undrift.pipeline.resolve import cut_names, resolved
 from undrift.pipeline.settings import PipeConfig, as_toml, from_mapping
-from undrift.pipeline.split import Part, balanced, parts
+from undrift.pipeline.split import Part, parts
 from undrift.registry import build_model
 from undrift.round import RoundRecord
 from undrift.runs import Progress, Result, arithmetic, check_same_run, commit, pick_device
 from undrift.simulate import ranks
 from undrift.simulate.execute import keep_freed_memory
-
-TIMED = 32  # samples on which layers are timed: enough for their proportions
 
 
 @ranks.joined()
@@ -125,7 +124,9 @@ def drive(training: Training, folder: RunFolder | None, resume: bool, progress: 
         record = training.round(last=training.t + 1 == config.rounds).as_dict()
         records.append(record)
         elapsed = time.perf_counter() - began
-        reached = "diverged" if not math.isfinite(record["train_loss"]) else _reached(stop, record, elapsed)
+        trained = record["train_loss"]  # None while the first batches are on their way up
+        diverged = trained is not None and not math.isfinite(trained)
+        reached = "diverged" if diverged else _reached(stop, record, elapsed)
         if folder is not None:
             folder.append(record)
         if progress is not None and ranks.rank() == 0:
@@ -175,7 +176,7 @@ class Training:
                 f"differences need rounds of more than {schedule.backward_lag[0]} batches, which the queues hold, "
                 f"not {self.steps}; raise steps"
             )
-        self.parts: list[Part] = parts(model, _cuts(config.cuts))
+        self.parts: list[Part] = parts(model, cut_names(config.cuts))
 
         def optimizer(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
             nesterov = config.nesterov and config.momentum > 0
@@ -201,7 +202,7 @@ class Training:
         """One round of batches; `last` asks for an evaluation whatever the interval is."""
         began, engine = time.perf_counter(), self.engine
         before = engine.bytes_up, engine.bytes_down
-        engine.stored = [(0, 0)] * self.config.blocks
+        engine.stored = [(0, 0)] * len(engine.stored)
         loss, losses = torch.zeros((), dtype=torch.float64, device=self.device), 0
         for place in range(self.steps):
             n = self.t * self.steps + place
@@ -220,7 +221,7 @@ class Training:
         )
         count = sum(facts["loss"][1] for facts in each)
         more = self.evaluated() if last or self.t % self.config.eval_every == 0 else {}
-        stored = [max(facts["stored"][k] for facts in each) for k in range(self.config.blocks)]
+        stored = [max(facts["stored"][k] for facts in each) for k in range(len(engine.stored))]
         more |= {f"stored_tensors_{k}": tensors for k, (tensors, _) in enumerate(stored)}
         more |= {f"stored_bytes_{k}": size for k, (_, size) in enumerate(stored)}
         different = {k: value for facts in each for k, value in facts["differences"].items()}
@@ -229,7 +230,7 @@ class Training:
             round=self.t, loss=more.pop("loss", None), accuracy=more.pop("accuracy", None),
             bytes_down=sum(facts["bytes"][1] for facts in each), bytes_up=sum(facts["bytes"][0] for facts in each),
             gradients=self.steps * self.config.replicas, consistency=float("nan"), seconds=time.perf_counter() - began,
-            train_loss=sum(facts["loss"][0] for facts in each) / count if count else float("nan"),
+            train_loss=sum(facts["loss"][0] for facts in each) / count if count else None,
             clients=self.config.replicas, dropped=0, more=more,
         )  # fmt: skip
 
@@ -258,41 +259,6 @@ class Training:
             "ranks": ranks.count(), "parameters": self.parameters,
         }  # fmt: skip
         return as_toml(self.config) | {"made": made}
-
-
-def resolved(config: PipeConfig, model: nn.Module, feed: Feed, say: Callable[[str], None]) -> PipeConfig:
-    """With the number of blocks, the queues and the cuts as they will be."""
-    blocks = config.blocks
-    if config.method == "bp":
-        blocks = 1
-    elif config.queues:
-        blocks = schedule_of("dsp", 0, config.queues).blocks
-    elif config.cuts and not blocks:
-        blocks = len(_cuts(config.cuts)) + 1
-    blocks = blocks or (ranks.count() // config.replicas if ranks.count() > 1 else 3)
-    if ranks.count() == 1 and config.replicas > 1:
-        raise BadSetting(
-            f"{config.replicas} replicas need processes of their own: start with torchrun, or leave it out"
-        )
-    queues = str(schedule_of("dsp", blocks, config.queues)) if config.method == "dsp" else ""
-    cuts = config.cuts
-    if not cuts and blocks > 1:
-        found = None
-        if ranks.rank() == 0:
-            inputs, targets = feed.take(0)
-            assert inputs is not None and targets is not None
-            replays = METHODS[config.method].replays
-            found = balanced(model, blocks, inputs[:TIMED], targets[:TIMED], F.cross_entropy, replays, times=3)
-            say(str(found))
-        cuts = ranks.first_rank_says("" if found is None else ",".join(map(str, found.cuts)))
-    made = len(_cuts(cuts)) + 1
-    if made != blocks:
-        raise BadSetting(f"the cuts {cuts} make {made} blocks, not {blocks}; give one cut less than there are blocks")
-    return replace(config, blocks=blocks, queues=queues, cuts=cuts)
-
-
-def _cuts(text: str) -> list[int | str]:
-    return [part.strip() for part in text.split(",") if part.strip()]
 
 
 def shared(facts: dict[str, Any]) -> list[dict[str, Any]]:
