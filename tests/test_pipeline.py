@@ -49,13 +49,16 @@ def flat(made: Iterable[nn.Module]) -> Tensor:
 
 
 @pytest.mark.parametrize("queues", QUEUES)
-@pytest.mark.parametrize("how", ["plain", "momentum", "nesterov"])
+@pytest.mark.parametrize("how", ["plain", "momentum", "nesterov", "sum 0", "sum 1"])
 def test_dsp_is_equation_1_6_bit_for_bit(queues: str, how: str) -> None:
-    """SGD, heavy ball, Nesterov; weight decay, BatchNorm, dropout and a rate that drops."""
+    """SGD, heavy ball, Nesterov, SUM; weight decay, BatchNorm, dropout and a rate that drops."""
     made, schedule, data = modules(3), Schedule.parse(queues), batches()
-    optimizer = {"plain": plain_sgd, "momentum": sgd, "nesterov": nesterov}[how]
+    s = float(how[-1]) if how.startswith("sum") else None
+    optimizer = {"plain": plain_sgd, "momentum": sgd, "nesterov": nesterov}.get(
+        how, lambda parameters: SUM(parameters, lr=0.1, beta=0.9, s=s or 0.0, weight_decay=1e-2)
+    )
     settings: dict[str, Any] = (
-        {} if how == "plain" else {"momentum": 0.9, "weight_decay": 1e-2, "nesterov": how == "nesterov"}
+        {} if how == "plain" else {"momentum": 0.9, "weight_decay": 1e-2, "nesterov": how == "nesterov", "s": s}
     )
     rates = [rate(n) for n in range(len(data))]
     expected = Reference(made, schedule.p, schedule.m, [[b] for b in data], F.cross_entropy, rates, **settings)

@@ -32,6 +32,7 @@ class Reference:
         momentum: float = 0.0,
         nesterov: bool = False,
         weight_decay: float = 0.0,
+        s: float | None = None,  # of SUM, Eq. (1-4), with beta = momentum; None: torch's momentum
         seed: int = 0,
     ) -> None:
         K = len(modules)
@@ -42,7 +43,7 @@ class Reference:
         self.x = [[{n: w.detach().clone() for n, w in versions[0].items()}] for versions in self.x]
         self.gradients: dict[tuple[int, int], State] = {}  # [n, k], the mean over replicas
         self.momentum, self.nesterov, self.weight_decay, self.rates = momentum, nesterov, weight_decay, rates
-        self.velocity: list[State] = [{} for _ in modules]
+        self.s, self.velocity = s, [State() for _ in modules]
         self.outputs: dict[tuple[int, int, int], Tensor] = {}
         for t in range(len(batches) + max(self.B)):
             for k in range(K):  # running statistics follow the forwards, batch after batch
@@ -67,6 +68,12 @@ class Reference:
         after, velocity = {}, self.velocity[k]
         for name, w in self.x[k][t].items():
             g = torch.add(G[name], w, alpha=self.weight_decay) if self.weight_decay else G[name]
+            if self.s is not None:
+                g = G[name] + self.weight_decay * w
+                y, y_s = w - self.rates[n] * g, w - self.s * self.rates[n] * g
+                after[name] = y + self.momentum * (y_s - velocity.get(name, w))  # the first time w is x^0
+                velocity[name] = y_s
+                continue
             if self.momentum:
                 v = velocity[name] = velocity[name] * self.momentum + g if name in velocity else g
                 g = torch.add(g, v, alpha=self.momentum) if self.nesterov else v
