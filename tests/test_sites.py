@@ -348,9 +348,14 @@ def test_what_was_perhaps_not_meant_is_said(tmp_path: Path, capsys: Any) -> None
     )
     common = [str(tmp_path / "c.toml"), "--algorithm"]
     assert main(["run", *common, "ft", "--out", str(tmp_path / "a")]) == 0
-    assert "after round 90, which it did not reach" in capsys.readouterr().out
+    assert "after round 90, which was not reached" in capsys.readouterr().out
     assert main(["run", *common, "softpull", "--set", "lam=0.05", "--out", str(tmp_path / "b")]) == 0
     assert "lam 0.05 is below 1/S = 0.1" in capsys.readouterr().out
+    fedsm = [*common, "fedsm", "--set", "selector_model=logreg", "--own-test", "0.2"]
+    assert main(["run", *fedsm, "--set", "lam=0.05", "--out", str(tmp_path / "d")]) == 0
+    assert "lam 0.05 is below" in capsys.readouterr().out
+    assert main(["run", *fedsm, "--set", "personal=ft", "--out", str(tmp_path / "e")]) == 0
+    assert capsys.readouterr().out.count("note") == 1
     assert main(["run", *common, "softpull", "--out", str(tmp_path / "c")]) == 0
     assert "note" not in capsys.readouterr().out
 
@@ -408,6 +413,10 @@ def test_the_report_puts_left_out_sites_side_by_side(tmp_path: Path) -> None:
             )  # fmt: skip
             unseen = result.records[-1]["sites"]["unseen"]
             found[name, site] = unseen["super" if name == "fedsm" else "global"]["dice"][0]
+    (tmp_path / "fedavg3").mkdir()  # a run that was ended before its first evaluation
+    settings = (tmp_path / "fedavg2" / "run.toml").read_text().replace("seed = 0", "seed = 1")
+    (tmp_path / "fedavg3" / "run.toml").write_text(settings)
+    (tmp_path / "fedavg3" / "rounds.jsonl").write_text("")
     part = sites.everywhere_unseen(by_task(grouped(load([tmp_path]))))
     assert part is not None and "Unseen sites" in html(load([tmp_path]), None)
     for name in ("fedavg", "fedsm"):

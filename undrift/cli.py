@@ -10,7 +10,7 @@ import inspect
 import json
 import os
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -307,22 +307,14 @@ def tell(name: str, out: Path, run: Callable[..., Any], resume: bool) -> None:
             text += f", {name} {last[name]:.4f} (mean over clients, each on its own samples)"
     print(f"{len(result.records)} rounds, {text}; stopped by {result.stopped}; written to {out}")
     if isinstance(result.config, RunConfig):
-        for remark in remarks(result.config):
-            print(remark)
+        from undrift.config import make_algorithm
+        from undrift.registry import algorithm_class
 
-
-def remarks(config: RunConfig) -> Iterator[str]:
-    """What is allowed, and perhaps not meant."""
-    from undrift.config import make_algorithm
-    from undrift.registry import algorithm_class
-
-    alg = make_algorithm(algorithm_class(config.algorithm), config.algorithm, config.set)
-    if config.rounds and alg.at(config.rounds - 1) == alg.at(0) != alg.at(sys.maxsize):
-        yield f"note: {config.algorithm} was to go on differently after round {alg.begin}, which it did not reach; lower begin"
-    pulls = config.algorithm == "softpull" or getattr(alg, "personal", "") == "softpull"
-    if pulls and alg.lam * config.cohort < 1:
-        least = 1 / config.cohort
-        yield f"note: lam {alg.lam:g} is below 1/S = {least:.3g}: a model then has less of itself than of each other one"
+        name, fields = result.config.algorithm, result.config.set
+        for remark in make_algorithm(algorithm_class(name), name, fields).remarks(
+            result.config.rounds, result.config.cohort
+        ):
+            print(f"note: {remark}")
 
 
 def sweep_command(arguments: argparse.Namespace) -> int:

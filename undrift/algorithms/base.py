@@ -11,6 +11,7 @@ final dataclass that joins the two; its fields are its settings.
 
 from __future__ import annotations
 
+import sys
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -234,6 +235,14 @@ class Worker(ABC):
     def at(self, t: int) -> Any:
         """The algorithm of round t, counted from 0: itself, or a copy with a field that says what is done now."""
         return self
+
+    def remarks(self, rounds: int, cohort: int) -> list[str]:
+        """What is allowed, and perhaps not meant."""
+        if rounds and self.at(rounds - 1) == self.at(0) != self.at(sys.maxsize):
+            return [
+                f"the second phase was to begin after round {getattr(self, 'begin', '?')}, which was not reached; lower begin"
+            ]
+        return []
 
     def take_moments(self, work: Any, opt: Any) -> Any:
         """The work with the base optimiser's state that the client has kept."""

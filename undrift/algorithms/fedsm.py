@@ -19,7 +19,7 @@ from undrift.algorithms.base import Adam, Average, Cohort, LocalSGD, Nothing, Se
 from undrift.algorithms.ft import FineTuning
 from undrift.algorithms.per_fedavg import MetaSteps
 from undrift.algorithms.pfedme import MoreauEnvelope
-from undrift.algorithms.softpull import check_pull, pulled
+from undrift.algorithms.softpull import check_pull, pull_remarks, pulled
 from undrift.errors import BadSetting, UnknownName
 from undrift.oracle import GradientOracle, LocalData, View
 from undrift.vec import map_leaves, mean
@@ -81,6 +81,9 @@ class GlobalAndPulled(Worker):
     def check(self, clients: int, cohort: int) -> None:
         super().check(clients, cohort)
         check_pull(self, cohort)
+
+    def remarks(self, rounds: int, cohort: int) -> list[str]:
+        return [*super().remarks(rounds, cohort), *pull_remarks(self, cohort)]
 
 
 class Moments(NamedTuple):
@@ -279,6 +282,10 @@ class WithSelector(Worker):
     @property
     def buffers_up(self) -> bool:
         return bool(self.inner.buffers_up)
+
+    def remarks(self, rounds: int, cohort: int) -> list[str]:
+        found: list[str] = self.inner.remarks(rounds, cohort)
+        return found
 
     def check(self, clients: int, cohort: int) -> None:
         for field, allowed in (("personal", PERSONAL), ("selector_mode", MODES)):

@@ -57,7 +57,8 @@ class ServerMemory(Server):
         segments = cohort.layout.segments if self.qp_scope == "tensor" else [slice(0, len(x))]
         ids, updates = cohort.ids, up.d
         if self.order == "sampling":
-            ids, updates = ids[cohort.drawn.argsort()], updates[cohort.drawn.argsort()]
+            turn = cohort.drawn.argsort()
+            ids, updates = ids[turn], updates[turn]
         memory, place = server.memory.let_in(ids)  # mem_red
         memory, along = memory.remember(place, updates, self.beta2, segments, m)
         D = memory.constrains(self.beta2)

@@ -41,6 +41,12 @@ def check_pull(alg: Any, cohort: int) -> None:
         )
 
 
+def pull_remarks(alg: Any, cohort: int) -> list[str]:
+    """Such a lambda is allowed: the thesis' Table 15 has one."""
+    said = f"lam {alg.lam:g} is below 1/S = {1 / cohort:.3g}: a model then has less of itself than of each other one"
+    return [said] if alg.lam * cohort < 1 else []
+
+
 @dataclass(frozen=True)
 class SoftlyPulled(Alone):
     """The clients train alone; between rounds the server pulls. Its own x is the mean of all models, for newcomers."""
@@ -83,6 +89,9 @@ class SoftlyPulled(Alone):
     def check(self, clients: int, cohort: int) -> None:
         Worker.check(self, clients, cohort)
         check_pull(self, cohort)
+
+    def remarks(self, rounds: int, cohort: int) -> list[str]:
+        return [*super().remarks(rounds, cohort), *pull_remarks(self, cohort)]
 
 
 @dataclass(frozen=True)

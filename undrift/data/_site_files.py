@@ -53,10 +53,13 @@ def from_npz(path: Path, size: int, structures: int) -> Site:
     if masks.dtype.kind in "bi" and masks.size and masks.min() >= 0 and masks.max() < 256:
         masks = masks.astype(np.uint8)
     if images.dtype == masks.dtype == np.uint8 and images.ndim == 4 and masks.ndim == 3:  # or the site is refused later
-        channels = [
-            np.stack([resized(one[..., c], size, sharp=False) for one in images]) for c in range(images.shape[-1])
-        ]
-        images, masks = np.stack(channels, -1), np.stack([resized(one, size, sharp=True) for one in masks])
+        if images.shape[1:3] != (size, size):
+            planes = [
+                np.stack([resized(one, size, sharp=False) for one in images[..., c]]) for c in range(images.shape[-1])
+            ]
+            images = np.stack(planes, -1)
+        if masks.shape[1:] != (size, size):
+            masks = np.stack([resized(one, size, sharp=True) for one in masks])
         if masks.max(initial=0) == 255:  # grey levels
             masks = levels(masks, structures)
     split = found["split"].astype(str) if "split" in found else None

@@ -150,8 +150,8 @@ def everywhere_unseen(tasks: list[list[Group]]) -> Part | None:
     for label in dict.fromkeys(label for table in tables for label in table):
         values = []
         for table in tables:
-            runs = table[label].runs if label in table else []
-            found = [(_at_end(run) or {})["sites"]["unseen"] for run in runs]
+            ended = [_at_end(run) for run in (table[label].runs if label in table else [])]
+            found = [record["sites"]["unseen"] for record in ended if record and "unseen" in record["sites"]]
             scores = [seed["super" if "super" in seed else "global"][name][0] for seed in found]
             values.append(statistics.fmean(scores) if scores else None)
         known = [v for v in values if v is not None]

@@ -44,7 +44,7 @@ def own_scores(run: Simulation, last: bool) -> dict[str, Any]:
                 gamma = tuned(run, own, shared, served)
             kinds["super"], choice = super_scores(run, own, shared, served, gamma)
             table.setdefault("chosen", {})[name] = counted(own, choice, sites, len(served) + 1)
-            if name == "unseen" and alg.chooses == "threshold":
+            if last and name == "unseen" and alg.chooses == "threshold":
                 table["unseen_thresholds"] = thresholds(run, own, shared, served)
         by_site = {k: {m: group_means(v, own.owners, sites) for m, v in s.items()} for k, s in kinds.items()}
         table[name] = {k: {m: v.tolist() for m, v in s.items()} for k, s in by_site.items()}
@@ -149,11 +149,10 @@ def super_scores(
     run: Simulation, own: Own, shared: Served, served: list[Served], gamma: float
 ) -> tuple[Scores, Choice]:
     """The scores of the models that the selector chooses, or mixes."""
-    outputs = selector_outputs(run, own)
-    choice = choose(run.alg.chooses, outputs, gamma)
+    choice = choose(run.alg.chooses, selector_outputs(run, own), gamma)
     if not run.alg.selects(run.t):  # the selector has not learned anything yet: the server's model serves
-        choice = Choice(torch.zeros_like(outputs), torch.zeros_like(choice.model), torch.zeros_like(choice.confidence))
-    if run.alg.chooses != "mix" or not run.alg.selects(run.t):
+        return scores_of(run, own, shared), choice._replace(model=torch.zeros_like(choice.model))
+    if run.alg.chooses != "mix":
         return by_model(run, own, [shared, *served], choice.model), choice
     return mixed_scores(run, own, [shared, *served], choice.weights), choice
 
