@@ -2,13 +2,13 @@
 
     python benchmarks/link.py [--rates none,1gbit,100mbit] [--methods ...] [--json FILE]
 
-Two network namespaces, joined by a pair of virtual devices whose rate is limited, hold one gloo rank each; latency is not
+Two network namespaces, joined by a virtual switch whose lines have a limited rate, hold one gloo rank each; latency is not
 simulated. The network has 5.82 million parameters (784-2048-2048-10), the batch 64 samples a rank, the data are the
 package's digits enlarged to 28 x 28. Printed: the median of the milliseconds of a step (measured in turns, so that a busy
 moment meets all), bytes that a rank sends in a step (as the device counts them), steps until the model's loss on the test
 samples is below a target (measured without a limit; all methods with one learning rate), and steps times milliseconds.
 
-It needs root for the namespaces and says so where it has to skip.
+It needs root for the namespaces, ip and tc on the PATH, and says so where it has to skip.
 """
 
 from __future__ import annotations
@@ -33,25 +33,37 @@ METHODS = ["ddp", "fp16", "powersgd1", "powersgd2", "powersgd4", "topk64", "def1
 WARM, STEPS = 3, 4  # steps before the clock runs, and in a turn
 
 
+def missing() -> list[str]:
+    """What a limited link needs and this machine lacks."""
+    tools = [f"{tool} (package iproute2)" for tool in ("ip", "tc") if not shutil.which(tool)]
+    return ["root", *tools] if os.geteuid() else tools
+
+
 @contextlib.contextmanager
-def link(rate: str) -> Iterator[list[tuple[str, str]]]:
-    """Two namespaces and the device in each, with a limited rate in both directions."""
-    spaces = [(f"undrift{os.getpid()}{side}", f"v{n}") for n, side in enumerate("ab")]
-    (a, first), (b, second) = spaces
+def link(rate: str, count: int = 2) -> Iterator[list[tuple[str, str]]]:
+    """Namespaces joined by a switch in one more, and the device in each: 10.77.0.1, .2, ...
+
+    A line has two ends, and an end limits what it sends: the device what leaves its namespace, the port what arrives.
+    """
+    own = f"undrift{os.getpid()}"
+    switch, spaces = f"{own}-switch", [(f"{own}-{n}", f"v{n}") for n in range(count)]
+    limit = ("rate", rate, "burst", BURST.get(rate, "256kb"), "latency", "20ms")
     try:
-        for space, _ in spaces:
+        for space in (switch, *(space for space, _ in spaces)):
             do("ip", "netns", "add", space)
-        do("ip", "link", "add", first, "netns", a, "type", "veth", "peer", "name", second, "netns", b)
+        do("ip", "-n", switch, "link", "add", "bridge", "up", "type", "bridge")
         for number, (space, device) in enumerate(spaces, 1):
+            port = f"port{number}"
+            do("ip", "link", "add", device, "netns", space, "type", "veth", "peer", "name", port, "netns", switch)
             do("ip", "-n", space, "addr", "add", f"10.77.0.{number}/24", "dev", device)
             do("ip", "-n", space, "link", "set", "lo", "up")
             do("ip", "-n", space, "link", "set", device, "up")
-            if rate != "none":
-                limit = ("rate", rate, "burst", BURST.get(rate, "256kb"), "latency", "20ms")
-                do("tc", "-n", space, "qdisc", "add", "dev", device, "root", "tbf", *limit)
+            do("ip", "-n", switch, "link", "set", port, "up", "master", "bridge")
+            for where, end in ((space, device), (switch, port)) if rate != "none" else ():
+                do("tc", "-n", where, "qdisc", "add", "dev", end, "root", "tbf", *limit)
         yield spaces
     finally:
-        for space, _ in spaces:
+        for space in (switch, *(space for space, _ in spaces)):
             subprocess.run(["ip", "netns", "del", space], capture_output=True)
 
 
@@ -220,8 +232,8 @@ def main() -> int:
     if arguments.rank >= 0:
         be_a_rank(arguments)
         return 0
-    if os.geteuid() or not shutil.which("ip") or not shutil.which("tc"):
-        print("skipped: a link with a limited rate needs root, ip and tc (package iproute2)")
+    if missing():
+        print(f"skipped: a link with a limited rate needs {', '.join(missing())}")
         return 0
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that the namespaces are taken down
     rates = arguments.rates.split(",")

@@ -6,8 +6,9 @@ K processes with `threads` threads each, pinned to cores of their own, stand for
 threads" one process with all cores. The split is the one with which DSP's blocks are balanced (--split even: equally many
 layers). Times are medians over turns in which every method has its go, so that a busy moment meets all, with full queues.
 Idle is the share of the wall-clock time in which a block, on average, computes nothing; MB is by how much the process of
-the largest block grows. A link's rate is limited by network namespaces, which need root and two blocks; latency is not
-simulated. PyTorch's 1F1B refuses fewer micro-batches than blocks.
+the largest block grows. A link's rate is limited between network namespaces, which need root, ip and tc; latency is not
+simulated. PyTorch's 1F1B refuses fewer micro-batches than blocks. ResNet-20 cannot be cut into four equal parts: with four
+blocks, --models mlp,resnet56 is the fairer choice.
 """
 
 from __future__ import annotations
@@ -18,13 +19,13 @@ import ctypes
 import gc
 import json
 import os
+import signal
 import socket
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -32,9 +33,10 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from link import link as limited
+from link import missing
 from torch import Tensor, nn
 
-import undrift.models.resnet20 as resnet20
+from undrift.models._resnet import cifar_resnet
 from undrift.pipeline.block import Block
 from undrift.pipeline.methods import METHODS, engine, schedule_of
 from undrift.pipeline.micro import MicroBatches
@@ -45,19 +47,19 @@ from undrift.pipeline.split import balanced, layers_of, parts
 from undrift.simulate import ranks
 
 CPU = torch.device("cpu")
-SIZES = {"mlp": (16, 128), "resnet20": (8, 64)}  # small and large batches
+SIZES = {"mlp": (16, 128), "resnet20": (8, 64), "resnet56": (8, 64)}  # small and large batches
 
 
 def network(name: str) -> nn.Sequential:
     torch.manual_seed(0)
-    if name == "resnet20":
-        return resnet20.build((3, 32, 32), 10)  # type: ignore[return-value]
+    if name.startswith("resnet"):
+        return cifar_resnet(name, (3, 32, 32), 10, depth=int(name.removeprefix("resnet")), norm=nn.BatchNorm2d)
     hidden = [layer for _ in range(12) for layer in (nn.Linear(1024, 1024), nn.ReLU())]
     return nn.Sequential(*hidden, nn.Linear(1024, 10))
 
 
 def batch_of(name: str, size: int) -> tuple[Tensor, Tensor]:
-    shape = (3, 32, 32) if name == "resnet20" else (1024,)
+    shape = (3, 32, 32) if name.startswith("resnet") else (1024,)
     return torch.randn(size, *shape), torch.randint(10, (size,))
 
 
@@ -129,18 +131,24 @@ class Contestant:
         return wall / steps, self.busy / wall
 
 
-def memory_of(make: Callable[[], Contestant], batch: tuple[Tensor, Tensor]) -> tuple[int, float]:
-    """By how many bytes this process grows at most for a contestant, and the bytes that it sends a batch."""
+def prepared(
+    name: str, model: str, cuts: list[int], batch: tuple[Tensor, Tensor]
+) -> tuple[Contestant, float, int, float]:
+    """A contestant with full queues, its seconds a batch, by how many bytes this process grew at most for it, and the
+    bytes that it sends a batch."""
     gc.collect()
     ctypes.CDLL(None).malloc_trim(0)
     with contextlib.suppress(OSError):
         Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
     before = status("VmRSS")
-    contestant = make()
+    contestant = Contestant(name, model, cuts)
     contestant.go(batch, contestant.fill)
+    if contestant.micro:
+        contestant.watch_stage()
     sent = contestant.engine.bytes_up + contestant.engine.bytes_down
-    contestant.go(batch, 2)
-    return status("VmHWM") - before, (contestant.engine.bytes_up + contestant.engine.bytes_down - sent) / 2
+    seconds, _ = contestant.go(batch, 2)
+    sent = contestant.engine.bytes_up + contestant.engine.bytes_down - sent
+    return contestant, seconds, status("VmHWM") - before, sent / 2
 
 
 def status(name: str) -> int:
@@ -181,14 +189,9 @@ def race(
     for name in contestants(blocks, size):
         if name.startswith("1f1b") and int(name.partition("=")[2]) < blocks:
             continue  # PyTorch refuses fewer micro-batches than stages
+        contestant, seconds, peak, sent = prepared(name, model, cuts, batch)
         memory: list[Any] = [None] * blocks
-        mine_only = memory_of(lambda name=name: Contestant(name, model, cuts), batch)  # type: ignore[misc]
-        dist.all_gather_object(memory, mine_only)
-        contestant = Contestant(name, model, cuts)
-        contestant.go(batch, contestant.fill)
-        if contestant.micro:
-            contestant.watch_stage()
-        seconds, _ = contestant.go(batch, 3)
+        dist.all_gather_object(memory, (peak, sent))
         steps = max(5, int(arguments.seconds / ranks.first_rank_says(seconds)))
         running.append((contestant, steps, memory))
     found: dict[str, list[Any]] = {contestant.name: [] for contestant, _, _ in running}
@@ -224,7 +227,7 @@ def race(
 def launch(command: list[str], blocks: int, threads: int, link: str = "none") -> None:
     """Run a command as all the ranks of one group, with or without a limited link."""
     with contextlib.ExitStack() as stack:
-        spaces = stack.enter_context(limited(link)) if link != "none" else []
+        spaces = stack.enter_context(limited(link, blocks)) if link != "none" else []
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]
@@ -233,7 +236,8 @@ def launch(command: list[str], blocks: int, threads: int, link: str = "none") ->
             "MASTER_ADDR": "10.77.0.1" if spaces else "127.0.0.1",
             "PYTHONPATH": os.pathsep.join([str(Path(__file__).parent.parent), os.environ.get("PYTHONPATH", "")]),
         }  # fmt: skip
-        running = []
+        running: list[subprocess.Popen[bytes]] = []
+        stack.callback(end, running)
         for rank in range(blocks):
             inside = ["ip", "netns", "exec", spaces[rank][0]] if spaces else []
             own = {"RANK": str(rank), "LOCAL_RANK": str(rank)}
@@ -242,6 +246,13 @@ def launch(command: list[str], blocks: int, threads: int, link: str = "none") ->
         codes = [process.wait() for process in running]
         if any(codes):
             raise SystemExit("a rank failed")
+
+
+def end(running: list[subprocess.Popen[bytes]]) -> None:
+    """No rank outlives the benchmark, nor the namespace that it is in."""
+    for process in running:
+        process.kill()
+        process.wait()
 
 
 def show(rows: list[dict[str, Any]]) -> None:
@@ -281,15 +292,20 @@ def main() -> None:
     print(
         f"{arguments.blocks} blocks, {arguments.threads} threads each, {os.cpu_count()} cores, torch {torch.__version__}"
     )
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that the ranks and namespaces are taken down
     rows: list[dict[str, Any]] = []
     for link in arguments.link.split(","):
-        if link != "none" and (arguments.blocks != 2 or os.geteuid() != 0):
-            print(f"link {link}: skipped, needs root and two blocks")
+        if link != "none" and missing():
+            print(f"link {link}: skipped, a limited rate needs {', '.join(missing())}")
             continue
         with tempfile.TemporaryDirectory() as folder:
             found = Path(folder) / "rows.json"
             command = [__file__, *sys.argv[1:], "--link", link, "--rows", str(found)]
-            launch(command, arguments.blocks, arguments.threads, link)
+            try:
+                launch(command, arguments.blocks, arguments.threads, link)
+            except OSError as error:
+                print(f"link {link}: skipped, {error}")
+                continue
             rows += json.loads(found.read_text())
     show(rows)
     if arguments.json:
