@@ -16,7 +16,8 @@ Several processes share the work, and a GPU, by --only, each with its file: sgd,
 
 Every method at every ratio is tried with the same two rates under seed 0, and goes on with the one that is best on a tenth of
 the training samples, which nobody trains on; a diverged run counts as zero. PSync and DEF-A have the rates of SAEF and DEF,
-whose runs they are. DEF is run with the λ of the thesis, 0.3, and with 0.6, the best one of the sweep. A run is ended as diverged when a pass has a mean training loss above 10.
+whose runs they are. DEF is run with the λ of the thesis, 0.3, and with 0.6, the best one of the sweep. A run is ended as
+diverged when a pass has a mean training loss above 10.
 """
 
 from __future__ import annotations
