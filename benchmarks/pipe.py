@@ -181,10 +181,7 @@ def race(
         count = len(layers_of(network(model)))
         cuts = [count * k // blocks for k in range(1, blocks)]
     else:
-        cuts = (
-            list(balanced(network(model), blocks, *batch, F.cross_entropy, times=9).cuts) if ranks.rank() == 0 else []
-        )
-        cuts = ranks.first_rank_says(cuts)
+        cuts = list(balanced(network(model), blocks, *batch, F.cross_entropy, times=9).cuts)
     rows, running = [], []
     for name in contestants(blocks, size):
         if name.startswith("1f1b") and int(name.partition("=")[2]) < blocks:

@@ -86,8 +86,16 @@ def test_the_balance_follows_the_layers_times() -> None:
     after = model.state_dict()
     assert all(torch.equal(before[name], after[name]) for name in before), "timing leaves the model as it was"
     assert all(p.grad is None for p in model.parameters())
-    forward, backward = layer_times(list(model), torch.randn(8, 4), torch.randint(2, (8,)), F.cross_entropy, 2)
+    forward, backward, _ = layer_times(list(model), torch.randn(8, 4), torch.randint(2, (8,)), F.cross_entropy, 2)
     assert len(forward) == len(backward) == 6 and min(forward) > 0
+
+
+def test_updates_count_for_the_balance() -> None:
+    """A table of four million numbers, of which a batch reads two: its forward is short, its update long."""
+    model = nn.Sequential(nn.Embedding(1_000_000, 4), nn.Flatten(), nn.Linear(8, 2))
+    forward, _, update = layer_times(list(model), torch.randint(9, (1, 2)), torch.zeros(1).long(), F.cross_entropy, 3)
+    assert update[0] > forward[0]
+    assert update[0] > 20 * update[1]
 
 
 def test_dsp_keeps_what_it_measured() -> None:

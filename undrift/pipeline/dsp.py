@@ -109,7 +109,7 @@ def split(
     loss: Loss,
     device: torch.device,
 ) -> tuple[list[Part], Balance | None]:
-    """The parts by hand, or by measurement with what was measured; rank 0 measures for all."""
+    """The parts by hand, or by measurement with what was measured."""
     if not isinstance(model, nn.Module) or cuts is not None:
         made = parts(model, cuts)
         if blocks is not None and blocks != len(made):
@@ -118,9 +118,7 @@ def split(
     if blocks is None or sample is None:
         raise BadSetting("give cuts=[...], or blocks=K with sample=(inputs, targets), a batch to time the layers on")
     model.to(device)
-    found = balanced(model, blocks, sample[0].to(device), sample[1].to(device), loss) if ranks.rank() == 0 else None
-    balance = ranks.first_rank_says(found)
-    assert balance is not None
+    balance = balanced(model, blocks, sample[0].to(device), sample[1].to(device), loss)
     return parts(model, balance.cuts), balance
 
 

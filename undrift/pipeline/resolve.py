@@ -28,14 +28,13 @@ def resolved(config: PipeConfig, model: nn.Module, feed: Feed, say: Callable[[st
     queues = str(schedule_of("dsp", blocks, config.queues)) if config.method == "dsp" else ""
     cuts = config.cuts
     if not cuts and blocks > 1:
-        found = None
+        inputs, targets = feed.take(0)
+        assert inputs is not None and targets is not None
+        replays = METHODS[config.method].replays
+        found = balanced(model, blocks, inputs[:TIMED], targets[:TIMED], F.cross_entropy, replays, times=3)
         if ranks.rank() == 0:
-            inputs, targets = feed.take(0)
-            assert inputs is not None and targets is not None
-            replays = METHODS[config.method].replays
-            found = balanced(model, blocks, inputs[:TIMED], targets[:TIMED], F.cross_entropy, replays, times=3)
             say(str(found))
-        cuts = ranks.first_rank_says("" if found is None else ",".join(map(str, found.cuts)))
+        cuts = ",".join(map(str, found.cuts))
     return replace(config, blocks=blocks, queues=queues, cuts=cuts)
 
 

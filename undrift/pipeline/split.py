@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from undrift.errors import BadSetting
 from undrift.pipeline.block import Loss
+from undrift.simulate import ranks
 
 
 @dataclass(frozen=True)
@@ -96,7 +97,7 @@ class Balance:
     """Where a model was cut, and what each block costs a batch."""
 
     cuts: tuple[int, ...]
-    seconds: tuple[float, ...]  # forward, replay and backward; the last block does not replay
+    seconds: tuple[float, ...]  # forward, replay, backward and update; the last block does not replay
     names: tuple[str, ...]  # the layer that begins each block
 
     @property
@@ -117,15 +118,16 @@ def balanced(
 ) -> Balance:
     """The cuts with which the slowest of the blocks is fastest, from times measured on one batch.
 
-    `replays`: every block but the last runs its forward twice (FR, DSP).
+    `replays`: every block but the last runs its forward twice (FR, DSP). Where there are several ranks, all measure at the same
+    time, as their blocks will run at the same time, and the first one's times count.
     """
     layers = layers_of(model)
     if not 1 <= blocks <= len(layers):
         raise BadSetting(f"a model of {len(layers)} layers cannot be cut into {blocks} blocks")
-    forward, backward = layer_times([layer for _, layer in layers], inputs, target, loss, times)
-    twice = 2.0 if replays else 1.0
-    lower = [twice * f + b for f, b in zip(forward, backward, strict=True)]
-    last = [f + b for f, b in zip(forward, backward, strict=True)]
+    measured = layer_times([layer for _, layer in layers], inputs, target, loss, times)
+    forward, backward, update = ranks.first_rank_says(measured)
+    last = [sum(each) for each in zip(forward, backward, update, strict=True)]
+    lower = [again + once for again, once in zip(forward, last, strict=True)] if replays else last
     cuts = min_max_cuts(lower, last, blocks)
     borders = [0, *cuts, len(layers)]
     costs = [sum((last if b == len(layers) else lower)[a:b]) for a, b in itertools.pairwise(borders)]
@@ -158,14 +160,17 @@ def min_max_cuts(lower: Sequence[float], last: Sequence[float], blocks: int) -> 
 
 def layer_times(
     layers: Sequence[nn.Module], inputs: Tensor, target: Tensor, loss: Loss, times: int
-) -> tuple[list[float], list[float]]:
-    """Median seconds of each layer's forward and backward on one batch; the loss counts for the last one.
+) -> tuple[list[float], list[float], list[float]]:
+    """Median seconds of each layer's forward, backward and update on one batch; the loss counts for the last one.
 
-    The model is left as it was: statistics and gradients are put back.
+    A step of momentum SGD stands for the update. The model is left as it was: statistics and gradients are put back.
     """
     before = [{name: tensor.clone() for name, tensor in layer.state_dict().items()} for layer in layers]
     forward: list[list[float]] = [[] for _ in layers]
     backward: list[list[float]] = [[] for _ in layers]
+    update: list[list[float]] = [[] for _ in layers]
+    trained = [[p for p in layer.parameters() if p.requires_grad] for layer in layers]
+    optimizers = [torch.optim.SGD(own, lr=0.0, momentum=0.9) if own else None for own in trained]
     devices = [inputs.device] if inputs.device.type == "cuda" else []
     with torch.random.fork_rng(devices=devices):
         for _ in range(times):
@@ -185,11 +190,16 @@ def layer_times(
                 if out.requires_grad:
                     torch.autograd.backward(out, error)
                 backward[i].append(_now(out) - began)
-                error = h.grad
+                error, began, optimizer = h.grad, _now(out), optimizers[i]
+                if optimizer is not None:
+                    optimizer.step()
+                    optimizer.zero_grad()
+                update[i].append(_now(out) - began)
     for layer, state in zip(layers, before, strict=True):
         layer.load_state_dict(state)
         layer.zero_grad(set_to_none=True)
-    return [statistics.median(f) for f in forward], [statistics.median(b) for b in backward]
+    medians = ([statistics.median(each) for each in kind] for kind in (forward, backward, update))
+    return next(medians), next(medians), next(medians)
 
 
 def _now(tensor: Tensor) -> float:
