@@ -469,6 +469,7 @@ MISTAKES: list[tuple[Callable[[], Any], type[Exception], str]] = [
     (lambda: undrift.DEF(network(), lr=0.1, block="tensors"), UnknownName, "did you mean 'tensor'?"),
     (lambda: undrift.DEF(network(), lr=0.1, compressor="topk", lam="auto"), BadSetting, "use rbgs or randk"),
     (lambda: undrift.DEF(network(), lr=0.1, compressor="topk", block="shuffle"), BadSetting, "use flat or tensor"),
+    (lambda: undrift.DEF([nn.Parameter(torch.ones(2, dtype=torch.cfloat))], lr=0.1), BadSetting, "is complex"),
     (lambda: undrift.EF(network(), lr=0.1).add_param_group({"params": [nn.Parameter(torch.ones(1))]}), BadSetting, "later"),
     (lambda: undrift.EF(network(), lr=0.1).load_state_dict(undrift.DEF(network(), lr=0.1).state_dict()), BadRunFolder, "DEF"),
 ]  # fmt: skip

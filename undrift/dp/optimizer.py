@@ -225,6 +225,10 @@ class Flat:
             raise BadSetting(
                 f"the parameters lie on several devices ({', '.join(map(str, devices))}); move them to one"
             )
+        if any(p.is_complex() for p in params):
+            raise BadSetting(
+                "a parameter is complex; give its real and imaginary parts as parameters (torch.view_as_real)"
+            )
         wide = torch.float64 if any(p.dtype == torch.float64 for p in params) else torch.float32
         return cls(params, torch.zeros(sum(p.numel() for p in params), dtype=wide, device=params[0].device))
 
