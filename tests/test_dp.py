@@ -201,6 +201,10 @@ def test_ranks_that_disagree_are_told(on_ranks: Outcome) -> None:
         assert "disagree on ratio: it is 64 on rank 0 and 65 on rank 1" in told["ratio"]
         assert "disagree on lam: it is 0.3 on rank 0 and 0.4 on rank 1" in told["lam"]
         assert "0.weight [6, 5] torch.float64 on rank 0 and 0.weight [7, 5]" in told["model"]
+        assert "disagree on the step to go on from: it is 1 on rank 0 and 2 on rank 1" in told["step"]
+        assert "disagree on the step to go on from: it is 2 on rank 0 and 0 on rank 1" in told["loaded by one"]
+    for each in on_ranks[3]:
+        assert "holds a run of 2 workers, but torchrun started 3 processes" in each["other workers"]
 
 
 def test_checkpoints(on_ranks: Outcome) -> None:
@@ -221,7 +225,7 @@ def test_a_lost_rank_is_noticed(on_ranks: Outcome) -> None:
     assert last == "silent"
     for text in others:
         seconds, _, message = text.partition(" ")
-        assert "lost touch with the other 2" in message
+        assert message.count("lost touch with the other 2") == 2, "at the start and in a step"
         assert float(seconds) < 30
 
 
@@ -440,6 +444,10 @@ def test_a_model_loaded_after_the_optimizer_counts() -> None:
     optimizer = undrift.DEF(model, lr=LR, lam=1.0, ratio=7)
     other = network(seed=5)
     model.load_state_dict(other.state_dict())
+    assert torch.equal(optimizer.state_dict()["state"]["x"], vector(other))
+    with optimizer.evaluating("def"):
+        assert torch.equal(vector(model), vector(other))
+    assert torch.equal(vector(model), vector(other))
     sgd = torch.optim.SGD(other.parameters(), lr=LR)
     learn(model, optimizer, 0, 0)
     learn(other, sgd, 0, 0)
