@@ -168,6 +168,17 @@ def as_in_a_loop(rank: int, wrapped: bool) -> dict[str, Tensor]:
     return {"x": optimizer.vectors.x, "z": vector(inner), "e": optimizer.vectors.e, "rates": rates}
 
 
+def wrapped_ddp(rank: int) -> dict[str, Tensor]:
+    """The gradients of a rank where DDP lies inside another module, as torch.compile makes it."""
+    model = network()
+    around = nn.Sequential(DistributedDataParallel(model))
+    undrift.DEF(around, lr=0.1)
+    inputs, targets = samples(0, rank)
+    F.cross_entropy(around(inputs), targets).backward()
+    found = torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
+    return {"found": found, "own": gradient(0, rank, vector(model), decay=0.0)}
+
+
 def scaled(rank: int) -> dict[str, Any]:
     """ShardedGradScaler in float16: an overflow on rank 1 alone makes all ranks skip the step."""
     model = network().float()
@@ -312,6 +323,7 @@ def everything(rank: int, folder: Path) -> dict[str, Any]:
     if count == 2:
         found["socket"] = socket_bytes(rank)
         found |= {"disagreements": disagreements(rank), "resumed": resumed(rank, folder), "scaled": scaled(rank)}
+        found["wrapped ddp"] = wrapped_ddp(rank)
         found |= {"narrow": narrow(rank), "plain": as_in_a_loop(rank, False), "ddp": as_in_a_loop(rank, True)}
     if count == 3:
         found["other number"] = other_number(rank, folder / "whole.pt")

@@ -239,6 +239,11 @@ def test_ddp_with_accumulation_equals_a_plain_module(on_ranks: Outcome) -> None:
     assert first["ddp"]["rates"].tolist() == pytest.approx([0.05, 0.0125])
 
 
+def test_ddp_inside_another_module_keeps_gradients_local(on_ranks: Outcome) -> None:
+    for each in on_ranks[2]:
+        assert apart(each["wrapped ddp"]["found"], each["wrapped ddp"]["own"]) < 1e-14
+
+
 def test_half_precision(on_ranks: Outcome) -> None:
     first, second = on_ranks[2]
     assert first["scaled"]["skipped"] == second["scaled"]["skipped"] == [t == 3 for t in range(6)]

@@ -66,8 +66,9 @@ class CompressedOptimizer(torch.optim.Optimizer):
                 for n, p in enumerate(self.flat.params)
             },
         )
-        if isinstance(model, DistributedDataParallel) and (keep_local, None) not in model._comm_hooks:
-            model.register_comm_hook(None, keep_local)  # only one is allowed: another optimizer's is this one
+        for part in model.modules() if isinstance(model, nn.Module) else ():  # torch.compile may have wrapped DDP
+            if isinstance(part, DistributedDataParallel) and (keep_local, None) not in part._comm_hooks:
+                part.register_comm_hook(None, keep_local)  # only one is allowed: another optimizer's is this one
         self.t = 0  # iterations so far
         self.compared = False  # whether the ranks know that they are at the same iteration
         self.shown = ""  # which weights the parameters hold inside `evaluating`
