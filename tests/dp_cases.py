@@ -23,7 +23,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 import undrift
 from undrift import cli
-from undrift.errors import LostRank, UndriftError
+from undrift.errors import UndriftError
+from undrift.parallel import run_parallel
 
 STEPS, LR, MOMENTUM, DECAY = 12, 0.2, 0.9, 0.01
 SHARED: dict[str, Any] = {"lr": LR, "momentum": MOMENTUM, "weight_decay": DECAY, "seed": 3}
@@ -114,7 +115,19 @@ def refused(make: Any) -> str:
 
 def disagreements(rank: int) -> dict[str, str]:
     wide = nn.Sequential(nn.Linear(5, 6 + rank), nn.Tanh(), nn.Linear(6 + rank, 3)).double()
+    model = network()
+    optimizer = undrift.DEF(model, lr=0.1)
+    states = []
+    for t in range(2):
+        learn(model, optimizer, t, rank)
+        states.append(optimizer.state_dict())
+    apart, fresh = undrift.DEF(network(), lr=0.1), undrift.DEF(network(), lr=0.1)
+    apart.load_state_dict(states[rank])
+    if rank == 0:
+        fresh.load_state_dict(states[1])
     return {
+        "step": refused(apart.step),
+        "loaded by one": refused(lambda: fresh.evaluating().__enter__()),
         "seed": refused(lambda: undrift.DEF(network(), lr=0.1, seed=rank)),
         "ratio": refused(lambda: undrift.DEF(network(), lr=0.1, ratio=64 + rank)),
         "model": refused(lambda: undrift.DEF(wide, lr=0.1)),
@@ -133,6 +146,7 @@ def as_in_a_loop(rank: int, wrapped: bool) -> dict[str, Tensor]:
         {"params": list(first.parameters())},
         {"params": list(last.parameters()), "lr": 0.05, "weight_decay": 0.0},
     ]
+    undrift.EF(model, lr=0.1)  # an optimizer before, on the same DDP
     optimizer = undrift.DEF(model, lr=0.2, momentum=0.9, weight_decay=0.01, ratio=7, params=groups)
     schedule = torch.optim.lr_scheduler.StepLR(optimizer, 4, 0.5)
     hooked = []
@@ -152,6 +166,17 @@ def as_in_a_loop(rank: int, wrapped: bool) -> dict[str, Tensor]:
     assert len(hooked) == 10
     rates = torch.tensor([g["lr"] for g in optimizer.param_groups])
     return {"x": optimizer.vectors.x, "z": vector(inner), "e": optimizer.vectors.e, "rates": rates}
+
+
+def wrapped_ddp(rank: int) -> dict[str, Tensor]:
+    """The gradients of a rank where DDP lies inside another module, as torch.compile makes it."""
+    model = network()
+    around = nn.Sequential(DistributedDataParallel(model))
+    undrift.DEF(around, lr=0.1)
+    inputs, targets = samples(0, rank)
+    F.cross_entropy(around(inputs), targets).backward()
+    found = torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
+    return {"found": found, "own": gradient(0, rank, vector(model), decay=0.0)}
 
 
 def scaled(rank: int) -> dict[str, Any]:
@@ -270,19 +295,19 @@ def socket_bytes(rank: int) -> dict[str, int]:
 
 
 def lost(rank: int) -> str:
-    """How a rank ends when another one is silent, and then when it is gone."""
-    group = dist.new_group(timeout=timedelta(seconds=2))
+    """How a rank ends when another one is silent, in a step and at the start."""
+    group, another = (dist.new_group(timeout=timedelta(seconds=2)) for _ in range(2))
     model = network()
     optimizer = undrift.DEF(model, lr=0.1, group=group)
     began = time.monotonic()
     if rank == dist.get_world_size() - 1:
-        time.sleep(4)
+        time.sleep(6)
         return "silent"
-    try:
-        learn(model, optimizer, 0, rank)
-    except LostRank as error:
-        return f"{time.monotonic() - began:.1f} {error}"
-    return "not noticed"
+    told = [
+        refused(lambda: learn(model, optimizer, 0, rank)),
+        refused(lambda: undrift.DEF(model, lr=0.1, group=another)),
+    ]
+    return f"{time.monotonic() - began:.1f} {'; '.join(told)}"
 
 
 def commanded(count: int, folder: Path) -> int:
@@ -298,9 +323,11 @@ def everything(rank: int, folder: Path) -> dict[str, Any]:
     if count == 2:
         found["socket"] = socket_bytes(rank)
         found |= {"disagreements": disagreements(rank), "resumed": resumed(rank, folder), "scaled": scaled(rank)}
+        found["wrapped ddp"] = wrapped_ddp(rank)
         found |= {"narrow": narrow(rank), "plain": as_in_a_loop(rank, False), "ddp": as_in_a_loop(rank, True)}
     if count == 3:
         found["other number"] = other_number(rank, folder / "whole.pt")
+        found["other workers"] = refused(lambda: run_parallel(out=folder / "dp2", resume=True))
         found["lost"] = lost(rank)
     return found
 

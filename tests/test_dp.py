@@ -201,6 +201,10 @@ def test_ranks_that_disagree_are_told(on_ranks: Outcome) -> None:
         assert "disagree on ratio: it is 64 on rank 0 and 65 on rank 1" in told["ratio"]
         assert "disagree on lam: it is 0.3 on rank 0 and 0.4 on rank 1" in told["lam"]
         assert "0.weight [6, 5] torch.float64 on rank 0 and 0.weight [7, 5]" in told["model"]
+        assert "disagree on the step to go on from: it is 1 on rank 0 and 2 on rank 1" in told["step"]
+        assert "disagree on the step to go on from: it is 2 on rank 0 and 0 on rank 1" in told["loaded by one"]
+    for each in on_ranks[3]:
+        assert "holds a run of 2 workers, but torchrun started 3 processes" in each["other workers"]
 
 
 def test_checkpoints(on_ranks: Outcome) -> None:
@@ -221,7 +225,7 @@ def test_a_lost_rank_is_noticed(on_ranks: Outcome) -> None:
     assert last == "silent"
     for text in others:
         seconds, _, message = text.partition(" ")
-        assert "lost touch with the other 2" in message
+        assert message.count("lost touch with the other 2") == 2, "at the start and in a step"
         assert float(seconds) < 30
 
 
@@ -233,6 +237,11 @@ def test_ddp_with_accumulation_equals_a_plain_module(on_ranks: Outcome) -> None:
     assert torch.equal(first["ddp"]["x"], second["ddp"]["x"])
     assert not torch.equal(first["ddp"]["e"], second["ddp"]["e"]), "each rank has gradients of its own"
     assert first["ddp"]["rates"].tolist() == pytest.approx([0.05, 0.0125])
+
+
+def test_ddp_inside_another_module_keeps_gradients_local(on_ranks: Outcome) -> None:
+    for each in on_ranks[2]:
+        assert apart(each["wrapped ddp"]["found"], each["wrapped ddp"]["own"]) < 1e-14
 
 
 def test_half_precision(on_ranks: Outcome) -> None:
@@ -440,6 +449,10 @@ def test_a_model_loaded_after_the_optimizer_counts() -> None:
     optimizer = undrift.DEF(model, lr=LR, lam=1.0, ratio=7)
     other = network(seed=5)
     model.load_state_dict(other.state_dict())
+    assert torch.equal(optimizer.state_dict()["state"]["x"], vector(other))
+    with optimizer.evaluating("def"):
+        assert torch.equal(vector(model), vector(other))
+    assert torch.equal(vector(model), vector(other))
     sgd = torch.optim.SGD(other.parameters(), lr=LR)
     learn(model, optimizer, 0, 0)
     learn(other, sgd, 0, 0)
@@ -469,6 +482,7 @@ MISTAKES: list[tuple[Callable[[], Any], type[Exception], str]] = [
     (lambda: undrift.DEF(network(), lr=0.1, block="tensors"), UnknownName, "did you mean 'tensor'?"),
     (lambda: undrift.DEF(network(), lr=0.1, compressor="topk", lam="auto"), BadSetting, "use rbgs or randk"),
     (lambda: undrift.DEF(network(), lr=0.1, compressor="topk", block="shuffle"), BadSetting, "use flat or tensor"),
+    (lambda: undrift.DEF([nn.Parameter(torch.ones(2, dtype=torch.cfloat))], lr=0.1), BadSetting, "is complex"),
     (lambda: undrift.EF(network(), lr=0.1).add_param_group({"params": [nn.Parameter(torch.ones(1))]}), BadSetting, "later"),
     (lambda: undrift.EF(network(), lr=0.1).load_state_dict(undrift.DEF(network(), lr=0.1).state_dict()), BadRunFolder, "DEF"),
 ]  # fmt: skip

@@ -109,6 +109,15 @@ def test_a_killed_run_goes_on_bit_for_bit(tmp_path: Path) -> None:
         run_parallel(out=tmp_path / "cut", resume=True, workers=4)
 
 
+@pytest.mark.parametrize(
+    "settings", [{"method": "sgd", "ratio": 64.0}, {"method": "ef", "lam": "0.3"}, {"lam": "0.30"}]
+)
+def test_the_same_command_goes_on(tmp_path: Path, settings: dict[str, Any]) -> None:
+    """A run keeps the ratio and lambda that its method settles, which must not make the command another one."""
+    trained(tmp_path / "run", rounds=1, **settings)
+    assert len(run_parallel(out=tmp_path / "run", resume=True, **(settings | {"rounds": 2})).records) == 2
+
+
 def test_a_run_that_diverges_ends(tmp_path: Path) -> None:
     result = trained(tmp_path / "run", lr=1e200, rounds=50)
     assert result.stopped == "diverged" and len(result.records) < 10

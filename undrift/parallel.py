@@ -21,7 +21,7 @@ from undrift.dp.def_ import Detached
 from undrift.dp.methods import METHODS, method, number_or_auto
 from undrift.dp.training import Schedule, Training
 from undrift.dp.workers import Ranks, Stacked
-from undrift.errors import BadSetting
+from undrift.errors import BadRunFolder, BadSetting
 from undrift.folder import ReadOnlyFolder, RunFolder
 from undrift.net import Net
 from undrift.registry import build_model
@@ -140,8 +140,13 @@ def run_parallel(
             raise BadSetting("resume needs the run's folder; give --out DIR")
         stored = folder.settings()
         made = stored.pop("made", {})
-        check_same_run(folder, stored, asdict(from_mapping(stored | asked)))
+        if ranks.count() > 1 and stored.get("workers") != ranks.count():
+            raise BadRunFolder(
+                f"{folder.path} holds a run of {stored.get('workers')} workers, but torchrun started {ranks.count()} processes; "
+                "start as many"
+            )
         asked = stored | asked
+        check_same_run(folder, stored, asdict(resolved(from_mapping(asked))))
         for what, now in (("threads", torch.get_num_threads()), ("ranks", ranks.count())):
             if made.get(what) not in (None, now) and ranks.rank() == 0:
                 warnings.warn(

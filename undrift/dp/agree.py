@@ -16,14 +16,14 @@ def agree(workers: Ranks, facts: Mapping[str, object]) -> None:
     if not workers.joined:
         return
     everybody: list[Any] = [None] * workers.count
-    dist.all_gather_object(everybody, dict(facts), group=workers.group)
+    workers.together(lambda: dist.all_gather_object(everybody, dict(facts), group=workers.group))
     first = everybody[0]
     for rank, other in enumerate(everybody):
         for name in {**first, **other}:
             if first.get(name) != other.get(name):
                 raise BadSetting(
                     f"the ranks disagree on {name}: it is {_shown(first, name)} on rank 0 and {_shown(other, name)} on "
-                    f"rank {rank}; give all ranks the same settings and the same model"
+                    f"rank {rank}; give all ranks the same settings, model and checkpoint"
                 )
 
 

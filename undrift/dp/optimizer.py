@@ -66,9 +66,11 @@ class CompressedOptimizer(torch.optim.Optimizer):
                 for n, p in enumerate(self.flat.params)
             },
         )
-        if isinstance(model, DistributedDataParallel):
-            model.register_comm_hook(None, keep_local)
+        for part in model.modules() if isinstance(model, nn.Module) else ():  # torch.compile may have wrapped DDP
+            if isinstance(part, DistributedDataParallel) and (keep_local, None) not in part._comm_hooks:
+                part.register_comm_hook(None, keep_local)  # only one is allowed: another optimizer's is this one
         self.t = 0  # iterations so far
+        self.compared = False  # whether the ranks know that they are at the same iteration
         self.shown = ""  # which weights the parameters hold inside `evaluating`
         self.vectors = method.start(self.flat.empty(), self.workers)
         self.begin()
@@ -80,6 +82,14 @@ class CompressedOptimizer(torch.optim.Optimizer):
         self.flat.read(self.vectors.x)
         self.workers.from_first(self.vectors.x)
         self.flat.write(self.vectors.x)
+
+    def settle(self) -> None:
+        """What all ranks do before they step or show the model, in case something was loaded on the way."""
+        if not self.compared:  # ranks at different steps would exchange different blocks
+            agree(self.workers, {"the step to go on from": self.t})
+            self.compared = True
+        if self.t == 0:
+            self.begin()  # a model that was loaded after the optimizer was made
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         if self.flat is not None:
@@ -106,8 +116,7 @@ class CompressedOptimizer(torch.optim.Optimizer):
             raise BadSetting("step() inside evaluating() would train other weights; leave the with block first")
         if Ranks(self.workers.group).count != self.workers.count:
             raise BadSetting("the process group was made after the optimizer; call init_process_group before it")
-        if self.t == 0:
-            self.begin()  # a model that was loaded after the optimizer was made
+        self.settle()
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -148,6 +157,7 @@ class CompressedOptimizer(torch.optim.Optimizer):
         if self.shown:
             raise BadSetting(f"the parameters are those of evaluating({self.shown!r}) already")
         assert self.flat is not None
+        self.settle()
         with torch.no_grad():
             self.flat.write(self.method.returned(self.vectors, self.workers, POINTS.get(which, "")))  # type: ignore[arg-type]
         self.shown = which or "its own"
@@ -166,6 +176,7 @@ class CompressedOptimizer(torch.optim.Optimizer):
 
     def whole_state_dict(self) -> dict[str, Any]:
         """The states of all ranks in one; all ranks must call it, one may save it. It can be loaded on any number of ranks."""
+        self.settle()
         own: dict[str, Tensor] = {}
         for name in self.method.own:
             rows = self.workers.gather(getattr(self.vectors, name))
@@ -173,6 +184,9 @@ class CompressedOptimizer(torch.optim.Optimizer):
         return self._with_state(own)
 
     def _with_state(self, own: dict[str, Tensor]) -> dict[str, Any]:
+        assert self.flat is not None
+        if self.t == 0:
+            self.flat.read(self.vectors.x)  # a model that was loaded after the optimizer was made
         shared = {n: v.clone() for n, v in self.vectors._asdict().items() if n not in self.method.own}
         facts = {"method": type(self).__name__, "step": self.t, "ranks": self.workers.count}
         return {"state": facts | shared | own, "param_groups": super().state_dict()["param_groups"]}
@@ -205,9 +219,9 @@ class CompressedOptimizer(torch.optim.Optimizer):
             warnings.warn(
                 f"the checkpoint was made by {before} ranks, now there are {now}: every rank goes on with the mean of their "
                 "errors and momenta, which keeps y = x - mean e",
-                stacklevel=2,
+                stacklevel=3,  # past no_grad
             )
-        self.t = int(state["step"])
+        self.t, self.compared = int(state["step"]), False
         self.to_point()
 
 
@@ -224,6 +238,10 @@ class Flat:
         if len(devices) > 1:
             raise BadSetting(
                 f"the parameters lie on several devices ({', '.join(map(str, devices))}); move them to one"
+            )
+        if any(p.is_complex() for p in params):
+            raise BadSetting(
+                "a parameter is complex; give its real and imaginary parts as parameters (torch.view_as_real)"
             )
         wide = torch.float64 if any(p.dtype == torch.float64 for p in params) else torch.float32
         return cls(params, torch.zeros(sum(p.numel() for p in params), dtype=wide, device=params[0].device))

@@ -54,10 +54,10 @@ class Ranks:
         if not self.joined:
             return lambda: v / self.count
         whole = v.contiguous()
-        begun = self._together(lambda: dist.all_reduce(whole, group=self.group, async_op=True))
+        begun = self.together(lambda: dist.all_reduce(whole, group=self.group, async_op=True))
 
         def finished() -> Tensor:
-            self._together(begun.wait)
+            self.together(begun.wait)
             return whole / self.count
 
         return finished
@@ -67,15 +67,16 @@ class Ranks:
         if not self.joined:
             return v.unsqueeze(0)
         rows = [torch.empty_like(v) for _ in range(self.count)]
-        self._together(lambda: dist.all_gather(rows, v.contiguous(), group=self.group))
+        self.together(lambda: dist.all_gather(rows, v.contiguous(), group=self.group))
         return torch.stack(rows)
 
     def from_first(self, v: Tensor) -> None:
         """Rank 0's values, in place."""
         if self.joined:
-            self._together(lambda: dist.broadcast(v, group=self.group, group_src=0))
+            self.together(lambda: dist.broadcast(v, group=self.group, group_src=0))
 
-    def _together(self, collective: Callable[[], Any]) -> Any:
+    def together(self, collective: Callable[[], Any]) -> Any:
+        """What only all ranks can do; a rank that is gone is named as the reason."""
         try:
             return collective()
         except RuntimeError as error:
