@@ -444,6 +444,20 @@ def test_lambda_auto_finds_the_common_part() -> None:
         assert torch.allclose(method.point(state, torch.empty_like(state.e)), state.x - lam * state.e, atol=1e-6)
 
 
+def test_a_checkpoint_that_is_refused_changes_nothing() -> None:
+    trained, fresh = (undrift.DEF(network(), lr=lr, momentum=0.9) for lr in (0.1, 0.2))
+    state = trained.state_dict()
+    state["state"] = {name: value for name, value in state["state"].items() if name != "m/rank0"} | {
+        "x": state["state"]["x"] + 1
+    }
+    before = fresh.state_dict()
+    with pytest.raises(BadRunFolder, match="lacks"):
+        fresh.load_state_dict(state)
+    after = fresh.state_dict()
+    assert torch.equal(before["state"]["x"], after["state"]["x"])
+    assert after["param_groups"][0]["lr"] == 0.2
+
+
 def test_a_model_loaded_after_the_optimizer_counts() -> None:
     model = network()
     optimizer = undrift.DEF(model, lr=LR, lam=1.0, ratio=7)

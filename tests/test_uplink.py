@@ -17,8 +17,10 @@ from undrift.algorithms.fedavg import FedAvg
 from undrift.algorithms.scaffold import Scaffold
 from undrift.config import from_mapping
 from undrift.errors import BadSetting, UnknownName
+from undrift.layout import Layout
 from undrift.registry import algorithm_class, names
 from undrift.simulate.execute import Stacked
+from undrift.simulate.uplink import Uplink
 
 ROUNDS, SIZE = 6, 39  # of tests.small's network
 SPECS = ["rbgs:5", "randk:5", "topk:5", "fp16"]
@@ -88,6 +90,14 @@ def test_every_vector_of_an_upload_arrives_in_the_end() -> None:
     assert float(state.error.d.norm()) > 0 and float(state.error.dc.norm()) > 0
     # c = mean c_i in the method; here what has not arrived is missing from c: c + mean e = mean c_i.
     assert torch.allclose(run.state.companion.c + state.error.dc.mean(0), state.own.c.mean(0), atol=1e-13)
+
+
+def test_what_is_too_large_for_sixteen_bits_arrives_later() -> None:
+    uplink = Uplink("fp16", 0, Layout(("w",), (torch.Size((3,)),)))
+    p, nowhere = torch.tensor([1e5, -1.0, float("inf")]), torch.zeros(0, dtype=torch.int32)
+    sent = uplink.put(uplink.taken(p, nowhere, 0), nowhere, 0, p)
+    assert sent.tolist() == [65504.0, -1.0, float("inf")]
+    assert (p - sent)[0] == 1e5 - 65504.0
 
 
 def test_bytes_are_those_of_what_travels() -> None:

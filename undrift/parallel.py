@@ -107,8 +107,17 @@ def from_mapping(settings: Mapping[str, Any]) -> ParallelConfig:
     """A ParallelConfig from plain values; a run folder's empty [set] table is left out, and lam may be a number."""
     given = {name: value for name, value in settings.items() if name != "set" or value}
     if isinstance(given.get("lam"), int | float):
-        given["lam"] = f"{given['lam']:g}"
+        given["lam"] = as_text(given["lam"])
     return ParallelConfig(**typed(given, TYPES))
+
+
+def as_text(number: float) -> str:
+    """With all digits.
+
+    >>> as_text(1.0), as_text(0.123456789)
+    ('1', '0.123456789')
+    """
+    return repr(float(number)).removesuffix(".0")
 
 
 @ranks.joined()
@@ -178,7 +187,7 @@ def resolved(config: ParallelConfig) -> ParallelConfig:
     if execution == "auto":  # stacked convolutions are slow on a CPU, and in turn the bits are those of real ranks
         execution = "stacked" if pick_device(config.device).type == "cuda" else "pool"
     how = method(config.method, config.lam, config.average_every)
-    lam = f"{how.lam:g}" if isinstance(how, Detached) and how.lam != "auto" else config.lam
+    lam = as_text(how.lam) if isinstance(how, Detached) and not isinstance(how.lam, str) else config.lam
     workers = config.workers or (processes if processes > 1 else 16)
     ratio = 1.0 if config.method == "sgd" else config.ratio
     return replace(config, workers=workers, execution=execution, lam=lam, ratio=ratio)

@@ -198,12 +198,13 @@ class CompressedOptimizer(torch.optim.Optimizer):
         state = state_dict["state"]
         if state.get("method") != type(self).__name__:
             raise BadRunFolder(f"the checkpoint is of {state.get('method')}, not of {type(self).__name__}")
-        super().load_state_dict({"state": {}, "param_groups": state_dict["param_groups"]})
         before, now = int(state["ranks"]), self.workers.count
+        places = {}
         for name, vector in self.vectors._asdict().items():
             keys = [name]
             if name in self.method.own:
                 keys = [f"{name}/rank{r}" for r in (range(before) if before != now else [self.workers.rank])]
+            places[name] = keys
             missing = [key for key in keys if key not in state]
             if missing:
                 raise BadRunFolder(
@@ -214,6 +215,9 @@ class CompressedOptimizer(torch.optim.Optimizer):
                 raise BadRunFolder(
                     f"{name} is {list(state[keys[0]].shape)} in the checkpoint, not {list(vector.shape)}"
                 )
+        super().load_state_dict({"state": {}, "param_groups": state_dict["param_groups"]})
+        for name, keys in places.items():  # only now, so that what is refused changes nothing
+            vector = getattr(self.vectors, name)
             vector.copy_(state[keys[0]] if len(keys) == 1 else sum(state[key].to(vector) for key in keys) / before)
         if before != now and self.workers.rank == 0:
             warnings.warn(

@@ -21,6 +21,8 @@ from undrift.layout import Layout
 from undrift.oracle import GradientOracle, LocalData
 from undrift.vec import map_leaves
 
+LARGEST = torch.finfo(torch.float16).max
+
 
 class Remembering(NamedTuple):
     """A client's state between rounds."""
@@ -65,7 +67,8 @@ class Uplink:
         if p.shape[-1] != self.size:
             return p
         if self.half:
-            return p[..., : self.entries].half()
+            sent = p[..., : self.entries]
+            return torch.where(sent.isfinite(), sent.clamp(-LARGEST, LARGEST), sent).half()  # the error keeps the rest
         return p.gather(-1, places.long()) if places.numel() else p[..., self.shared(t, p.device)]
 
     def put(self, values: Tensor, places: Tensor, t: int, like: Tensor) -> Tensor:
