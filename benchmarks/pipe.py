@@ -303,10 +303,11 @@ def main() -> None:
             except OSError as error:
                 print(f"link {link}: skipped, {error}")
                 continue
-            rows += json.loads(found.read_text())
-    show(rows)
-    if arguments.json:
-        arguments.json.write_text(json.dumps(rows, indent=1))
+            new = json.loads(found.read_text())
+        show(new)
+        rows += new
+        if arguments.json:
+            arguments.json.write_text(json.dumps(rows, indent=1))
 
 
 if __name__ == "__main__":
