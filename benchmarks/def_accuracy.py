@@ -9,7 +9,7 @@ checkpoint in the folder. --json may be given several times: all are read, the l
 
 A ResNet-9, batch 8 a worker (128 in all), momentum 0.9, weight decay 5e-4, 20 passes, one of warm-up, a tenth of the rate after
 13 and 17. That makes 7,000 steps: what counts is how often a block is sent, 110 times at ratio 64 and 7 times at 1024 (in the
-thesis' 200 epochs some 600 and 40 times). BatchNorm's statistics are taken anew for the weights that are tested. SAEF and PSync
+thesis' 200 epochs some 1,200 and 76 times). BatchNorm's statistics are taken anew for the weights that are tested. SAEF and PSync
 are one path (lambda = 1), whose x and y are tested; so are DEF (y) and DEF-A (x).
 
 Several processes share the work, and a GPU, by --only, each with its file: sgd, ratio=64, ratio=1024, ratio=16, ratio=256.
@@ -154,6 +154,8 @@ def scores(done: dict[str, Any], start: str, which: str, at: int = 10**9) -> lis
 def rate_of(done: dict[str, Any], start: str) -> float | None:
     """The rate with which runs whose names begin so are compared: the best one, or the only one that was run."""
     mine = [run for name, run in done.items() if name.startswith(f"{start} lr=")]
+    if not mine:
+        return None
     first = mine[0]
     tried = sorted({run["lr"] for run in mine})
     return (

@@ -198,8 +198,11 @@ def layer_times(
     for layer, state in zip(layers, before, strict=True):
         layer.load_state_dict(state)
         layer.zero_grad(set_to_none=True)
-    medians = ([statistics.median(each) for each in kind] for kind in (forward, backward, update))
-    return next(medians), next(medians), next(medians)
+
+    def medians(kind: list[list[float]]) -> list[float]:
+        return [statistics.median(each) for each in kind]
+
+    return medians(forward), medians(backward), medians(update)
 
 
 def _now(tensor: Tensor) -> float:
