@@ -189,7 +189,7 @@ def race(
         contestant, seconds, peak, sent = prepared(name, model, cuts, batch)
         memory: list[Any] = [None] * blocks
         dist.all_gather_object(memory, (peak, sent))
-        steps = max(5, int(arguments.seconds / ranks.first_rank_says(seconds)))
+        steps = max(2, int(arguments.seconds / ranks.first_rank_says(seconds)))
         running.append((contestant, steps, memory))
     found: dict[str, list[Any]] = {contestant.name: [] for contestant, _, _ in running}
     for _ in range(arguments.turns):
@@ -214,6 +214,7 @@ def race(
                 "ms": 1000 * statistics.median(each[0][0] for each in turns),
                 "spread": 1000 * (max(each[0][0] for each in turns) - min(each[0][0] for each in turns)),
                 "idle": 1 - statistics.median(sum(busy for _, busy in each[:used]) / used for each in turns),
+                "busy": [statistics.median(each[k][1] for each in turns) for k in range(used)],
                 "kB": 0.0 if contestant.alone else sum(sent for _, sent in memory) / 1000,
                 "MB": max(peak for peak, _ in memory[:used]) / 1e6,
             }
