@@ -12,6 +12,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
 from undrift.kernels.chain import Chain
 from undrift.layout import Layout
@@ -206,8 +207,10 @@ class Oracle:
     def chain(self) -> Chain | None:
         """The form in which the task's gradient is written out; None: autograd finds it."""
         chain, (inputs, targets, *_) = self.net.chain, self.batch
-        if chain is None or inputs.device.type != "cpu" or not chain.fits(inputs, targets, self.lead):
+        if chain is None or not chain.fits(inputs, targets, self.lead):
             return None
+        if inputs.device.type != "cpu" and (not chain.stackable or get_proxy_mode() is not None):
+            return None  # a compiler has more to fuse in what autograd writes
         return chain
 
     def _written_out(self, chain: Chain, x: Tensor, track: bool) -> Tensor:
