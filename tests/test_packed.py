@@ -27,7 +27,7 @@ from undrift.round import RoundRecord
 from undrift.runs import Progress, run
 from undrift.simulate.engine import Simulation
 from undrift.simulate.packed import Pack, PackedProgram, may_differ, structure
-from undrift.sweep import Job, _run_program, plan
+from undrift.sweep import Job, _programs, _run_program, plan
 
 RUNS = 3  # and not as many as there are clients in a cohort, so that no dimension can be taken for another
 STRUCTURE: dict[str, dict[str, Any]] = {
@@ -334,8 +334,18 @@ def test_a_sweep_packs_when_asked_to(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert all(RunFolder(tmp_path / "o" / job.name).finished() for job in jobs)
     stamps = {p: p.stat().st_mtime_ns for p in (tmp_path / "o").rglob("rounds.jsonl")}
     assert cli.main(command) == 0
-    assert "programs" not in capsys.readouterr().out, "there is nothing left to pack"
+    assert "packed: " not in capsys.readouterr().out, "there is nothing left to pack"
     assert all(path.stat().st_mtime_ns == stamp for path, stamp in stamps.items())
+
+
+def test_the_estimate_of_time_is_of_the_rounds_that_are_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    timed = iter([9.0, 2.0, 3.0, 4.0])  # the first ones may be slow
+    monkeypatch.setattr(packs, "timed", lambda simulation: next(timed))
+    jobs = [Job(f"run{n}", dataclasses.replace(config, rounds=6)) for n, config in enumerate(configs()[:2])]
+    (tmp_path / "run0/checkpoint").mkdir(parents=True)
+    (tmp_path / "run0/checkpoint/latest.json").write_text('{"round": 5}')
+    assert "in one program, " in (said := _programs(jobs, tmp_path, 1)[1])
+    assert said.endswith(" 14 s if run one after another"), "one round and six, of two seconds each"
 
 
 def test_a_pack_that_fails_is_run_one_by_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

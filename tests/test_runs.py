@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
+import multiprocessing
 import os
 import random
 import signal
@@ -27,7 +29,7 @@ from tests.small import data, tiny_mlp
 from undrift import cli
 from undrift.errors import BadData, BadRunFolder, BadSetting, MissingData, UndriftError, UnknownName
 from undrift.registry import names
-from undrift.sweep import plan
+from undrift.sweep import plan, run_all
 
 QUICK = {"clients": 12, "cohort": 4, "steps": 2, "batch": 8, "model": "logreg", "eval_every": 3, "execution": "stacked"}
 DISK = "--client-state disk"
@@ -619,12 +621,88 @@ def test_sweeps_name_their_mistakes(tmp_path: Path, capsys: pytest.CaptureFixtur
         "different values": SWEEP.replace("[0, 1]", "[0, 0]"),
         "empty list": SWEEP.replace("[0.1, 0.05]", "[]"),
         "target must be": SWEEP.replace("0.3", '"high"'),
+        "seeds must be a list of one or more": SWEEP.replace("[0, 1]", "[]"),
+        "fedavg-lr=0.1-seed=0 and fedavg-lr=0.1-seed=0 are the same run": SWEEP.replace("0.05", "0.1"),
+        "fedavg-lr=1-seed=0 and fedavg-lr=1.0-seed=0 are the same run": SWEEP.replace("[0.1, 0.05]", "[1, 1.0]"),
+        "list its values as seeds": SWEEP.replace("lr = [0.1, 0.05]", "seed = [3, 4]"),
+        "fedprox-lr=0.1-seed=0: mu must be": SWEEP.replace("mu = 0.5", "mu = -0.5"),
+        "[sweep.grid] must be a table": "sweep.grid = 3",
+        "[sweep.only.fedavg] must be a table": "sweep.only.fedavg = 3",
+        "[sweep] must be a table": "sweep = 3",
     }
     for says, text in wrong.items():
         (tmp_path / "s.toml").write_text(text)
         assert cli.main(f"sweep {tmp_path / 's.toml'} --out {tmp_path / 'o'} --processes 1".split()) == 2
         assert says in capsys.readouterr().err
     assert not (tmp_path / "o").exists()
+
+
+def test_a_sweep_of_which_nothing_could_begin(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "s.toml").write_text('partition = "dirichlet:x"')
+    assert cli.main(f"sweep {tmp_path / 's.toml'} --out {tmp_path / 'o'} --processes 1".split()) == 1
+    told = capsys.readouterr().err
+    assert "fedavg-seed=0 failed: partition 'dirichlet' needs a number" in told and told.count("undrift:") == 1
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
+def test_a_sweep_that_is_ended_says_how_to_go_on_and_leaves_no_process(tmp_path: Path) -> None:
+    (tmp_path / "s.toml").write_text(SWEEP.replace("rounds = 4", "rounds = 1000000"))
+    command = [sys.executable, "-m", "undrift", "sweep", tmp_path / "s.toml", "--processes", "1", "--out"]
+
+    def session(first: int) -> list[int]:
+        found = [int(path.name) for path in Path("/proc").iterdir() if path.name.isdigit()]
+        with_session = []
+        for pid in found:
+            with contextlib.suppress(ProcessLookupError):
+                with_session += [pid] if os.getsid(pid) == first else []
+        return with_session
+
+    for how, says in ((signal.SIGINT, "stopped; the same command again goes on"), (signal.SIGKILL, "")):
+        out = tmp_path / how.name
+        process = subprocess.Popen(
+            [*command, out], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, start_new_session=True
+        )
+        while not list(out.glob("*/rounds.jsonl")) and process.poll() is None:
+            time.sleep(0.05)
+        (os.killpg if how == signal.SIGINT else os.kill)(process.pid, how)  # ^C reaches all, kill -9 only the first
+        assert says in process.communicate()[1]
+        until = time.monotonic() + 60
+        while (left := session(process.pid)) and time.monotonic() < until:
+            time.sleep(0.05)
+        for pid in left:
+            os.kill(pid, signal.SIGKILL)
+        assert not left, "the sweep's helpers went on without it"
+
+
+def test_a_sweep_that_loses_a_process_says_what_to_do(tmp_path: Path) -> None:
+    (tmp_path / "s.toml").write_text(SWEEP.replace("rounds = 4", "rounds = 1000000"))
+    jobs, _ = plan(tmp_path / "s.toml")
+
+    def kill(*news: Any) -> None:
+        for child in multiprocessing.active_children():
+            if not child.name.startswith("SyncManager"):
+                child.kill()
+
+    failed = run_all(jobs[:1], tmp_path / "o", 1, kill, print)
+    assert "the same command again goes on" in failed[jobs[0].name]
+
+
+@pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="the system has no such thing")
+def test_a_sweep_takes_only_the_cores_that_it_may_use() -> None:
+    before = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, {min(before)})
+    try:
+        assert cli.default_processes("cpu") == 1
+    finally:
+        os.sched_setaffinity(0, before)
+
+
+def test_the_bar_of_a_resumed_run_has_its_own_name(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    small = f"run --clients 8 --cohort 2 --model logreg --out {tmp_path} --rounds"
+    assert cli.main(f"{small} 1 --algorithm scaffold".split()) == 0
+    capsys.readouterr()
+    assert cli.main(f"run --out {tmp_path} --rounds 2 --resume".split()) == 0
+    assert capsys.readouterr().out.lstrip().startswith("scaffold")
 
 
 def test_a_sweep_goes_on_with_what_a_run_chose_for_itself(tmp_path: Path) -> None:

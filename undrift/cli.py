@@ -18,7 +18,7 @@ from safetensors import SafetensorError
 
 from undrift import __version__, parallel
 from undrift.algorithms.base import looks_at_single_uploads
-from undrift.config import CHOICES, FIELDS, TYPES, RunConfig, parse_value
+from undrift.config import CHOICES, FIELDS, TYPES, RunConfig, parse_value, read_toml
 from undrift.deploy import settings as deployment
 from undrift.errors import BadSetting, LostRank, UndriftError, UnknownName
 from undrift.pipeline import settings as pipeline
@@ -202,9 +202,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(f"undrift: {type(error).__name__}: {' '.join(str(error).split())}", file=sys.stderr, flush=True)
         ranks.wait_for_first_rank()
         return 2
-    except KeyboardInterrupt:
+    except KeyboardInterrupt as stopped:
         if ranks.speaks():
-            print("undrift: stopped; go on with --resume", file=sys.stderr)
+            print(f"undrift: stopped; {str(stopped) or 'go on with --resume'}", file=sys.stderr)
         return 130
 
 
@@ -284,6 +284,9 @@ def pipe_command(arguments: argparse.Namespace) -> None:
 
 def tell(name: str, out: Path, run: Callable[..., Any], resume: bool) -> None:
     """Run with a bar of progress, and say what came of it."""
+    if resume and (out / "run.toml").exists():  # it knows its own method, which need not be given again
+        stored = read_toml(out / "run.toml")
+        name = str(stored.get("algorithm", stored.get("method", name)))
     bar = progress_bar()
     task = bar.add_task(name, total=None, accuracy="")
 
@@ -336,9 +339,14 @@ def sweep_command(arguments: argparse.Namespace) -> int:
             finished = sum(at.get(j.name) == j.config.rounds for j in jobs)
             bar.update(whole, completed=sum(at.values()), accuracy=f"{finished} of {len(jobs)} done, now {name}")
 
-        failed = run_all(jobs, arguments.out, processes, show, bar.console.print, arguments.pack)
+        try:
+            failed = run_all(jobs, arguments.out, processes, show, bar.console.print, arguments.pack)
+        except KeyboardInterrupt:
+            raise KeyboardInterrupt("the same command again goes on") from None
     for name, message in failed.items():
         print(f"undrift: {name} failed: {message}", file=sys.stderr)
+    if not any((arguments.out / job.name / "run.toml").exists() for job in jobs):
+        return 1  # nothing to report of
     target = sweep.get("target")
     print_summary([arguments.out], target)
     page.write([arguments.out], arguments.out / "report.html", target)
@@ -485,7 +493,9 @@ def progress_bar() -> Any:
 def default_processes(device: str) -> int:
     import torch
 
-    return 1 if device != "cpu" and torch.cuda.is_available() else os.cpu_count() or 1
+    from undrift.sweep import cores
+
+    return 1 if device != "cpu" and torch.cuda.is_available() else cores()
 
 
 COMMANDS = {

@@ -28,7 +28,9 @@ import signal
 import sys
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from dataclasses import asdict
+from multiprocessing.managers import SyncManager
 from pathlib import Path
 from queue import Empty
 from typing import Any, NamedTuple
@@ -61,7 +63,7 @@ Watch = Callable[[str, int, int], None]  # a job's name, rounds done, rounds ask
 def plan(path: Path) -> tuple[list[Job], dict[str, Any]]:
     """Every run that a sweep file asks for, all checked before the first one starts, and its [sweep] table."""
     settings = read_toml(path)
-    sweep = settings.pop("sweep", {})
+    sweep = _table("[sweep]", settings.pop("sweep", {}))
     for name in sweep:
         if name not in KEYS:
             raise UnknownName("key of [sweep]", name, KEYS)
@@ -71,34 +73,60 @@ def plan(path: Path) -> tuple[list[Job], dict[str, Any]]:
     if "algorithms" in sweep and what == "method":
         raise BadSetting("a sweep has algorithms, of undrift run, or methods, of undrift dp, not both")
     fields = parallel.FIELDS if what == "method" else FIELDS
-    algorithms = sweep.get(f"{what}s") or [settings.get(what, fields[what].default)]
-    seeds = sweep.get("seeds") or [settings.get("seed", 0)]
+    algorithms = sweep.get(f"{what}s", [settings.get(what, fields[what].default)])
+    seeds = sweep.get("seeds", [settings.get("seed", 0)])
     for name, values, kind in ((f"{what}s", algorithms, str), ("seeds", seeds, int)):
         if (
             not isinstance(values, list)
+            or not values
             or not all(isinstance(v, kind) for v in values)
             or len(set(values)) < len(values)
         ):
-            raise BadSetting(f"[sweep] {name} must be a list of different values, not {values}")
+            raise BadSetting(f"[sweep] {name} must be a list of one or more different values, not {values}")
     if not isinstance(sweep.get("target", 0.0), int | float):
         raise BadSetting(f"[sweep] target must be a number, not {sweep['target']!r}")
-    for name, values in itertools.chain(*(g.items() for g in (sweep.get("grid", {}), *sweep.get("only", {}).values()))):
+    common = _table("[sweep.grid]", sweep.get("grid", {}))
+    only = {n: _table(f"[sweep.only.{n}]", v) for n, v in _table("[sweep.only]", sweep.get("only", {})).items()}
+    for name, values in itertools.chain(*(grid.items() for grid in (common, *only.values()))):
         if values == []:
             raise BadSetting(f"[sweep] {name} is an empty list; give at least one value")
-    for name in sweep.get("only", {}):
+        if name in (what, "seed"):
+            raise BadSetting(f"{name} is no setting to vary in a grid; list its values as {name}s in [sweep]")
+    for name in only:
         if name not in algorithms:
             raise UnknownName(f"{what} of [sweep.only]", name, algorithms)
-    jobs = []
+    jobs: dict[str, Job] = {}
     for algorithm in algorithms:
-        grid = sweep.get("grid", {}) | sweep.get("only", {}).get(algorithm, {})
+        grid = common | only.get(algorithm, {})
         for values in _combinations(grid):
             for seed in seeds:
-                chosen = settings | {what: algorithm, "seed": seed}
-                config = _parallel(chosen | values) if what == "method" else _federated(chosen, values)
-                check_names(config)
                 varied = [f"{n}={v}" for n, v in values.items() if isinstance(grid[n], list)]
-                jobs.append(Job(_folder_name(algorithm, *varied, f"seed={seed}"), config))
-    return jobs, sweep
+                name = _folder_name(algorithm, *varied, f"seed={seed}")
+                chosen = settings | {what: algorithm, "seed": seed}
+                try:
+                    config = _parallel(chosen | values) if what == "method" else _federated(chosen, values)
+                    check_names(config)
+                except BadSetting as error:  # which does not say of which run
+                    raise BadSetting(f"{name}: {error}") from error
+                # A run that is there twice would count as two seeds in the report.
+                decides = repr(asdict(config) | {"set": _fields(config)})
+                if decides in jobs:
+                    raise BadSetting(f"{jobs[decides].name} and {name} are the same run; leave one of the values out")
+                jobs[decides] = Job(name, config)
+    return list(jobs.values()), sweep
+
+
+def _table(name: str, value: Any) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        raise BadSetting(f"{name} must be a table of names and values, not {value!r}")
+    return value
+
+
+def _fields(config: RunConfig | ParallelConfig) -> dict[str, Any]:
+    """All fields of the run's algorithm."""
+    if isinstance(config, ParallelConfig):
+        return {}
+    return asdict(make_algorithm(algorithm_class(config.algorithm), config.algorithm, config.set))
 
 
 def _federated(chosen: dict[str, Any], values: Mapping[str, Any]) -> RunConfig:
@@ -144,12 +172,14 @@ def run_all(
     """
     failed: dict[str, str] = {}
     context = multiprocessing.get_context("spawn")
-    with context.Manager() as manager:
+    manager = SyncManager(ctx=context)
+    manager.start(_end_with_parent)
+    with manager:
         news = manager.Queue()
         with ProcessPoolExecutor(processes, context, initializer=_share_cores, initargs=(processes,)) as pool:
             waiting: dict[Future[Any], list[Job]] = {}
             try:
-                groups = [pool.submit(_programs, group, processes) for group in grouped(jobs, out, pack)]
+                groups = [pool.submit(_programs, group, out, processes) for group in grouped(jobs, out, pack)]
                 programs = []
                 for group in groups:
                     parts, packed = group.result()
@@ -162,7 +192,7 @@ def run_all(
                     for done in [f for f in waiting if f.done()]:
                         program = waiting.pop(done)
                         error = done.exception()  # a worker that died
-                        told, note = ({job.name: repr(error) for job in program}, "") if error else done.result()
+                        told, note = ({job.name: _message(error) for job in program}, "") if error else done.result()
                         failed |= told
                         if note:
                             say(note)
@@ -199,7 +229,7 @@ def grouped(jobs: list[Job], out: Path, pack: bool | None) -> list[list[Job]]:
     return list(groups.values())
 
 
-def _programs(group: list[Job], processes: int) -> tuple[list[list[Job]], str]:
+def _programs(group: list[Job], out: Path, processes: int) -> tuple[list[list[Job]], str]:
     """The group in parts that fit in memory, and what is to be said of them; one by one where even the first cannot be made."""
     if len(group) == 1:
         return [group], ""
@@ -207,9 +237,11 @@ def _programs(group: list[Job], processes: int) -> tuple[list[list[Job]], str]:
         cost = packs.cost(_packable(group)[0], processes)
         parts = packs.split(group, cost.most)
         largest = max(map(len, parts))
+        rounds = sum(job.config.rounds - RunFolder(out / job.name).reached() for job in group)
+        programs = "one program" if len(parts) == 1 else f"{len(parts)} programs"
         return parts, (
-            f"packed: {len(group)} runs in {len(parts)} programs, {group[0].name} ... {group[-1].name}; "
-            f"{largest * cost.memory / 1e9:.1f} GB at a time, {cost.seconds * len(group):.0f} s if run one after another"
+            f"packed: {len(group)} runs in {programs}, {group[0].name} ... {group[-1].name}; "
+            f"{largest * cost.memory / 1e9:.1f} GB at a time, {cost.seconds * rounds:.0f} s if run one after another"
         )
     except Exception:  # which they will tell themselves
         return [[job] for job in group], ""
@@ -243,7 +275,9 @@ def _packable(program: list[Job]) -> list[RunConfig]:
     return [job.config for job in program if isinstance(job.config, RunConfig)]
 
 
-def _message(error: Exception) -> str:
+def _message(error: BaseException) -> str:
+    if isinstance(error, BrokenProcessPool):
+        return "a process of the sweep was killed, perhaps for want of memory; the same command again goes on"
     return str(error) if isinstance(error, UndriftError) else repr(error)
 
 
@@ -272,10 +306,7 @@ def _finished(job: Job, stored: RunFolder) -> bool:
     for name in now.keys() - {"set", *RESUMABLE}:
         if was.get(name) != now[name]:
             raise BadRunFolder(f"{folder} holds another run: its {name} is {was.get(name)}, not {now[name]}")
-    fields = {}
-    if isinstance(job.config, RunConfig):
-        fields = asdict(make_algorithm(algorithm_class(job.config.algorithm), job.config.algorithm, job.config.set))
-    for name, value in fields.items():
+    for name, value in _fields(job.config).items():
         value = list(value) if isinstance(value, tuple) else value
         if was.get("set", {}).get(name) != value:
             raise BadRunFolder(f"{folder} holds another run: its {name} is {was['set'].get(name)}, not {value}")
@@ -283,8 +314,18 @@ def _finished(job: Job, stored: RunFolder) -> bool:
 
 
 def _share_cores(processes: int) -> None:
-    torch.set_num_threads(max(1, (os.cpu_count() or 1) // processes))
-    if sys.platform == "linux":  # end with the sweep, also when that is killed
+    torch.set_num_threads(max(1, min(torch.get_num_threads(), cores() // processes)))  # OMP_NUM_THREADS may want fewer
+    _end_with_parent()
+
+
+def cores() -> int:
+    """Those that this process may use, which on a shared machine need not be all."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def _end_with_parent() -> None:
+    """End with the sweep, also when that is killed."""
+    if sys.platform == "linux":
         PR_SET_PDEATHSIG = 1
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
 
