@@ -29,6 +29,7 @@ from undrift.algorithms.fedavg import FedAvg
 from undrift.data.batches import Plan
 from undrift.data.federation import federate
 from undrift.net import Net
+from undrift.runs import commit
 from undrift.simulate.engine import Settings, Simulation
 
 RIVALS = {"undrift": "undrift", "plain loop": "torch", "pfl 0.6.0": "pfl", "Flower 1.41": "flwr"}  # and their packages
@@ -107,7 +108,7 @@ def main() -> None:
             note = f"  ({result['execution']})" if name == "undrift" else ""
             ratio = result["ratio"][name]  # type: ignore[index]
             print(f"{result['model']:18}{name:14}{ms:12.1f}{f'{low:.1f} to {high:.1f}':>18}{ratio:12.2f}{note}")
-    line = json.dumps({"benchmark": "cpu", "torch": torch.__version__, "results": results})
+    line = json.dumps({"benchmark": "cpu", "torch": torch.__version__, "commit": commit(), "results": results})
     print(line)
     if chosen.json:
         chosen.json.write_text(line + "\n")

@@ -266,8 +266,6 @@ def real(on: list[str]) -> list[dict[str, Any]]:
 
 
 def main() -> None:
-    if not torch.cuda.is_available():
-        sys.exit("this benchmark needs a GPU")
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rivals", default="bare,plain,pfl", help="comma separated, or nothing")
     parser.add_argument("--clients", default="10,100", help="cohorts of the comparison")
@@ -279,6 +277,8 @@ def main() -> None:
     parser.add_argument("--real", action="store_true", help="CIFAR-10 from UNDRIFT_DATA")
     parser.add_argument("--json", help="file to write the numbers to")
     chosen = parser.parse_args()
+    if not torch.cuda.is_available():
+        sys.exit("this benchmark needs a GPU")
     tensor_cores()
     found: dict[str, Any] = {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__, "commit": commit()}
     if chosen.clients:

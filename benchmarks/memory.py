@@ -28,6 +28,7 @@ from undrift.algorithms.base import Cohort, Nothing, Up
 from undrift.algorithms.gradma_s import GradMAS
 from undrift.net import Net
 from undrift.round import Answers, server_init, server_part
+from undrift.runs import commit
 from undrift.simulate.execute import keep_freed_memory
 from undrift.simulate.graphs import recorded
 from undrift.vec import leaves, map_leaves
@@ -112,7 +113,7 @@ def main() -> None:
         low, high = found["quartiles"][key]  # type: ignore[index]
         print(f"{name:22}{found[key + '_ms']:10.2f} ms   quartiles {low:.2f} to {high:.2f}")
     print(f"ratio {found['ratio']:.2f}; active constraints {found['active']}, programmes that failed {found['failed']}")
-    line = json.dumps({"benchmark": "memory", "device": where, "torch": torch.__version__, **found})
+    line = json.dumps({"benchmark": "memory", "device": where, "torch": torch.__version__, "commit": commit(), **found})
     print(line)
     if chosen.json:
         chosen.json.write_text(line + "\n")

@@ -27,6 +27,7 @@ from typing import Any
 import torch
 
 import undrift
+from undrift.runs import commit
 
 ROUNDS, CHECKPOINTS = 20, 5
 COMMON = {
@@ -113,7 +114,13 @@ def main() -> None:
             results.append(found)
             shown = [format(found[name], form) if name in found else "" for name, form in COLUMNS.items()]
             print("".join(f"{cell:>14}" for cell in shown), flush=True)
-    report = {"benchmark": "scale", "torch": torch.__version__, "threads": torch.get_num_threads(), "results": results}
+    report = {
+        "benchmark": "scale",
+        "torch": torch.__version__,
+        "commit": commit(),
+        "threads": torch.get_num_threads(),
+        "results": results,
+    }
     if chosen.json:
         chosen.json.write_text(json.dumps(report, indent=1))
 
