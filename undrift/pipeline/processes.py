@@ -205,7 +205,8 @@ class Processes:
         own = self.block.tensors()
         own |= {f"arriving.{n}": t for n, t in (self.arriving.here if self.arriving else {}).items()}
         own |= {f"arriving.{n}": t for n, (t, _) in self.waiting.items() if t is not None}
-        own |= {f"error.{n}": t for n, t in (self.errors.here if self.errors else {}).items()}
+        errors = self.errors.here if self.errors else {}  # without BP's of a probed batch: a probe is not kept
+        own |= {f"error.{n}": t[0] if n in self.probed else t for n, t in errors.items()}
         own |= {f"target.{n}": t for n, (_, t) in self.waiting.items() if t is not None}
         prefix = f"block{self.k}." if self.grid.d == 0 else f"replica{self.grid.d}.block{self.k}."
         mine = {prefix + name: tensor.detach().cpu() for name, tensor in own.items()}
