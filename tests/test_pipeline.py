@@ -366,6 +366,30 @@ def test_sum_with_a_large_s_is_sgd_and_with_changing_rates_is_equation_1_4() -> 
     torch.testing.assert_close(w.detach(), z, rtol=1e-12, atol=1e-14)
 
 
+@pytest.mark.parametrize(
+    ("queues", "above", "kind"),
+    [
+        ("1,1,0;4,2,0", "1,0;2,0", Block),
+        ("0,0,0;2,1,0", "0,0;1,0", Block),
+        ("0,0,0;0,0,0", "0,0;0,0", Block),
+        ("0,0,0;2,1,0", "0,0;1,0", StashingBlock),
+    ],
+)
+def test_a_first_block_with_nothing_to_train_is_passed_through(queues: str, above: str, kind: type[Block]) -> None:
+    """A layer without parameters, and one that is frozen: the blocks above train as if they were alone."""
+    frozen = nn.Linear(6, 6).double().requires_grad_(False)
+    data = batches()
+    for first in (nn.Flatten(), frozen):
+        made, alone = modules(2, plain=True), modules(2, plain=True)
+        run = simulator([first, *made], queues, kind=kind)
+        for n, (x, y) in enumerate(data):
+            run.step(x, y, probe=n == 12)
+        run.flush()
+        fed(simulator(alone, above, kind=kind), [(first(x), y) for x, y in data])
+        assert torch.equal(flat(made), flat(alone)) and not torch.equal(flat(made), flat(modules(2, plain=True)))
+        assert run.differences[0] == 0.0
+
+
 def test_an_in_place_first_layer_is_refused() -> None:
     made = [
         nn.Linear(6, 8).double(),

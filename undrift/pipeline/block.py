@@ -96,7 +96,8 @@ class Block:
             error = self.loss_errors.pop(n, error)
         if self.optimizer is not None:
             self.optimizer.zero_grad()
-        torch.autograd.backward(out, error)
+        if out.requires_grad:  # not in a first block that has nothing to train
+            torch.autograd.backward(out, error)
         self.update(n)
         return h.grad
 
