@@ -54,9 +54,9 @@ class Processes:
         n = self.clock.first + self.clock.fed
         last = self.outputs is None
         if self.arriving is None or last:
-            self.waiting[n] = (
-                None if inputs is None or self.arriving is not None else inputs.to(self.device),
-                None if targets is None or not last else targets.to(self.device),
+            self.waiting[n] = (  # copies, since the caller may fill the same tensors anew before they are used
+                None if inputs is None or self.arriving is not None else inputs.to(self.device, copy=True),
+                None if targets is None or not last else targets.to(self.device, copy=True),
             )
         if probe:
             self.probed.add(n)
