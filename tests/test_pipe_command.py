@@ -201,6 +201,15 @@ def test_another_run_is_not_gone_on_with(tmp_path: Path) -> None:
         alone(tmp_path / "run", 1)
 
 
+def test_a_folder_that_holds_a_run_ends_all_blocks(tmp_path: Path) -> None:
+    """Only the first one looks into it; the others are not to wait for a batch that never comes."""
+    alone(tmp_path / "run", 1)
+    command = ["pipe", *flags(**(MODEL | {"cuts": CUTS, "rounds": 1})), "--out", str(tmp_path / "run")]
+    each = launched(3, *command)
+    assert [code for code, _ in each] == [2, 2, 2], each
+    assert "holds a run already" in each[0][1]
+
+
 def launched(processes: int, *command: str, **environment: str) -> list[tuple[int, str]]:
     """Exit code and error output of each rank, started without torchrun, which would end them when one dies."""
     with socket.socket() as free:

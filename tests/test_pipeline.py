@@ -366,6 +366,30 @@ def test_sum_with_a_large_s_is_sgd_and_with_changing_rates_is_equation_1_4() -> 
     torch.testing.assert_close(w.detach(), z, rtol=1e-12, atol=1e-14)
 
 
+@pytest.mark.parametrize(
+    ("queues", "above", "kind"),
+    [
+        ("1,1,0;4,2,0", "1,0;2,0", Block),
+        ("0,0,0;2,1,0", "0,0;1,0", Block),
+        ("0,0,0;0,0,0", "0,0;0,0", Block),
+        ("0,0,0;2,1,0", "0,0;1,0", StashingBlock),
+    ],
+)
+def test_a_first_block_with_nothing_to_train_is_passed_through(queues: str, above: str, kind: type[Block]) -> None:
+    """A layer without parameters, and one that is frozen: the blocks above train as if they were alone."""
+    frozen = nn.Linear(6, 6).double().requires_grad_(False)
+    data = batches()
+    for first in (nn.Flatten(), frozen):
+        made, alone = modules(2, plain=True), modules(2, plain=True)
+        run = simulator([first, *made], queues, kind=kind)
+        for n, (x, y) in enumerate(data):
+            run.step(x, y, probe=n == 12)
+        run.flush()
+        fed(simulator(alone, above, kind=kind), [(first(x), y) for x, y in data])
+        assert torch.equal(flat(made), flat(alone)) and not torch.equal(flat(made), flat(modules(2, plain=True)))
+        assert run.differences[0] == 0.0
+
+
 def test_an_in_place_first_layer_is_refused() -> None:
     made = [
         nn.Linear(6, 8).double(),
@@ -437,6 +461,50 @@ def test_the_state_resumes_in_the_middle() -> None:
     assert all(torch.equal(end[name], other[name]) for name in other)
 
 
+class Slowing(torch.optim.Optimizer):
+    """Somebody's own optimiser, which keeps plain numbers for each parameter."""
+
+    def __init__(self, parameters: list[nn.Parameter]) -> None:
+        super().__init__(parameters, {"lr": 0.1})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for x in self.param_groups[0]["params"]:
+            state = self.state[x]
+            state["count"], state["product"] = state.get("count", 0) + 1, state.get("product", 1.0) * 0.97
+            x -= 0.1 * state["product"] * (1 - 0.9 ** state["count"]) * x.grad
+
+
+def test_numbers_of_an_own_optimiser_resume_as_numbers() -> None:
+    """In float32, where the digits of a number beyond those of a tensor show."""
+    data = batches(dtype=torch.float32)
+    straight, stopped, resumed = (
+        DSP(modules(2, dtype=torch.float32), p=(1, 0), m=(2, 0), optimizer=Slowing) for _ in range(3)
+    )
+    for batch in data:
+        straight.step(batch)
+    for batch in data[:9]:
+        stopped.step(batch)
+    resumed.load_state_dict(stopped.state_dict())
+    for batch in data[9:]:
+        resumed.step(batch)
+    end, other = resumed.state_dict(), straight.state_dict()
+    assert end.keys() == other.keys()
+    assert all(torch.equal(end[name], other[name]) for name in other)
+
+
+def test_a_batch_s_tensors_may_be_filled_anew() -> None:
+    data = batches()
+    fresh, reused = (DSP(modules(3), p=(1, 1, 0), m=(4, 2, 0), optimizer=sgd) for _ in range(2))
+    x, y = (tensor.clone() for tensor in data[0])
+    for batch in data:
+        fresh.step(batch)
+        reused.step((x.copy_(batch[0]), y.copy_(batch[1])))
+    fresh.flush()
+    reused.flush()
+    assert all(torch.equal(t, reused.model_state()[name]) for name, t in fresh.model_state().items())
+
+
 @pytest.mark.parametrize(
     ("options", "said"),
     [
@@ -448,6 +516,12 @@ def test_the_state_resumes_in_the_middle() -> None:
         ({"cuts": [2, 4], "m": None}, "both"),
         ({"cuts": [2, 4], "blocks": 2}, "blocks is 2"),
         ({"cuts": [2, 4], "optimizer": None}, "torch.optim.SGD"),
+        (
+            {"cuts": [2, 4], "optimizer": plain_sgd([nn.Parameter(torch.ones(1))])},
+            "makes an optimiser: .*torch.optim.SGD",
+        ),
+        ({"cuts": 2}, r"a list of layers, such as \[2\], not 2"),
+        ({"cuts": "2,4"}, "a list of layers"),
     ],
 )
 def test_mistakes_are_explained(options: dict[str, Any], said: str) -> None:

@@ -26,6 +26,7 @@ from undrift.streams import Purpose, stream
 Loss = Callable[[Tensor, Tensor], Tensor]
 MakeOptimizer = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 Rate = Callable[[int], float]  # the learning rate of a batch
+NUMBER = ":number"  # ends the name of an optimiser's state that is a plain number
 
 
 class Block:
@@ -96,7 +97,8 @@ class Block:
             error = self.loss_errors.pop(n, error)
         if self.optimizer is not None:
             self.optimizer.zero_grad()
-        torch.autograd.backward(out, error)
+        if out.requires_grad:  # not in a first block that has nothing to train
+            torch.autograd.backward(out, error)
         self.update(n)
         return h.grad
 
@@ -198,7 +200,7 @@ def by_batch(prefix: str, tensors: dict[str, Tensor]) -> dict[int, Tensor]:
 
 
 def optimizer_tensors(optimizer: torch.optim.Optimizer | None, prefix: str) -> dict[str, Tensor]:
-    """An optimiser's state under names of its own: a number becomes a tensor, text is no state.
+    """An optimiser's state under names of its own: a number becomes a tensor that is named as one, text is no state.
 
     torch's optimisers keep tensors for each parameter, numbered; one that exchanges numbers with other ranks may keep vectors
     of all parameters.
@@ -206,8 +208,12 @@ def optimizer_tensors(optimizer: torch.optim.Optimizer | None, prefix: str) -> d
     named: dict[str, Tensor] = {}
     for place, values in ({} if optimizer is None else optimizer.state_dict()["state"]).items():
         for name, value in values.items() if isinstance(values, dict) else (("", values),):
-            if isinstance(value, Tensor | int | float):
-                named[f"{prefix}{place}.{name}".removesuffix(".")] = torch.as_tensor(value)
+            key = f"{prefix}{place}.{name}".removesuffix(".")
+            if isinstance(value, Tensor):
+                named[key] = value
+            elif isinstance(value, int | float):
+                kept = torch.tensor(value, dtype=torch.float64 if isinstance(value, float) else None)
+                named[key + (NUMBER if name else "")] = kept
     return named
 
 
@@ -218,7 +224,8 @@ def restore_optimizer(optimizer: torch.optim.Optimizer | None, tensors: dict[str
     for named, tensor in tensors.items():
         place, dot, name = named.partition(".")
         if dot:
-            state.setdefault(int(place), {})[name] = tensor
+            number = name.endswith(NUMBER)
+            state.setdefault(int(place), {})[name.removesuffix(NUMBER)] = tensor.item() if number else tensor
         else:
             state[place] = tensor if tensor.dim() else tensor.item()
     if state and not any(isinstance(place, int) for place in state):

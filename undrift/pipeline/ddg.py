@@ -47,7 +47,8 @@ class StashingBlock(Block):
         if self.m == 0:
             return super().backward(n, error)
         h, out = self.graphs.pop(n)
-        torch.autograd.backward(out, error)
+        if out.requires_grad:  # not in a first block that has nothing to train
+            torch.autograd.backward(out, error)
         weights = self.stashed.pop(n)
         for name, parameter in self.module.named_parameters():
             if parameter.requires_grad:

@@ -32,7 +32,8 @@ class Probe:
 
         d_k is the number of the block's parameters, the thesis' "regarding the number of parameters".
         """
-        torch.autograd.backward(self.out, error)
+        if self.out.requires_grad:
+            torch.autograd.backward(self.out, error)
         apart = [
             (weight.grad - parameter.grad).square().sum()
             for weight, parameter in zip(self.weights.values(), block.trained, strict=True)

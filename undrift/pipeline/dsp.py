@@ -55,8 +55,11 @@ class DSP:
         seed: int = 0,
         device: torch.device | str = "cpu",
     ) -> None:
-        if optimizer is None:
-            raise BadSetting("say how to train: optimizer=lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9)")
+        if not callable(optimizer):  # nothing, or one optimiser, where each block needs its own
+            raise BadSetting(
+                "say how to train each block, with a function that makes an optimiser: "
+                "optimizer=lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9)"
+            )
         with ranks.joined():
             self.device = ranks.device_of_rank(torch.device(device))
             self.parts, self.balance = split(model, cuts, blocks, sample, loss, self.device)

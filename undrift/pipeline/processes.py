@@ -54,9 +54,9 @@ class Processes:
         n = self.clock.first + self.clock.fed
         last = self.outputs is None
         if self.arriving is None or last:
-            self.waiting[n] = (
-                None if inputs is None or self.arriving is not None else inputs.to(self.device),
-                None if targets is None or not last else targets.to(self.device),
+            self.waiting[n] = (  # copies, since the caller may fill the same tensors anew before they are used
+                None if inputs is None or self.arriving is not None else inputs.to(self.device, copy=True),
+                None if targets is None or not last else targets.to(self.device, copy=True),
             )
         if probe:
             self.probed.add(n)
@@ -205,7 +205,8 @@ class Processes:
         own = self.block.tensors()
         own |= {f"arriving.{n}": t for n, t in (self.arriving.here if self.arriving else {}).items()}
         own |= {f"arriving.{n}": t for n, (t, _) in self.waiting.items() if t is not None}
-        own |= {f"error.{n}": t for n, t in (self.errors.here if self.errors else {}).items()}
+        errors = self.errors.here if self.errors else {}  # without BP's of a probed batch: a probe is not kept
+        own |= {f"error.{n}": t[0] if n in self.probed else t for n, t in errors.items()}
         own |= {f"target.{n}": t for n, (_, t) in self.waiting.items() if t is not None}
         prefix = f"block{self.k}." if self.grid.d == 0 else f"replica{self.grid.d}.block{self.k}."
         mine = {prefix + name: tensor.detach().cpu() for name, tensor in own.items()}

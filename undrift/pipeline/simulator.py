@@ -51,8 +51,9 @@ class Simulator:
     def step(self, inputs: Tensor, targets: Tensor, probe: bool = False) -> Tensor | None:
         """Feed a batch and do one timestamp; the loss of the batch that the last block forwarded in it, if it did."""
         n = self.clock.first + self.clock.fed
-        self.arriving[0][n] = self.parcel(inputs.to(self.device))
-        self.targets[n] = self.parcel(targets.to(self.device))
+        # copies, since they are kept for several steps, in which the caller may fill the same tensors anew
+        self.arriving[0][n] = self.parcel(inputs.to(self.device, copy=True))
+        self.targets[n] = self.parcel(targets.to(self.device, copy=True))
         if probe:
             self.probed.add(n)
         self.clock.fed += 1

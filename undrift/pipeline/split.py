@@ -57,6 +57,8 @@ def parts(model: nn.Module | Sequence[nn.Module], cuts: Sequence[int | str] | No
         if cuts is not None:
             raise BadSetting("a list of modules is cut already; give it without cuts, or one model with cuts")
         return [Part(nn.Sequential(module), (str(k),)) for k, module in enumerate(model)]
+    if isinstance(cuts, str | int):
+        raise BadSetting(f"cuts is a list of layers, such as [{cuts!r}], not {cuts!r}")
     layers = layers_of(model)
     names = [name for name, _ in layers]
     places = []

@@ -88,6 +88,7 @@ def run_pipe(
             if folder is not None:
                 folder.make(resume)
                 stack.enter_context(folder.locked())
+            ranks.all_well()  # a folder that rank 0 cannot have: no block may wait for its first batch then
             stack.enter_context(training.guarded())
             return drive(training, folder, resume, progress)
 
