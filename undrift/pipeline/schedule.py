@@ -50,6 +50,9 @@ class Schedule:
     m: tuple[int, ...]
 
     def __post_init__(self) -> None:
+        for length in (*self.p, *self.m):
+            if not hasattr(length, "__index__"):
+                raise BadSetting(f"queue lengths are whole numbers, not {length!r}")
         broken = broken_rule(self.p, self.m)
         if broken:
             near = nearest(self.p, self.m)
