@@ -528,3 +528,24 @@ def test_mistakes_are_explained(options: dict[str, Any], said: str) -> None:
     model = nn.Sequential(nn.Linear(6, 16), nn.ReLU(), nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 4))
     with pytest.raises(BadSetting, match=said):
         DSP(model, **({"p": (1, 1, 0), "m": (4, 2, 0), "optimizer": sgd} | options))
+
+
+def test_after_a_step_that_failed_a_stored_state_leads_on() -> None:
+    data = batches()
+    straight, failing = (DSP(modules(3), p=(1, 1, 0), m=(4, 2, 0), optimizer=sgd) for _ in range(2))
+    for batch in data[:9]:
+        straight.step(batch)
+        failing.step(batch)
+    kept = failing.state_dict()
+    with pytest.raises(RuntimeError):
+        failing.step((data[9][0][:, :2], data[9][1]))  # which the first layer does not take
+    for again in (lambda: failing.step(data[9]), failing.flush):
+        with pytest.raises(BadSetting, match="load_state_dict a state from before it"):
+            again()
+    failing.load_state_dict(kept)
+    for batch in data[9:]:
+        straight.step(batch)
+        failing.step(batch)
+    end, other = failing.state_dict(), straight.state_dict()
+    assert end.keys() == other.keys()
+    assert all(torch.equal(end[name], other[name]) for name in other)

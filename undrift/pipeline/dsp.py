@@ -5,8 +5,8 @@ An Xu, Zhouyuan Huo and Heng Huang, On the Acceleration of Deep Learning Model P
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from typing import final
+from collections.abc import Callable, Iterable, Sequence
+from typing import TypeVar, final
 
 import torch
 import torch.nn.functional as F
@@ -20,6 +20,7 @@ from undrift.pipeline.split import Balance, Part, balanced, parts
 from undrift.simulate import ranks
 
 Batch = tuple[Tensor, Tensor]
+T = TypeVar("T")
 
 
 @final
@@ -70,17 +71,30 @@ class DSP:
             if self.schedule.blocks != count:
                 raise BadSetting(f"the queue lengths are for {self.schedule.blocks} blocks, and the model has {count}")
             self.engine = engine(Block, self.parts, self.schedule, optimizer, loss, rate, seed, self.device)
+        self.half_way = False  # whether a step failed, with its batch in some blocks and not in others
 
     def step(self, batch: Batch, probe: bool = False) -> Tensor | None:
         """Feed a batch; the loss of the batch that the last block has just forwarded, on the rank that holds it.
 
         With `probe` the gradients of this batch are compared with backpropagation's: `differences`, block by block.
         """
-        return self.engine.step(*batch, probe=probe)
+        return self.advanced(lambda: self.engine.step(*batch, probe=probe))
 
     def flush(self) -> list[Tensor]:
         """Let the batches under way run through all blocks, which empties the queues; their losses as in `step`."""
-        return self.engine.flush()
+        return self.advanced(self.engine.flush)
+
+    def advanced(self, play: Callable[[], T]) -> T:
+        """play(), unless it failed the last time."""
+        if self.half_way:
+            raise BadSetting(
+                "a step failed before, with its batch half way through the blocks; "
+                "load_state_dict a state from before it, or build the pipeline anew"
+            )
+        self.half_way = True
+        result = play()
+        self.half_way = False
+        return result
 
     def evaluate(self, batches: Iterable[Batch]) -> dict[str, float]:
         """Mean loss and accuracy with every block's parameters of now; the queues are left as they are."""
@@ -98,6 +112,7 @@ class DSP:
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
         """Go on from a state of the same blocks and queues, in one process or in one a block, whichever it is from."""
         self.engine.restore(state)
+        self.half_way = False
 
     def model_state(self) -> dict[str, Tensor]:
         """A plain state dict of the whole model, on rank 0; to be called on all ranks."""
