@@ -158,10 +158,13 @@ def lengths_apart(one: str, two: str) -> int:
 
 @pytest.mark.parametrize("text", ["", "1,1,0", "1;2;3", "a,0;2,0", "1,,0;2,1,0"])
 def test_other_text_is_refused(text: str) -> None:
-    with pytest.raises(BadSetting, match="whole numbers, not 2.5"):
-        Schedule((0, 0), (2.5, 0))  # type: ignore[arg-type]
     with pytest.raises(BadSetting, match=r"such as 1,1,0;4,2,0"):
         Schedule.parse(text)
+
+
+def test_half_a_place_is_refused() -> None:
+    with pytest.raises(BadSetting, match="whole numbers, not 2.5"):
+        Schedule((0, 0), (2.5, 0))  # type: ignore[arg-type]
 
 
 def test_the_rules_agree_with_playing_the_table() -> None:

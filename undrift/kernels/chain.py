@@ -2,8 +2,8 @@
 
 A chain is a sequence of Linear, ReLU, Flatten, Conv2d and MaxPool2d with cross-entropy at its end. On a CPU the usual small
 models spend half of a step on recording the pass, on calling the module with other tensors, and on copying the layers'
-gradients into one vector; on a GPU that means three times as many kernels. Here every layer is called directly and writes its
-gradient to its place in the vector. The plain form is `Oracle.grad(x, task_loss)`.
+gradients into one vector, and on a GPU a quarter of a round that is not compiled. Here every layer is called directly and
+writes its gradient to its place in the vector. The plain form is `Oracle.grad(x, task_loss)`.
 """
 
 from __future__ import annotations
