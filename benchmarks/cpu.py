@@ -55,6 +55,7 @@ def rival(name: str, model: str, pipe: Connection) -> None:
     else:
         rounds = rivals.plain_rounds if name == "plain loop" else rivals.pfl_rounds
         run = rounds(rivals.built(model), *rivals.ready(model))
+    pipe.send("ready")
     while (count := pipe.recv()) is not None:
         seconds = run(count)
         pipe.send((seconds, simulation.execution.name if simulation and simulation.execution else ""))
@@ -71,6 +72,8 @@ def compare(model: str, names: list[str], turns: int, each: int) -> dict[str, ob
         processes[-1].start()
         theirs.close()  # so that a rival that dies ends the wait
     try:
+        for pipe in pipes.values():
+            pipe.recv()  # ready: nobody is timed while another one starts
         for turn in range(turns + 1):
             for name, pipe in pipes.items():
                 pipe.send(each)

@@ -162,6 +162,7 @@ def serve_flower(model: str, pipe: Connection) -> None:
     def rounds(grid: Grid, context: Context) -> None:
         arrays = ArrayRecord(built(model).state_dict())
         strategy = Timed(COHORT / CLIENTS, 0.0, min_train_nodes=COHORT, min_available_nodes=CLIENTS)
+        pipe.send("ready")
         while (count := pipe.recv()) is not None:
             times.clear()
             arrays = strategy.start(grid, arrays, num_rounds=count + 1).arrays

@@ -138,6 +138,9 @@ class Quadratic:
     def grads(self, *points: Tensor) -> list[Tensor]:
         return [self.grad(x) for x in points]
 
+    def step(self, x: Tensor, rate: float | Tensor) -> Tensor:
+        return x - rate * self.grad(x)
+
     @property
     def samples(self) -> Tensor:
         return self.h.new_full((*self.lead, 1), 2.0 + self.k)

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from undrift.kernels import gram as gram_kernel
 from undrift.kernels import pivots
+from undrift.kernels import rows as kernel_rows
 
 Array = NDArray[np.float64]
 
@@ -100,19 +101,10 @@ def project(
 
 
 def combined(p: Tensor, rows: Tensor, index: Tensor, share: Tensor) -> Tensor:
-    """p + share rows[index] in float64; on a CPU block by block, so that the cache holds what is widened."""
-    if p.device.type != "cpu":
-        return (p.double() + share @ rows[index].double()).to(p.dtype)
-    u = torch.empty_like(p)
-    for out, start, part in zip(u.split(BLOCK), p.split(BLOCK), rows.split(BLOCK, 1), strict=True):
-        total = start.to(torch.float64, copy=True)
-        for row, z in zip(index.tolist(), share.tolist(), strict=True):
-            total.add_(part[row], alpha=z)
-        out.copy_(total)
-    return u
-
-
-BLOCK = 1 << 16
+    """p + share rows[index] in float64."""
+    if p.device.type == "cpu":
+        return kernel_rows.combined(p, rows, index, share)
+    return (p.double() + share @ rows[index].double()).to(p.dtype)
 
 
 def even_scale(rows: Tensor) -> Tensor:

@@ -17,6 +17,7 @@ from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from undrift.kernels.chain import Chain
 from undrift.layout import Layout
 from undrift.net import Context, Net
+from undrift.vec import descend
 
 Objective = Callable[..., Tensor]
 
@@ -36,6 +37,8 @@ class GradientOracle(Protocol):
     def grad(self, x: Tensor, objective: Objective | None = None, *others: Tensor, track: bool = True) -> Tensor: ...
 
     def grads(self, *points: Tensor) -> list[Tensor]: ...
+
+    def step(self, x: Tensor, rate: float | Tensor) -> Tensor: ...
 
     def values(self, x: Tensor, ask: Objective, *others: Tensor) -> Tensor: ...
 
@@ -213,17 +216,27 @@ class Oracle:
             return None  # a compiler has more to fuse in what autograd writes
         return chain
 
-    def _written_out(self, chain: Chain, x: Tensor, track: bool) -> Tensor:
-        """`grad` of the task's loss by a chain of layers, for which all leading dimensions are one."""
+    def _flat(self, t: Tensor) -> Tensor:
+        """[..., n] with all clients in one dimension."""
+        return t.flatten(0, len(self.lead) - 1) if len(self.lead) > 1 else t
+
+    def _written_out(self, chain: Chain, x: Tensor, track: bool, rate: float | Tensor | None = None) -> Tensor:
+        """`grad` of the task's loss, or a `step`, by a chain of layers, for which all leading dimensions are one."""
         inputs, targets, real, *_ = self.batch
-        x, last = x.detach().expand(*self.lead, x.shape[-1]), len(self.lead) - 1
-        if last > 0:
-            x, inputs, targets = (t.flatten(0, last) for t in (x, inputs, targets))
-            real = None if real is None else real.flatten(0, last)
-        loss, g = chain.gradient(x, inputs, targets, real)
+        x = self._flat(x.detach().expand(*self.lead, x.shape[-1]))
+        real = None if real is None else self._flat(real)
+        loss, made = chain.gradient(x, self._flat(inputs), self._flat(targets), real, rate)
         if track:
             self.loss = loss.view(*self.lead, 1)
-        return g.view(*self.lead, -1) if last > 0 else g
+        return made.view(*self.lead, -1)
+
+    def step(self, x: Tensor, rate: float | Tensor) -> Tensor:
+        """x - rate g(x) for the task's loss: where the gradient is written out, in one go."""
+        chain = self.chain
+        if chain is None or not chain.takes_steps(x, self.lead.numel() if self.lead else 0):
+            return descend(x, rate, self.grad(x))
+        self.counter[0] += 1
+        return self._written_out(chain, x, True, rate)
 
     def grads(self, *points: Tensor) -> list[Tensor]:
         """The gradients at several points on the one mini-batch, with one dropout mask; the first one is tracked.

@@ -267,6 +267,12 @@ class Worker(ABC):
             return Adam(torch.zeros_like(x), torch.zeros_like(x), torch.zeros_like(x[..., :1]))
         return Nothing()
 
+    @property
+    def moves_plainly(self) -> bool:
+        """Whether `move` is x - eta_l u and nothing more."""
+        own = type(self).move is Worker.move and type(self).optimise is Worker.optimise
+        return own and self.optimizer == "sgd" and not (self.clip or self.weight_decay)
+
     def move(self, work: Any, u: Tensor, oracle: GradientOracle) -> Any:
         """One local step along the method's direction u: clip it, add weight decay, let the base optimiser step.
 
@@ -365,6 +371,8 @@ class LocalSGD(Worker):
     """The clients do nothing new: x_i^{k+1} = x_i^k - eta_l g_i(x_i^k)."""
 
     def local_step(self, down: Any, client: Any, work: Work, oracle: GradientOracle) -> Any:
+        if self.moves_plainly:
+            return work._replace(x=oracle.step(work.x, self.lr), k=work.k + 1)
         return self.move(work, oracle.grad(work.x), oracle)
 
 

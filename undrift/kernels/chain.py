@@ -3,7 +3,8 @@
 A chain is a sequence of Linear, ReLU, Flatten, Conv2d and MaxPool2d with cross-entropy at its end. On a CPU the usual small
 models spend half of a step on recording the pass, on calling the module with other tensors, and on copying the layers'
 gradients into one vector, and on a GPU a quarter of a round that is not compiled. Here every layer is called directly and
-writes its gradient to its place in the vector. The plain form is `Oracle.grad(x, task_loss)`.
+writes its gradient to its place in the vector. The plain form is `Oracle.grad(x, task_loss)`. Where a chain has only dense
+layers and a compiler is at hand, C does the same for clients stacked on a CPU (dense.py).
 """
 
 from __future__ import annotations
@@ -14,6 +15,8 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+
+from undrift.kernels.dense import Dense
 
 aten: Any = torch.ops.aten
 NONE, IGNORED = 0, -100  # no reduction; the label that cross-entropy leaves out
@@ -129,6 +132,7 @@ class Chain:
         self.sample = takes  # dimensions of a sample: 1 for vectors, 3 for images, None: whatever comes is flattened
         self.stackable = not any(isinstance(layer, Conv2d | MaxPool2d) for layer in layers)
         self.first = next(n for n, own in enumerate(shapes) if own)  # no gradient is needed in front of it
+        self.dense = as_dense(layers, shapes)
 
     @classmethod
     def of(cls, module: nn.Module) -> Chain | None:
@@ -167,12 +171,24 @@ class Chain:
         pieces, lead = iter(x.split_with_sizes([*self.sizes, x.shape[-1] - self.entries], -1)), x.shape[:-1]
         return [[next(pieces).view(lead + s) if len(s) > 1 else next(pieces) for s in own] for own in self.shapes]
 
-    def gradient(self, x: Tensor, inputs: Tensor, targets: Tensor, real: Tensor | None) -> tuple[Tensor, Tensor]:
-        """The mean cross-entropy [...] over the real samples at x [..., P], and its gradient [..., P]; ... is () or (S,)."""
+    def takes_steps(self, like: Tensor, clients: int) -> bool:
+        """Whether `gradient` knows rates for so many stacked clients (0: one alone) with vectors of such a kind."""
+        return self.dense is not None and self.dense.serves(like, clients)
+
+    def gradient(
+        self, x: Tensor, inputs: Tensor, targets: Tensor, real: Tensor | None, rate: float | Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """The mean cross-entropy [...] over the real samples at x [..., P], and its gradient g [..., P]; ... is () or (S,).
+
+        With a rate, one number or one for every so many clients, it is x - rate g; see `takes_steps`.
+        """
+        h = inputs.flatten(x.dim()) if self.sample is None else inputs
+        if self.dense is not None and self.dense.serves(x, len(x) if x.dim() > 1 else 0):
+            return self.dense.gradient(x, h, targets, real, rate)
+        assert rate is None
         g = torch.empty(x.shape, dtype=x.dtype, device=x.device)
         g[..., self.entries :] = 0.0
         own, into, kept = self.tensors(x), self.tensors(g), []
-        h = inputs.flatten(x.dim()) if self.sample is None else inputs
         for layer, mine in zip(self.layers, own, strict=True):
             h, keep = layer.forward(h, mine)
             kept.append(keep)
@@ -226,6 +242,16 @@ def as_layer(part: nn.Module) -> Layer | None:
         how = (part.kernel_size, part.stride, part.padding, part.dilation)
         return MaxPool2d((*((v, v) if isinstance(v, int) else v for v in how), part.ceil_mode))
     return None
+
+
+def as_dense(layers: list[Layer], shapes: list[list[torch.Size]]) -> Dense | None:
+    """The layers as C takes them: Linear ones, and ReLUs behind some of them."""
+    linear = [n for n, layer in enumerate(layers) if isinstance(layer, Linear)]
+    if linear[:1] != [0] or not all(isinstance(layer, Linear | ReLU) for layer in layers):
+        return None
+    outputs, inputs = zip(*(shapes[n][0] for n in linear), strict=True)
+    bent = [isinstance(layer, ReLU) for layer in [*layers[1:], layers[0]]]
+    return Dense([inputs[0], *outputs], [len(shapes[n]) > 1 for n in linear], [bent[n] for n in linear])
 
 
 def hooked(module: nn.Module) -> bool:

@@ -1,0 +1,186 @@
+"""What is computed in C against its plain form, as compiled for this processor and for an older one."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from undrift.cone import combined
+from undrift.kernels import dense, native, rows
+from undrift.kernels.chain import Chain
+
+pytestmark = pytest.mark.skipif(native.library() is None, reason="needs gcc, Linux and AVX2")
+
+
+@pytest.fixture(params=["native", "haswell"])
+def library(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[ctypes.CDLL]:
+    """The functions with registers of this processor, and with AVX2's."""
+    made = native.library()
+    if request.param != "native":
+        flags = [f"-march={request.param}" if flag == "-march=native" else flag for flag in native.FLAGS]
+        monkeypatch.setattr(native, "FLAGS", flags)
+        native.library.cache_clear()
+        made = native.library()
+    assert made is not None
+    for module in (dense, rows):
+        monkeypatch.setattr(module, "library", lambda: made)
+    yield made
+    native.library.cache_clear()
+
+
+def several() -> nn.Module:
+    return nn.Sequential(nn.Flatten(), nn.Linear(60, 53), nn.ReLU(), nn.Linear(53, 40), nn.ReLU(), nn.Linear(40, 10))
+
+
+def odd() -> nn.Module:
+    """Layers without biases, without a ReLU between them, with two; one output fewer than any vector has."""
+    layers = (
+        nn.Linear(60, 16, bias=False),
+        nn.ReLU(),
+        nn.Linear(16, 7),
+        nn.Linear(7, 48, bias=False),
+        nn.ReLU(),
+        nn.ReLU(),
+    )
+    return nn.Sequential(*layers, nn.Linear(48, 5))
+
+
+def asked(S: int, batch: int, chain: Chain, padded: bool) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """Vectors that are longer than the chain's, samples with a label left out, and which are real: of one client none."""
+    x, inputs = 0.2 * torch.randn(S, chain.entries + 3), torch.randn(S, batch, 60)
+    targets = torch.randint(0, 5, (S, batch))
+    targets[:, batch // 2] = -100
+    count = torch.tensor([batch, 0, max(1, batch - 1), 1])[torch.arange(S) % 4]
+    return x, inputs, targets, (torch.arange(batch) < count.unsqueeze(-1)).float() if padded else None
+
+
+@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize("S, batch", [(4, 64), (5, 1), (2, 5), (3, 17), (2, 80)])
+@pytest.mark.parametrize("build", [several, odd, lambda: nn.Sequential(nn.Linear(60, 5))])
+def test_a_dense_gradient_is_that_of_float64(
+    library: ctypes.CDLL, build: object, S: int, batch: int, padded: bool
+) -> None:
+    torch.manual_seed(0)
+    chain = Chain.of(build())  # type: ignore[operator]
+    assert chain is not None and chain.dense is not None
+    x, inputs, targets, real = asked(S, batch, chain, padded)
+    if batch == 5:
+        x = x[:1].expand(S, -1)  # as in a round's first step
+    assert chain.dense.serves(x, S) and not chain.dense.serves(x.double(), S)
+    before = x.clone()
+    loss, g = chain.gradient(x, inputs, targets, real)
+    wide = [None if t is None else t.double() for t in (x, inputs, real)]
+    exact, expected = chain.gradient(wide[0], wide[1], targets, wide[2])  # type: ignore[arg-type]
+    torch.testing.assert_close(g.double(), expected, rtol=2e-5, atol=2e-6)
+    torch.testing.assert_close(loss.double(), exact, rtol=2e-6, atol=1e-6)
+    assert torch.equal(g[:, chain.entries :], torch.zeros(S, 3)) and torch.equal(x, before)
+    for rate in (0.3, torch.tensor(0.3), torch.linspace(0.1, 0.5, S).view(S, 1, 1)):
+        same, moved = chain.gradient(x, inputs, targets, real, rate)
+        step = x - torch.as_tensor(rate).reshape(-1, 1) * g
+        torch.testing.assert_close(moved, step, rtol=1e-6, atol=1e-7)
+        assert torch.equal(same, loss) and torch.equal(moved[:, chain.entries :], x[:, chain.entries :])
+    assert batch == 1 or expected.abs().max() > 1e-3
+
+
+def test_one_client_alone_is_computed_as_in_a_cohort(library: ctypes.CDLL) -> None:
+    """And by any number of threads."""
+    torch.manual_seed(0)
+    chain = Chain.of(several())
+    assert chain is not None and chain.dense is not None
+    x, inputs, targets, _ = asked(6, 20, chain, False)
+    threads = torch.get_num_threads()
+    try:
+        found = []
+        for count in (1, 2, 3):
+            torch.set_num_threads(count)
+            found.append(chain.gradient(x, inputs, targets, None)[1])
+            assert chain.dense.serves(x, 6) and chain.dense.serves(x, 0) == (count == 1)
+        torch.set_num_threads(1)
+        alone = torch.stack([chain.gradient(*one, None)[1] for one in zip(x, inputs, targets, strict=True)])
+    finally:
+        torch.set_num_threads(threads)
+    assert all(torch.equal(g, alone) for g in found)
+
+
+def test_what_is_not_finite_stays_so(library: ctypes.CDLL) -> None:
+    """In one client's gradient, and only in that one's."""
+    torch.manual_seed(0)
+    chain = Chain.of(several())
+    assert chain is not None
+    x, inputs, targets, _ = asked(3, 8, chain, False)
+    inputs[1, 2, 3], x[2, 0] = torch.nan, torch.inf
+    loss, g = chain.gradient(x, inputs, targets, None)
+    assert loss.isfinite().tolist() == [True, False, False]
+    assert g.isfinite().all(1).tolist() == [True, False, False]
+
+
+@pytest.mark.parametrize("label", [-1, 10, 1 << 40])
+def test_a_label_without_an_output_is_refused(library: ctypes.CDLL, label: int) -> None:
+    chain = Chain.of(several())
+    assert chain is not None
+    x, inputs, targets, _ = asked(3, 8, chain, False)
+    targets[2, 5] = label
+    with pytest.raises(IndexError, match="10 classes"):
+        chain.gradient(x, inputs, targets, None)
+
+
+def test_what_c_does_not_take_is_left_to_torch(library: ctypes.CDLL) -> None:
+    for module in (
+        nn.Sequential(nn.ReLU(), nn.Linear(6, 5)),
+        nn.Sequential(nn.Conv2d(1, 2, 3), nn.Flatten(), nn.Linear(8, 2)),
+    ):
+        chain = Chain.of(module)
+        assert chain is not None and chain.dense is None
+
+
+@pytest.mark.parametrize("few, count, length", [(10, 100, 70_001), (0, 1, 1 << 16), (3, 7, 99_999), (23, 50, 70_000)])
+def test_products_of_rows_are_numpys(library: ctypes.CDLL, few: int, count: int, length: int) -> None:
+    torch.manual_seed(0)
+    m, r = 1 + torch.randn(length + 3), 1 + torch.randn(count, length + 3)
+    m, r, at = m[1:-2], r[:, 1:-2], torch.randperm(count)[:few]
+    exact = torch.cat([r[at], m[None]]).double() @ r.double().T
+    for found in (rows.inner_products(r, at, m), rows.blas_products(r, at, m)):
+        torch.testing.assert_close(found, exact, rtol=2e-6, atol=2e-6 * length)
+    apart = rows.inner_products(r.T.contiguous().T, at, m)  # rows that are columns in memory: not for C
+    torch.testing.assert_close(apart, exact, rtol=2e-5, atol=2e-5 * length)
+
+
+def test_a_combination_is_the_plain_one_to_the_last_digit(
+    library: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch.manual_seed(0)
+    p, r = torch.randn(150_001), torch.randn(5, 150_001)
+    index, share = torch.tensor([3, 0, 4]), torch.tensor([1e4, 2.0, 1e-3], dtype=torch.float64)
+    found = combined(p, r, index, share)
+    monkeypatch.setattr(rows, "library", lambda: None)
+    plain = combined(p, r, index, share)
+    assert torch.equal(found, plain) and not torch.equal(found, p)
+
+
+def test_it_is_compiled_once_and_can_be_turned_off(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    try:
+        native.library.cache_clear()
+        assert native.library() is not None
+        (made,) = (tmp_path / "undrift").iterdir()
+        written = made.stat().st_mtime_ns
+        native.library.cache_clear()
+        assert native.library() is not None and made.stat().st_mtime_ns == written
+        monkeypatch.setenv("UNDRIFT_NATIVE", "0")
+        native.library.cache_clear()
+        assert native.library() is None
+        monkeypatch.delenv("UNDRIFT_NATIVE")
+        monkeypatch.setenv("PATH", str(tmp_path))  # no gcc
+        native.library.cache_clear()
+        assert native.library() is None
+        monkeypatch.undo()
+        monkeypatch.setattr(native, "SOURCES", [Path(__file__)])  # gcc makes nothing of it
+        native.library.cache_clear()
+        assert native.library() is None
+    finally:
+        native.library.cache_clear()

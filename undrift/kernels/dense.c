@@ -1,0 +1,217 @@
+/* The gradient of dense layers with ReLU between them and cross-entropy at the end, for clients side by side.
+
+   Called by dense.py; the plain form is Chain.gradient of chain.py. Every thread takes a client at a time, whose tensors then
+   stay in its core's cache, and the layers' gradients are written to their places in the vector. Activations are kept turned,
+   [neuron][sample], so that a register holds the same neuron of LANES samples. */
+
+#include <math.h>
+#include <stdint.h>
+#include <stdlib.h>
+#include <string.h>
+
+#ifdef __AVX512F__
+enum { LANES = 16, ROWS = 6, WIDE = 4, OUTER_ROWS = 8, OUTER_WIDE = 3 }; /* 24 sums in 32 registers */
+#else
+enum { LANES = 8, ROWS = 6, WIDE = 2, OUTER_ROWS = 6, OUTER_WIDE = 2 }; /* 12 sums in 16 registers */
+#endif
+typedef float vector __attribute__((vector_size(4 * LANES)));
+typedef float anywhere __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
+
+#define INLINED static inline __attribute__((always_inline))
+INLINED vector load(const float *p) { return *(const anywhere *)p; }
+INLINED void store(float *p, vector v) { *(anywhere *)p = v; }
+static long least(long a, long b) { return a < b ? a : b; }
+
+/* out[r][..] = bias[r] + sum_k w(r, k) in[k][..] for R rows and C vectors; w(r, k) lies at w[r * down + k * right]. */
+INLINED void panel(int R, int C, long n, const float *w, long down, long right, const float *in, const float *bias,
+                   float *out, long width) {
+    vector sum[ROWS][WIDE];
+    for (int r = 0; r < R; r++)
+        for (int c = 0; c < C; c++) sum[r][c] = (vector){} + (bias ? bias[r] : 0.0f);
+    for (long k = 0; k < n; k++) {
+        vector v[WIDE];
+        if (right == 1 && k % 16 == 0)
+            for (int r = 0; r < R; r++) __builtin_prefetch(w + (R + r) * down + k); /* the next rows */
+        for (int c = 0; c < C; c++) v[c] = load(in + k * width + LANES * c);
+        for (int r = 0; r < R; r++)
+            for (int c = 0; c < C; c++) sum[r][c] += w[r * down + k * right] * v[c];
+    }
+    for (int r = 0; r < R; r++)
+        for (int c = 0; c < C; c++) store(out + r * width + LANES * c, sum[r][c]);
+}
+
+/* out [rows][width] = w in + bias for in [n][width]: a layer's output, or with w turned its input's gradient. */
+static void times(long rows, long n, const float *w, long down, long right, const float *in, const float *bias, float *out,
+                  long width) {
+    for (long c = 0; c < width; c += LANES * WIDE) {
+        long wide = least(WIDE, (width - c) / LANES);
+        for (long r = 0, step; r < rows; r += step) {
+            step = rows - r >= ROWS ? ROWS : 1;
+            const float *a = w + r * down, *b = bias ? bias + r : NULL;
+            float *o = out + r * width + c;
+            if (step == ROWS && wide == WIDE) panel(ROWS, WIDE, n, a, down, right, in + c, b, o, width);
+            else if (step == 1 && wide == WIDE) panel(1, WIDE, n, a, down, right, in + c, b, o, width);
+            else
+                for (long one = 0; one < wide; one++) {
+                    if (step == ROWS) panel(ROWS, 1, n, a, down, right, in + c + LANES * one, b, o + LANES * one, width);
+                    else panel(1, 1, n, a, down, right, in + c + LANES * one, b, o + LANES * one, width);
+                }
+        }
+    }
+}
+
+/* g[r][..] = sum_b d[r][b] h[b][..] for R rows and C vectors, or with `x` the step x[r][..] - rate times that. */
+INLINED void outer(int R, int C, long batch, const float *d, long width, const float *h, long h_apart, const float *x,
+                   float rate, float *g, long g_apart) {
+    vector sum[OUTER_ROWS][OUTER_WIDE];
+    for (int r = 0; r < R; r++)
+        for (int c = 0; c < C; c++) {
+            sum[r][c] = (vector){};
+            __builtin_prefetch(g + r * g_apart + LANES * c, 1); /* what is written at the end */
+            if (x) __builtin_prefetch(x + r * g_apart + LANES * c);
+        }
+    for (long b = 0; b < batch; b++) {
+        vector v[OUTER_WIDE];
+        for (int c = 0; c < C; c++) v[c] = load(h + b * h_apart + LANES * c);
+        for (int r = 0; r < R; r++)
+            for (int c = 0; c < C; c++) sum[r][c] += d[r * width + b] * v[c];
+    }
+    for (int r = 0; r < R; r++)
+        for (int c = 0; c < C; c++) {
+            long at = r * g_apart + LANES * c;
+            store(g + at, x ? load(x + at) - rate * sum[r][c] : sum[r][c]);
+        }
+}
+
+/* g [rows][n] = d h for d [rows][batch of width] and h [batch][n]: a layer's weights' gradient; with `x` the step. */
+static void weights(long rows, long n, long batch, const float *d, long width, const float *h, const float *x, float rate,
+                    float *g, float *spare) {
+    long whole = n / LANES * LANES; /* the columns behind these are filled up to a vector */
+    for (long b = 0; b < batch; b++)
+        for (long c = 0; c < LANES; c++) spare[b * LANES + c] = whole + c < n ? h[b * n + whole + c] : 0.0f;
+    for (long r = 0, step; r < rows; r += step) {
+        step = rows - r >= OUTER_ROWS ? OUTER_ROWS : 1;
+        const float *dr = d + r * width;
+        for (long i = 0, wide; i < n; i += wide) {
+            wide = n - i >= LANES * OUTER_WIDE ? LANES * OUTER_WIDE : least(LANES, n - i);
+            const float *own = x ? x + r * n + i : NULL;
+            float *to = g + r * n + i, some[OUTER_ROWS * LANES];
+            if (wide < LANES) {
+                if (step == OUTER_ROWS) outer(OUTER_ROWS, 1, batch, dr, width, spare, LANES, NULL, 0.0f, some, LANES);
+                else outer(1, 1, batch, dr, width, spare, LANES, NULL, 0.0f, some, LANES);
+                for (long q = 0; q < step; q++)
+                    for (long c = 0; c < wide; c++)
+                        to[q * n + c] = x ? own[q * n + c] - rate * some[q * LANES + c] : some[q * LANES + c];
+            } else if (step == OUTER_ROWS && wide > LANES)
+                outer(OUTER_ROWS, OUTER_WIDE, batch, dr, width, h + i, n, own, rate, to, n);
+            else if (step == OUTER_ROWS) outer(OUTER_ROWS, 1, batch, dr, width, h + i, n, own, rate, to, n);
+            else if (wide > LANES) outer(1, OUTER_WIDE, batch, dr, width, h + i, n, own, rate, to, n);
+            else outer(1, 1, batch, dr, width, h + i, n, own, rate, to, n);
+        }
+    }
+}
+
+/* to [columns][to_apart] = from [rows][from_apart], turned. */
+static void turn(long rows, long columns, const float *from, long from_apart, float *to, long to_apart) {
+    for (long r = 0; r < rows; r += 16)
+        for (long c = 0; c < columns; c += 16)
+            for (long i = r; i < least(r + 16, rows); i++)
+                for (long j = c; j < least(c + 16, columns); j++) to[j * to_apart + i] = from[i * from_apart + j];
+}
+
+/* The mean cross-entropy over the real samples of z [classes][width], and d = its gradient; *wrong for a label out of range. */
+static float cross_entropy(long classes, long batch, long width, const float *z, const int64_t *label, const float *real,
+                           float *d, int *wrong) {
+    const int64_t ignored = -100;
+    float count = 0.0f;
+    for (long b = 0; b < batch; b++) count += real ? real[b] : 1.0f;
+    double loss = 0.0;
+    memset(d, 0, classes * width * sizeof(float));
+    for (long b = 0; b < batch; b++) {
+        if (label[b] != ignored && (label[b] < 0 || label[b] >= classes)) *wrong = 1;
+        else if (label[b] != ignored && !(real && real[b] <= 0.0f)) {
+            float largest = z[b], total = 0.0f;
+            for (long c = 1; c < classes; c++) largest = z[c * width + b] > largest ? z[c * width + b] : largest;
+            for (long c = 0; c < classes; c++) total += d[c * width + b] = expf(z[c * width + b] - largest);
+            loss += logf(total) + largest - z[label[b] * width + b];
+            float share = 1.0f / (count > 1.0f ? count : 1.0f);
+            for (long c = 0; c < classes; c++) d[c * width + b] *= share / total;
+            d[label[b] * width + b] -= share;
+        }
+    }
+    return (float)(loss / (count > 1.0f ? count : 1.0f));
+}
+
+/* One client: its loss, and g like x, the gradient or with a rate (not NULL) the step x - rate g. `turned` has room for every
+   layer's input, `d` and `before` for any layer's output. */
+static float one(long layers, const long *size, const uint8_t *biased, const uint8_t *bent, long batch, long width,
+                 const float *x, const float *input, const int64_t *label, const float *real, const float *rate, float *g,
+                 float *turned, float *d, float *before, float *upright, float *spare, int *wrong) {
+    const float *own = x;
+    float *in = turned;
+    turn(batch, size[0], input, size[0], in, width);
+    for (long n = 0; n < layers; n++) {
+        const float *bias = biased[n] ? own + size[n] * size[n + 1] : NULL;
+        float *out = in + size[n] * width;
+        times(size[n + 1], size[n], own, size[n], 1, in, bias, out, width);
+        if (bent[n])
+            for (long e = 0; e < size[n + 1] * width; e++) out[e] = out[e] < 0.0f ? 0.0f : out[e]; /* NaN stays */
+        own += size[n] * size[n + 1] + (biased[n] ? size[n + 1] : 0);
+        in = out;
+    }
+    float loss = cross_entropy(size[layers], batch, width, in, label, real, d, wrong);
+    for (long n = layers - 1; n >= 0; n--) {
+        long outputs = size[n + 1], inputs = size[n];
+        own -= inputs * outputs + (biased[n] ? outputs : 0);
+        in -= inputs * width;
+        float *place = g + (own - x);
+        if (n) turn(inputs, batch, in, width, upright, inputs);
+        weights(outputs, inputs, batch, d, width, n ? upright : input, rate ? own : NULL, rate ? *rate : 0.0f, place, spare);
+        for (long r = 0; biased[n] && r < outputs; r++) {
+            float sum = 0.0f;
+            for (long b = 0; b < batch; b++) sum += d[r * width + b];
+            long at = inputs * outputs + r;
+            place[at] = rate ? own[at] - *rate * sum : sum;
+        }
+        if (n) {
+            times(inputs, outputs, own, 1, inputs, d, NULL, before, width);
+            if (bent[n - 1])
+                for (long e = 0; e < inputs * width; e++) before[e] = in[e] <= 0.0f ? 0.0f : before[e];
+            float *swapped = d;
+            d = before;
+            before = swapped;
+        }
+    }
+    return loss;
+}
+
+/* Gradients g [clients, ...], or with rates [clients] the steps, and losses [clients] at x [clients, ...], whose rows lie
+   `x_apart` and `g_apart` apart, on inputs [clients][batch][size[0]]. Layer n has size[n] inputs and size[n + 1] outputs,
+   biases where biased[n], and a ReLU behind it where bent[n]. Returns 1 for a label that the model has no output for, 2 for
+   want of memory, else 0. */
+int dense_gradient(long layers, const long *size, const uint8_t *biased, const uint8_t *bent, long clients, long batch,
+                   const float *x, long x_apart, const float *inputs, const int64_t *labels, const float *real,
+                   const float *rates, float *loss, float *g, long g_apart, int threads) {
+    long width = (batch + LANES - 1) / LANES * LANES, largest = 0, all = 0;
+    for (long n = 0; n <= layers; n++) {
+        all += size[n];
+        largest = size[n] > largest ? size[n] : largest;
+    }
+    int wrong = 0, poor = 0;
+#pragma omp parallel num_threads(threads) reduction(| : wrong, poor)
+    {
+        size_t floats = (size_t)width * (all + 3 * largest + LANES);
+        float *room = malloc(floats * sizeof(float));
+        float *d = room + all * width, *before = d + largest * width, *upright = before + largest * width;
+        poor = !room;
+        if (room && width > batch) memset(room, 0, size[0] * width * sizeof(float)); /* samples that only fill up a vector */
+#pragma omp for schedule(dynamic)
+        for (long s = 0; s < clients; s++)
+            if (room)
+                loss[s] = one(layers, size, biased, bent, batch, width, x + s * x_apart, inputs + s * batch * size[0],
+                              labels + s * batch, real ? real + s * batch : NULL, rates ? rates + s : NULL, g + s * g_apart,
+                              room, d, before, upright, upright + largest * width, &wrong);
+        free(room);
+    }
+    return wrong ? 1 : poor ? 2 : 0;
+}

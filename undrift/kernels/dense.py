@@ -1,0 +1,65 @@
+"""The gradient of dense layers, or a step along it, for stacked clients on a CPU, in C: dense.c.
+
+PyTorch multiplies the stacked layers one after another, so that a cohort's vectors pass through memory for each of them; in C
+a thread takes a client at a time. The plain form is Chain.gradient of chain.py.
+"""
+
+from __future__ import annotations
+
+import ctypes
+
+import torch
+from torch import Tensor
+from torch.fx.experimental.proxy_tensor import get_proxy_mode
+
+from undrift.kernels.native import address, library
+
+Rate = float | Tensor
+
+
+class Dense:
+    """Linear layers one after another: `sizes` of the first input and of every output, which have biases, which a ReLU behind."""
+
+    def __init__(self, sizes: list[int], biased: list[bool], bent: list[bool]) -> None:
+        self.sizes, self.biased, self.bent = sizes, biased, bent
+        self.entries = sum((n + bias) * m for n, m, bias in zip(sizes, sizes[1:], biased, strict=False))
+
+    def serves(self, like: Tensor, clients: int) -> bool:
+        """Whether `gradient` is for so many stacked clients (0: one alone) with vectors of such a kind.
+
+        Float32, and a client for every thread at least, for a thread takes one at a time.
+        """
+        fits = like.device.type == "cpu" and like.dtype == torch.float32 and max(clients, 1) >= torch.get_num_threads()
+        return fits and get_proxy_mode() is None and library() is not None
+
+    def gradient(
+        self, x: Tensor, inputs: Tensor, targets: Tensor, real: Tensor | None, rate: Rate | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """The mean cross-entropy [...] over the real samples at x [..., P], and its gradient g or, with a rate, x - rate g.
+
+        The rate is a number, or a tensor of one for every so many clients.
+        """
+        x, inputs, targets = x if x.stride(-1) == 1 else x.contiguous(), inputs.contiguous(), targets.contiguous()
+        real, rates = None if real is None else real.to(x.dtype).contiguous(), None
+        loss, made = torch.empty(x.shape[:-1]), torch.empty(x.shape)
+        made[..., self.entries :] = 0.0 if rate is None else x[..., self.entries :]
+        if rate is not None:
+            some = torch.as_tensor(rate, dtype=x.dtype).reshape(-1)
+            rates = some.repeat_interleave(loss.numel() // len(some))
+        layers, flags = len(self.biased), ctypes.c_uint8 * len(self.biased)
+        failed = library().dense_gradient(  # type: ignore[union-attr]
+            ctypes.c_long(layers), (ctypes.c_long * (layers + 1))(*self.sizes), flags(*self.biased), flags(*self.bent),
+            ctypes.c_long(loss.numel()), ctypes.c_long(targets.shape[-1]),
+            address(x), apart(x), address(inputs), address(targets), *map(address, (real, rates, loss, made)), apart(made),
+            ctypes.c_int(torch.get_num_threads()),
+        )  # fmt: skip
+        if failed == 1:
+            raise IndexError(f"a target is out of bounds for {self.sizes[-1]} classes")
+        if failed:
+            raise MemoryError("no memory for the layers' outputs")
+        return loss, made
+
+
+def apart(t: Tensor) -> ctypes.c_long:
+    """How far one client's vector lies from the next one's."""
+    return ctypes.c_long(t.stride(0) if t.dim() > 1 else 0)
