@@ -12,7 +12,9 @@ import torch
 
 import undrift
 from undrift import cone
+from undrift.data.augment import Transform, table
 from undrift.folder import RunFolder
+from undrift.kernels import pictures, spread
 from undrift.parallel import run_parallel
 from undrift.registry import names
 from undrift.vec import leaves, map_leaves
@@ -219,3 +221,30 @@ def test_def_over_a_process_group(backend: str, ranks: int) -> None:
     done = subprocess.run([*launch, "-m", "tests.dp_cuda", backend], capture_output=True, text=True, timeout=200)
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("5 ways as on the CPU") == ranks
+
+
+@pytest.mark.parametrize("channels", [1, 3])
+def test_pictures_are_normalised_by_a_table_as_they_are_one_by_one(channels: int) -> None:
+    """Bit for bit, also where a picture is no whole number of blocks; and no picture at all."""
+    torch.manual_seed(0)
+    held = torch.randint(0, 256, (50, channels, 37, 31), dtype=torch.uint8)
+    transform = Transform((0.5,) * channels, tuple(0.2 + 0.1 * c for c in range(channels)))
+    for index in (torch.randint(0, 50, (70,)), torch.zeros(0, dtype=torch.int64)):
+        plain = transform(held.cuda()[index.cuda()], torch.float32)
+        values = table(transform, channels, torch.float32, torch.device("cuda"))
+        assert pictures.available(held.cuda()) and not pictures.available(held)
+        assert torch.equal(pictures.looked_up(held.cuda(), index.cuda(), values), plain)
+
+
+@pytest.mark.parametrize("groups, S, P", [((), 10, 3001), ((4,), 7, 20_000), ((2,), 1, 100), ((), 64, 5000)])
+def test_the_spread_of_local_models_is_the_plain_one(groups: tuple[int, ...], S: int, P: int) -> None:
+    """With clients of weight zero, too, and where the vectors are a part of longer ones."""
+    torch.manual_seed(0)
+    x, share = 1 + torch.randn(*groups, S, P + 5).cuda()[..., :P], torch.rand(*groups, S, 1).cuda()
+    share[..., -1, :] *= S == 1
+    share = share / share.sum(-2, keepdim=True)
+    wide, weight = x.double(), share.double()
+    mean = (weight * wide).sum(-2, keepdim=True)
+    expected = (weight * (wide - mean).square()).sum((-2, -1))
+    assert spread.available(x) and not spread.available(wide)
+    torch.testing.assert_close(spread.spread(x, share).double(), expected, rtol=1e-5, atol=1e-6)

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from undrift.algorithms.base import Algorithm, Cohort, Nothing, Served
+from undrift.kernels import spread
 from undrift.net import Net
 from undrift.oracle import LocalData, Oracle
 from undrift.vec import leaves, map_leaves, mean, where
@@ -155,6 +156,8 @@ def finite(answers: Answers) -> Tensor:
 
 def consistency(answers: Answers, share: Tensor) -> Tensor:
     """(1/S) sum |x_i^K - mean x^K|^2, how far apart the local models end; `share` [..., S, 1] is 1/S for every client."""
+    if spread.available(answers.x):
+        return spread.spread(answers.x, share)
     apart = answers.x - mean(answers.x, share).unsqueeze(-2)
     return mean(torch.linalg.vector_norm(apart, dim=-1, keepdim=True).square(), share).squeeze(-1)
 

@@ -18,6 +18,13 @@ def channels(values: tuple[float, ...], dtype: torch.dtype, device: torch.device
     return torch.tensor(values, dtype=dtype, device=device).view(1, -1, 1, 1)
 
 
+@functools.cache
+def table(transform: Transform, channels: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """[channels, 256] what each byte of each channel becomes where a picture is only normalised."""
+    every = torch.arange(256, dtype=torch.uint8, device=device).expand(1, channels, 1, 256)
+    return transform(every, dtype).view(channels, 256)
+
+
 @dataclass(frozen=True)
 class Transform:
     """What happens to a batch of uint8 images [n, C, H, W] (or floats [n, ...], which only change their dtype)."""

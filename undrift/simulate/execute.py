@@ -22,11 +22,14 @@ import torch
 import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor, nn
+from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
 from undrift.algorithms.base import Algorithm
+from undrift.data.augment import table
 from undrift.data.batches import Table
 from undrift.data.federation import Federation
 from undrift.errors import BadData, BadSetting, UndriftError
+from undrift.kernels import pictures
 from undrift.net import Net
 from undrift.oracle import Batch, Oracle, task_loss
 from undrift.round import Answers, client_part
@@ -89,7 +92,17 @@ def mini_batch(
         draw = fold(augment.unsqueeze(-1), place).flatten()
     if transform.colour:
         owner = ids.unsqueeze(-1).expand(rows.shape).flatten()
-    inputs = transform(train.take(rows.flatten()), net.dtype, draw, owner)
+    held = train.held
+    if (
+        held is not None
+        and held.dim() == 4
+        and draw is owner is None
+        and pictures.available(held)
+        and not get_proxy_mode()
+    ):
+        inputs = pictures.looked_up(held, rows.flatten(), table(transform, held.shape[1], net.dtype, held.device))
+    else:  # a compiler puts it into one kernel by itself
+        inputs = transform(train.take(rows.flatten()), net.dtype, draw, owner)
     inputs = inputs.view(*rows.shape, *inputs.shape[1:])
     targets = train.targets[rows]
     if targets.is_floating_point():
