@@ -137,14 +137,25 @@ class Simulation:
         """A number in [0, 1) for each client."""
         return uniform(fold(key, ids))
 
-    def draws(self, rounds: Sequence[int]) -> list[tuple[Tensor, Tensor]]:
-        """draw(t) for each of some rounds."""
-        settings, clients = self.settings, self.data.clients
-        if settings.sampling != "fixed" or settings.cohort > DRAWN_TOGETHER or clients >> 31:
-            return [self.draw(t) for t in rounds]
-        keys = fold(stream(settings.seed, Purpose.COHORT), torch.tensor(rounds))
-        ids, order = samples(keys, clients, settings.cohort).sort(1)
-        return list(zip(ids, order, strict=True))
+    @staticmethod
+    def parts(simulations: Sequence[Simulation], rounds: Sequence[int]) -> list[list[Part]]:
+        """Who takes part in each of some rounds of each simulation: `takes_part(t)`, with all cohorts drawn together."""
+        settings, clients = simulations[0].settings, simulations[0].data.clients
+        alike = all((s.settings.cohort, s.data.clients) == (settings.cohort, clients) for s in simulations)
+        fixed = all(s.settings.sampling == "fixed" for s in simulations) and settings.cohort <= DRAWN_TOGETHER
+        if not (alike and fixed) or clients >> 31:
+            return [[s.takes_part(t) for t in rounds] for s in simulations]
+        every = torch.tensor(rounds)
+        keys = torch.cat([fold(stream(s.settings.seed, Purpose.COHORT), every) for s in simulations])
+        drawn = (t.view(len(simulations), len(rounds), -1) for t in samples(keys, clients, settings.cohort).sort(1))
+        return [s.all_parts(rounds, *mine) for s, *mine in zip(simulations, *drawn, strict=True)]
+
+    def all_parts(self, rounds: Sequence[int], invited: Tensor, drawn: Tensor) -> list[Part]:
+        """`part` for some rounds with the cohorts invited [R, S]."""
+        if self.settings.dropout_rate or self.settings.slow[0]:
+            return [self.part(t, *mine) for t, *mine in zip(rounds, invited, drawn, strict=True)]
+        ids = invited.numpy()
+        return list(map(Part, ids, ids, drawn.numpy(), self.settings.plan.steps_of(self.data.sizes[ids])))
 
     def takes_part(self, t: int) -> Part:
         """Who takes part in round t, and how much each one does."""

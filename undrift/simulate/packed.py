@@ -253,9 +253,10 @@ class Pack:
                 position[part.ids] += part.steps
         if at + count == len(block.parts[0]):
             self.following = self.laid_out(first.t + count, positions)
+        sent = [first.net.sent(of_run(program.down, r)) for r in range(len(parts))]
         made = [
-            [outlook.record(part, program, of_run(program.down, r)) for part in parts[r]]
-            for r, outlook in enumerate(self.outlooks)
+            [outlook.record(part, program, down) for part in mine]
+            for outlook, mine, down in zip(self.outlooks, parts, sent, strict=True)
         ]
         left = {name: values.T.tolist() for name, values in program.numbers(at, count).items()}  # [R, rounds]
         fine = [all(of_rounds) for of_rounds in left.pop("fine")]

@@ -102,13 +102,13 @@ class Outlook:
         """How many clients make a first step, a second, and so on."""
         return [] if self.unrolled else (part.steps[:, None] > np.arange(self.steps)).sum(0).tolist()
 
-    def record(self, part: Part, program: Program, down: Any) -> RoundRecord:
-        """The record of the next round, in which `down` was sent to each client; without what the device has to tell."""
+    def record(self, part: Part, program: Program, sent: Any) -> RoundRecord:
+        """The record of the next round, in which `sent` went down to each client; without what the device has to tell."""
         simulation, invited, clients = self.simulation, len(part.invited), len(part.ids)
         # In the first round nobody lacks anything of a round before.
         before = set(simulation.last_cohort.tolist())
         returning = len(before.intersection(part.invited.tolist())) if simulation.t else invited
-        bytes_down = self.alg.bytes_down(simulation.net.sent(down), invited, returning, self.data.clients)
+        bytes_down = self.alg.bytes_down(sent, invited, returning, self.data.clients)
         bytes_down += invited * nbytes(simulation.state.buffers) if self.alg.buffers_down else 0
         bytes_down += clients * program.bytes_replied
         bytes_up = clients * (program.bytes_measured + program.bytes_answered)
@@ -133,16 +133,22 @@ def laid_out(
     one, runs = outlooks[0], len(outlooks)
     R, S, N, device, plan = one.longest, one.clients, data.clients // runs, one.simulation.device, one.plan
     ahead = range(first, first + R)
-    parts = [
-        [o.simulation.part(t, *drawn) for t, drawn in zip(ahead, o.simulation.draws(ahead), strict=True)]
-        for o in outlooks
-    ]
+    parts = one.simulation.parts([o.simulation for o in outlooks], ahead)
     # One row for each round and run, the runs of a round together.
     ids, drawn, steps, taken = (np.zeros((R * runs, S), dtype=np.int64) for _ in range(4))
     clients, back = np.zeros((R * runs, 1), dtype=np.int64), np.tile(np.arange(S), (R * runs, 1))
+    whole = one.unrolled and one.always_whole  # then all rows are filled alike, and there is no need to go one by one
+    if whole:
+        of_rows = [part for of_round in zip(*parts, strict=True) for part in of_round]
+        ids[:], drawn[:], steps[:] = (np.stack(column) for column in zip(*(part[1:] for part in of_rows), strict=True))
+        clients[:] = S
     for run, (mine, before) in enumerate(zip(parts, positions, strict=True)):
         position = before.copy()
         for n, part in enumerate(mine):
+            if whole:
+                taken[n * runs + run] = position[part.ids]
+                position[part.ids] += part.steps
+                continue
             row, order = n * runs + run, np.arange(min(S, len(part.ids)))  # with more than S, the round is not replayed
             if not one.unrolled:
                 order = order[np.argsort(-part.steps[order], kind="stable")]
@@ -276,7 +282,8 @@ class Replay:
         if at + len(parts) == len(every):  # lay out what follows while the device is busy
             self.following = laid_out([outlook], outlook.data, block.first + len(every), [position], ())
         before_records = simulation.t, simulation.last_cohort
-        records = [outlook.record(part, program, program.down) for part in parts]  # and the records
+        sent = simulation.net.sent(program.down)
+        records = [outlook.record(part, program, sent) for part in parts]  # and the records
         left = {name: values.tolist() for name, values in program.numbers(at, len(parts)).items()}
         if not all(left.pop("fine")):
             take_back()
