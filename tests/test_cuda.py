@@ -12,7 +12,7 @@ import torch
 
 import undrift
 from undrift import cone
-from undrift.data.augment import Transform, table
+from undrift.data.augment import Transform, lookup
 from undrift.folder import RunFolder
 from undrift.kernels import pictures, spread
 from undrift.parallel import run_parallel
@@ -231,12 +231,12 @@ def test_pictures_are_normalised_by_a_table_as_they_are_one_by_one(channels: int
     transform = Transform((0.5,) * channels, tuple(0.2 + 0.1 * c for c in range(channels)))
     for index in (torch.randint(0, 50, (70,)), torch.zeros(0, dtype=torch.int64)):
         plain = transform(held.cuda()[index.cuda()], torch.float32)
-        values = table(transform, channels, torch.float32, torch.device("cuda"))
+        values = lookup(transform, channels, torch.float32, torch.device("cuda"))
         assert pictures.available(held.cuda()) and not pictures.available(held)
         assert torch.equal(pictures.looked_up(held.cuda(), index.cuda(), values), plain)
 
 
-@pytest.mark.parametrize("groups, S, P", [((), 10, 3001), ((4,), 7, 20_000), ((2,), 1, 100), ((), 64, 5000)])
+@pytest.mark.parametrize("groups, S, P", [((), 10, 3001), ((4,), 7, 20_000), ((2,), 1, 100), ((), 64, 9_000_000)])
 def test_the_spread_of_local_models_is_the_plain_one(groups: tuple[int, ...], S: int, P: int) -> None:
     """With clients of weight zero, too, and where the vectors are a part of longer ones."""
     torch.manual_seed(0)

@@ -3,34 +3,57 @@
 from __future__ import annotations
 
 import ctypes
+import tempfile
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
+from undrift.algorithms.base import Average, LocalSGD, Momentum, Work
 from undrift.cone import combined
 from undrift.kernels import dense, native, rows
 from undrift.kernels.chain import Chain
+from undrift.net import Net
+from undrift.oracle import Batch, Oracle
 
 pytestmark = pytest.mark.skipif(native.library() is None, reason="needs gcc, Linux and AVX2")
 
 
 @pytest.fixture(params=["native", "haswell"])
-def library(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[ctypes.CDLL]:
+def library(
+    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, made: dict[str, ctypes.CDLL]
+) -> ctypes.CDLL:
     """The functions with registers of this processor, and with AVX2's."""
-    made = native.library()
-    if request.param != "native":
-        flags = [f"-march={request.param}" if flag == "-march=native" else flag for flag in native.FLAGS]
-        monkeypatch.setattr(native, "FLAGS", flags)
-        native.library.cache_clear()
-        made = native.library()
-    assert made is not None
     for module in (dense, rows):
-        monkeypatch.setattr(module, "library", lambda: made)
-    yield made
+        monkeypatch.setattr(module, "library", lambda: made[request.param])
+    return made[request.param]
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> dict[str, ctypes.CDLL]:
+    found = native.library()
+    assert found is not None
+    with pytest.MonkeyPatch.context() as patch:
+        flags = ["-march=haswell" if flag == "-march=native" else flag for flag in native.FLAGS]
+        patch.setattr(native, "FLAGS", flags)
+        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+        native.library.cache_clear()
+        older = native.library()
+        assert older is not None
     native.library.cache_clear()
+    return {"native": found, "haswell": older}
+
+
+@pytest.fixture(params=[1, 3])
+def threads(request: pytest.FixtureRequest) -> Iterator[int]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(request.param)
+    yield request.param
+    torch.set_num_threads(before)
 
 
 def several() -> nn.Module:
@@ -79,7 +102,7 @@ def test_a_dense_gradient_is_that_of_float64(
     torch.testing.assert_close(g.double(), expected, rtol=2e-5, atol=2e-6)
     torch.testing.assert_close(loss.double(), exact, rtol=2e-6, atol=1e-6)
     assert torch.equal(g[:, chain.entries :], torch.zeros(S, 3)) and torch.equal(x, before)
-    for rate in (0.3, torch.tensor(0.3), torch.linspace(0.1, 0.5, S).view(S, 1, 1)):
+    for rate in (0.3, torch.tensor(0.3), torch.linspace(0.1, 0.5, S)):
         same, moved = chain.gradient(x, inputs, targets, real, rate)
         step = x - torch.as_tensor(rate).reshape(-1, 1) * g
         torch.testing.assert_close(moved, step, rtol=1e-6, atol=1e-7)
@@ -139,7 +162,7 @@ def test_what_c_does_not_take_is_left_to_torch(library: ctypes.CDLL) -> None:
 
 
 @pytest.mark.parametrize("few, count, length", [(10, 100, 70_001), (0, 1, 1 << 16), (3, 7, 99_999), (23, 50, 70_000)])
-def test_products_of_rows_are_numpys(library: ctypes.CDLL, few: int, count: int, length: int) -> None:
+def test_products_of_rows_are_numpys(library: ctypes.CDLL, few: int, count: int, length: int, threads: int) -> None:
     torch.manual_seed(0)
     m, r = 1 + torch.randn(length + 3), 1 + torch.randn(count, length + 3)
     m, r, at = m[1:-2], r[:, 1:-2], torch.randperm(count)[:few]
@@ -162,25 +185,143 @@ def test_a_combination_is_the_plain_one_to_the_last_digit(
     assert torch.equal(found, plain) and not torch.equal(found, p)
 
 
-def test_it_is_compiled_once_and_can_be_turned_off(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+def test_large_outputs_keep_the_digits_of_the_loss(library: ctypes.CDLL) -> None:
+    chain = Chain.of(nn.Sequential(nn.Linear(1, 2, bias=False)))
+    assert chain is not None
+    for size in (1e3, 1e7):
+        loss, _ = chain.gradient(
+            torch.full((1, 2), size), torch.ones(1, 4, 1), torch.zeros(1, 4, dtype=torch.int64), None
+        )
+        torch.testing.assert_close(loss, torch.tensor([2.0]).log())
+
+
+def test_torchs_defaults_change_nothing(library: ctypes.CDLL) -> None:
+    torch.manual_seed(0)
+    chain = Chain.of(several())
+    assert chain is not None
+    x, inputs, targets, _ = asked(3, 8, chain, False)
+    loss, g = chain.gradient(x, inputs, targets, None, 0.1)
     try:
-        native.library.cache_clear()
-        assert native.library() is not None
-        (made,) = (tmp_path / "undrift").iterdir()
-        written = made.stat().st_mtime_ns
-        native.library.cache_clear()
-        assert native.library() is not None and made.stat().st_mtime_ns == written
-        monkeypatch.setenv("UNDRIFT_NATIVE", "0")
-        native.library.cache_clear()
-        assert native.library() is None
-        monkeypatch.delenv("UNDRIFT_NATIVE")
-        monkeypatch.setenv("PATH", str(tmp_path))  # no gcc
-        native.library.cache_clear()
-        assert native.library() is None
-        monkeypatch.undo()
-        monkeypatch.setattr(native, "SOURCES", [Path(__file__)])  # gcc makes nothing of it
-        native.library.cache_clear()
-        assert native.library() is None
+        torch.set_default_dtype(torch.float64)
+        with torch.device("meta"):
+            again = chain.gradient(x, inputs, targets, None, 0.1)
     finally:
-        native.library.cache_clear()
+        torch.set_default_dtype(torch.float32)
+    assert torch.equal(again[0], loss) and torch.equal(again[1], g)
+
+
+def test_what_does_not_fit_is_refused(library: ctypes.CDLL) -> None:
+    chain = Chain.of(several())
+    assert chain is not None
+    x, inputs, targets, real = asked(3, 8, chain, True)
+    assert real is not None
+    right = (x, inputs, targets, real, 0.1)
+    chain.gradient(*right)
+    for place, other in (
+        (0, x[:, :100]), (1, inputs[..., :59]), (1, inputs.double()), (1, inputs[:2]), (2, targets[:, :7]), (2, targets.int()),
+        (2, torch.cat([targets, targets], 1)), (3, real[0]), (3, real[:1]), (4, torch.ones(2)), (4, torch.ones(3, 1)),
+    ):  # fmt: skip
+        with pytest.raises(ValueError, match="do not fit"):
+            chain.gradient(*right[:place], other, *right[place + 1 :])  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="do not fit"):
+        chain.gradient(x, inputs[:, :0], targets[:, :0], None)
+    misfits = Chain.of(nn.Sequential(nn.Linear(6, 5), nn.Linear(7, 3)))
+    assert misfits is not None and misfits.dense is None
+
+
+def test_rates_meet_their_clients(library: ctypes.CDLL) -> None:
+    """Whatever leading dimensions they leave out."""
+    torch.manual_seed(0)
+    net = Net(several())
+    x0, buffers = net.start()
+    x, key = x0 + 0.1 * torch.randn(2, 3, len(x0)), torch.zeros(2, 3, dtype=torch.int64)
+    batch = Batch(torch.randn(2, 3, 8, 1, 6, 10), torch.randint(0, 10, (2, 3, 8)), None, key)
+    for shape in ((), (1,), (3, 1), (2, 1, 1), (1, 3, 1), (2, 3, 1)):
+        rate, oracle = torch.rand(shape), Oracle(net, batch, buffers.expand(2, 3, -1))
+        assert oracle.chain is not None and oracle.chain.takes_steps(x, 6)
+        torch.testing.assert_close(oracle.step(x, rate), x - rate * oracle.grad(x), rtol=1e-6, atol=1e-7)
+        assert oracle.calls == 2
+
+
+class Doubled(Oracle):
+    """Somebody's own."""
+
+    def grad(self, x: Tensor, *others: Any, **how: Any) -> Tensor:
+        return 2 * super().grad(x, *others, **how)
+
+
+@dataclass(frozen=True)
+class Rolling(LocalSGD, Average):
+    """Has a momentum of its own, whatever the setting says."""
+
+    def rest(self, x: Tensor) -> Momentum:
+        return Momentum(torch.ones_like(x))
+
+
+def test_a_step_is_taken_at_once_only_where_nothing_is_between(library: ctypes.CDLL) -> None:
+    torch.manual_seed(0)
+    net = Net(several())
+    x, buffers = net.start()
+    x = x.expand(3, -1)
+    batch = Batch(torch.randn(3, 8, 1, 6, 10), torch.randint(0, 10, (3, 8)), None, torch.zeros(3, dtype=torch.int64))
+    plain, doubled = Oracle(net, batch, buffers.expand(3, -1)), Doubled(net, batch, buffers.expand(3, -1))
+    g = plain.grad(x)
+    torch.testing.assert_close(doubled.step(x, 0.1), x - 0.2 * g, rtol=1e-5, atol=1e-7)
+    moved = Rolling(lr=0.1).local_step(None, None, Work(x, x[:, :1], Momentum(torch.ones_like(x))), plain)
+    torch.testing.assert_close(moved.opt.b, g + Rolling().momentum, rtol=1e-5, atol=1e-7)
+
+
+@pytest.fixture
+def forgotten() -> Iterator[None]:
+    native.library.cache_clear()
+    yield
+    native.library.cache_clear()
+
+
+def again() -> ctypes.CDLL | None:
+    native.library.cache_clear()
+    return native.library()
+
+
+def test_it_is_compiled_once_and_can_be_turned_off(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, forgotten: None
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert native.library() is not None
+    (made,) = (tmp_path / "undrift").iterdir()
+    written = made.stat().st_mtime_ns
+    assert again() is not None and made.stat().st_mtime_ns == written
+    whole = made.read_bytes()
+    made.write_bytes(whole[:8192])  # a file cut short is not loaded, which would end Python, but made again
+    assert again() is not None and made.read_bytes() == whole
+    monkeypatch.setenv("UNDRIFT_NATIVE", "0")
+    assert again() is None
+    monkeypatch.delenv("UNDRIFT_NATIVE")
+    monkeypatch.setenv("PATH", str(tmp_path))  # no gcc
+    assert again() is None
+
+
+def test_without_a_cache_folder_it_is_made_for_the_process(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, forgotten: None
+) -> None:
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    monkeypatch.setattr(tempfile, "tempdir", None)
+    assert native.library() is not None
+    assert [p.name for p in tmp_path.iterdir()] == ["file"]
+
+    def nobody() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.setattr(Path, "home", nobody)
+    assert again() is not None
+
+
+def test_what_gcc_does_not_make_is_left_to_torch(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, forgotten: None
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(native, "SOURCES", [Path(__file__)])
+    assert native.library() is None and not list((tmp_path / "undrift").iterdir())

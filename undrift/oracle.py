@@ -231,11 +231,13 @@ class Oracle:
         return made.view(*self.lead, -1)
 
     def step(self, x: Tensor, rate: float | Tensor) -> Tensor:
-        """x - rate g(x) for the task's loss: where the gradient is written out, in one go."""
-        chain = self.chain
+        """x - rate g(x) for the task's loss and a rate that meets x [..., P]: where the gradient is written out, in one go."""
+        chain = self.chain if type(self).grad is Oracle.grad else None
         if chain is None or not chain.takes_steps(x, self.lead.numel() if self.lead else 0):
             return descend(x, rate, self.grad(x))
         self.counter[0] += 1
+        if isinstance(rate, Tensor):
+            rate = self._flat(rate.expand(*self.lead, 1).squeeze(-1))
         return self._written_out(chain, x, True, rate)
 
     def grads(self, *points: Tensor) -> list[Tensor]:

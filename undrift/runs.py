@@ -41,6 +41,7 @@ from undrift.datasets import load_dataset
 from undrift.dp.training import Training
 from undrift.errors import BadRunFolder, BadSetting
 from undrift.folder import ReadOnlyFolder, RunFolder
+from undrift.kernels.native import library
 from undrift.net import Loss, Net
 from undrift.registry import algorithm_class, build_model
 from undrift.round import RoundRecord
@@ -459,7 +460,7 @@ def written(config: Any, simulation: Simulation | Training) -> dict[str, Any]:
     made = {
         "undrift": __version__, "commit": commit(), "python": platform.python_version(), "torch": torch.__version__,
         "numpy": np.__version__, "device": str(simulation.device), "threads": torch.get_num_threads(),
-        "ranks": ranks.count(), "parameters": simulation.net.layout.entries,
+        "ranks": ranks.count(), "parameters": simulation.net.layout.entries, "native": library() is not None,
     }  # fmt: skip
     if isinstance(simulation, Simulation) and simulation.data.site_names:
         made["sites"] = list(simulation.data.site_names)

@@ -371,7 +371,7 @@ class LocalSGD(Worker):
     """The clients do nothing new: x_i^{k+1} = x_i^k - eta_l g_i(x_i^k)."""
 
     def local_step(self, down: Any, client: Any, work: Work, oracle: GradientOracle) -> Any:
-        if self.moves_plainly:
+        if self.moves_plainly and isinstance(work.opt, Nothing):  # the same, which may be had in one pass
             return work._replace(x=oracle.step(work.x, self.lr), k=work.k + 1)
         return self.move(work, oracle.grad(work.x), oracle)
 

@@ -19,10 +19,10 @@ def channels(values: tuple[float, ...], dtype: torch.dtype, device: torch.device
 
 
 @functools.cache
-def table(transform: Transform, channels: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """[channels, 256] what each byte of each channel becomes where a picture is only normalised."""
-    every = torch.arange(256, dtype=torch.uint8, device=device).expand(1, channels, 1, 256)
-    return transform(every, dtype).view(channels, 256)
+def lookup(transform: Transform, count: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """[count, 256] what each byte of each of so many channels becomes where a picture is only normalised."""
+    every = torch.arange(256, dtype=torch.uint8, device=device).expand(1, count, 1, 256)
+    return transform(every, dtype).view(count, 256)
 
 
 @dataclass(frozen=True)

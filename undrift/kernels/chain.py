@@ -180,7 +180,7 @@ class Chain:
     ) -> tuple[Tensor, Tensor]:
         """The mean cross-entropy [...] over the real samples at x [..., P], and its gradient g [..., P]; ... is () or (S,).
 
-        With a rate, one number or one for every so many clients, it is x - rate g; see `takes_steps`.
+        With a rate, a number or one for each client [...], it is x - rate g; see `takes_steps`.
         """
         h = inputs.flatten(x.dim()) if self.sample is None else inputs
         if self.dense is not None and self.dense.serves(x, len(x) if x.dim() > 1 else 0):
@@ -250,6 +250,8 @@ def as_dense(layers: list[Layer], shapes: list[list[torch.Size]]) -> Dense | Non
     if linear[:1] != [0] or not all(isinstance(layer, Linear | ReLU) for layer in layers):
         return None
     outputs, inputs = zip(*(shapes[n][0] for n in linear), strict=True)
+    if inputs[1:] != outputs[:-1]:
+        return None
     bent = [isinstance(layer, ReLU) for layer in [*layers[1:], layers[0]]]
     return Dense([inputs[0], *outputs], [len(shapes[n]) > 1 for n in linear], [bent[n] for n in linear])
 

@@ -129,11 +129,11 @@ static float cross_entropy(long classes, long batch, long width, const float *z,
     memset(d, 0, classes * width * sizeof(float));
     for (long b = 0; b < batch; b++) {
         if (label[b] != ignored && (label[b] < 0 || label[b] >= classes)) *wrong = 1;
-        else if (label[b] != ignored && !(real && real[b] <= 0.0f)) {
+        else if (label[b] != ignored && (!real || real[b] > 0.0f)) {
             float largest = z[b], total = 0.0f;
             for (long c = 1; c < classes; c++) largest = z[c * width + b] > largest ? z[c * width + b] : largest;
             for (long c = 0; c < classes; c++) total += d[c * width + b] = expf(z[c * width + b] - largest);
-            loss += logf(total) + largest - z[label[b] * width + b];
+            loss += logf(total) + (largest - z[label[b] * width + b]);
             float share = 1.0f / (count > 1.0f ? count : 1.0f);
             for (long c = 0; c < classes; c++) d[c * width + b] *= share / total;
             d[label[b] * width + b] -= share;
@@ -143,7 +143,7 @@ static float cross_entropy(long classes, long batch, long width, const float *z,
 }
 
 /* One client: its loss, and g like x, the gradient or with a rate (not NULL) the step x - rate g. `turned` has room for every
-   layer's input, `d` and `before` for any layer's output. */
+   layer's input, `d`, `before` and `upright` for any layer's output, `spare` for a vector of each sample. */
 static float one(long layers, const long *size, const uint8_t *biased, const uint8_t *bent, long batch, long width,
                  const float *x, const float *input, const int64_t *label, const float *real, const float *rate, float *g,
                  float *turned, float *d, float *before, float *upright, float *spare, int *wrong) {

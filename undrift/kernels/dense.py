@@ -37,15 +37,18 @@ class Dense:
     ) -> tuple[Tensor, Tensor]:
         """The mean cross-entropy [...] over the real samples at x [..., P], and its gradient g or, with a rate, x - rate g.
 
-        The rate is a number, or a tensor of one for every so many clients.
+        The rate is a number, or one for each client [...].
         """
+        self.check(x, inputs, targets, real, rate)
         x, inputs, targets = x if x.stride(-1) == 1 else x.contiguous(), inputs.contiguous(), targets.contiguous()
-        real, rates = None if real is None else real.to(x.dtype).contiguous(), None
-        loss, made = torch.empty(x.shape[:-1]), torch.empty(x.shape)
+        real = None if real is None else real.to(x.dtype).contiguous()
+        loss, made = x.new_empty(x.shape[:-1]), x.new_empty(x.shape)
         made[..., self.entries :] = 0.0 if rate is None else x[..., self.entries :]
-        if rate is not None:
-            some = torch.as_tensor(rate, dtype=x.dtype).reshape(-1)
-            rates = some.repeat_interleave(loss.numel() // len(some))
+        rates = (
+            None
+            if rate is None
+            else torch.as_tensor(rate, dtype=x.dtype, device=x.device).expand(loss.shape).contiguous()
+        )
         layers, flags = len(self.biased), ctypes.c_uint8 * len(self.biased)
         failed = library().dense_gradient(  # type: ignore[union-attr]
             ctypes.c_long(layers), (ctypes.c_long * (layers + 1))(*self.sizes), flags(*self.biased), flags(*self.bent),
@@ -58,6 +61,21 @@ class Dense:
         if failed:
             raise MemoryError("no memory for the layers' outputs")
         return loss, made
+
+    def check(self, x: Tensor, inputs: Tensor, targets: Tensor, real: Tensor | None, rate: Rate | None) -> None:
+        """Refuse what C would read or write past the end of."""
+        lead, batch = x.shape[:-1], targets.shape[-1:]
+        right = x.shape[-1] >= self.entries and batch.numel() > 0
+        right = right and (targets.shape, targets.dtype) == (lead + batch, torch.int64)
+        right = right and (inputs.shape, inputs.dtype) == ((*lead, *batch, self.sizes[0]), x.dtype)
+        right = right and (real is None or real.shape == targets.shape)
+        right = right and (not isinstance(rate, Tensor) or rate.shape in (lead, ()))
+        if not right:
+            shapes = [None if t is None else list(t.shape) for t in (x, inputs, targets, real)]
+            raise ValueError(
+                f"vectors, inputs, targets and mask of shapes {shapes} and types {x.dtype}, {inputs.dtype} and {targets.dtype} "
+                f"do not fit each other, or not layers of {self.sizes} neurons"
+            )
 
 
 def apart(t: Tensor) -> ctypes.c_long:

@@ -1,8 +1,8 @@
 """The package's few C functions, compiled by gcc for this very processor when one of them is first wanted.
 
-They stand beside plain forms in PyTorch, which serve where there is no gcc, no Linux, or no AVX2. The library is kept in the
-user's cache folder and made anew when the sources or the processor change. It has to share PyTorch's OpenMP threads: a
-second set of threads would fight with the first one for the cores. UNDRIFT_NATIVE=0 turns it off.
+They stand beside plain forms in PyTorch, which serve where there is no gcc, no Linux, no AVX2 or no libgomp. The library has to
+share PyTorch's OpenMP threads: a second set of threads would fight with the first one for the cores. It is kept in the user's
+cache folder and made anew when the sources or the processor change. UNDRIFT_NATIVE=0 turns it off.
 """
 
 from __future__ import annotations
@@ -32,33 +32,48 @@ def library() -> ctypes.CDLL | None:
         return None
     if torch.backends.cpu.get_cpu_capability() not in ("AVX2", "AVX512"):
         return None
+    if b"libgomp" not in Path("/proc/self/maps").read_bytes():  # this PyTorch has other threads
+        return None
     try:
-        if "libgomp" not in Path("/proc/self/maps").read_text():  # this PyTorch has other threads
-            return None
-        return ctypes.CDLL(str(compiled(gcc)))
+        return kept(gcc)
+    except (OSError, RuntimeError):  # no home, or one that cannot be written to
+        pass
+    try:
+        with tempfile.TemporaryDirectory(prefix="undrift-") as aside:  # once loaded, the file is not needed any more
+            return ctypes.CDLL(str(compiled(gcc, Path(aside))))
     except (OSError, subprocess.SubprocessError):
         return None
 
 
-def compiled(gcc: str) -> Path:
-    """The file of the library, from the cache or made now."""
-    processor = next((line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("flags")), "")
-    contents = [source.read_bytes() for source in SOURCES]
-    name = hashlib.sha256(b"\0".join([*contents, " ".join(FLAGS).encode(), processor.encode()])).hexdigest()[:16]
-    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    folder = Path(base) / "undrift"
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError:  # a home that cannot be written to
-        folder = Path(tempfile.mkdtemp(prefix="undrift-"))
-    made = folder / f"native-{name}.so"
-    if not made.exists():
-        with tempfile.TemporaryDirectory(dir=folder) as aside:  # a finished file appears at once or not at all
-            new = Path(aside) / made.name
-            command = [gcc, *FLAGS, *map(str, SOURCES), "-lm", "-o", str(new)]
-            subprocess.run(command, check=True, capture_output=True, timeout=120)
-            new.replace(made)
+def kept(gcc: str) -> ctypes.CDLL | None:
+    """The library from the cache folder, made if need be; None: gcc does not make it."""
+    folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "undrift"
+    folder.mkdir(parents=True, exist_ok=True)
+    flags = next((line for line in Path("/proc/cpuinfo").read_bytes().splitlines() if line.startswith(b"flags")), b"")
+    name = digest(b"\0".join([*(source.read_bytes() for source in SOURCES), " ".join(FLAGS).encode(), flags]))
+    for found in folder.glob(f"{name}-*.so"):
+        if found.name == f"{name}-{digest(found.read_bytes())}.so":  # whole: one that is cut short would end Python
+            return ctypes.CDLL(str(found))
+    with tempfile.TemporaryDirectory(dir=folder) as aside:
+        try:
+            new = compiled(gcc, Path(aside))
+        except subprocess.SubprocessError:
+            return None
+        made = folder / f"{name}-{digest(new.read_bytes())}.so"
+        new.replace(made)  # a finished file appears at once or not at all
+    return ctypes.CDLL(str(made))
+
+
+def compiled(gcc: str, folder: Path) -> Path:
+    """The file of the library, made in a folder."""
+    made = folder / "native.so"
+    command = [gcc, *FLAGS, *map(str, SOURCES), "-lm", "-o", str(made)]
+    subprocess.run(command, check=True, capture_output=True, timeout=120)
     return made
+
+
+def digest(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()[:16]
 
 
 def address(t: Tensor | None) -> ctypes.c_void_p:

@@ -13,7 +13,9 @@ except ImportError:  # no Triton here: the plain form serves
 
 
 def available(held: Tensor) -> bool:
-    return triton is not None and held.device.type == "cuda" and held.dtype == torch.uint8 and held.is_contiguous()
+    """Whether these are pictures [N, C, H, W] of bytes on a GPU."""
+    pictures = held.dim() == 4 and held.dtype == torch.uint8 and held.is_contiguous()
+    return triton is not None and held.device.type == "cuda" and pictures
 
 
 def looked_up(held: Tensor, index: Tensor, table: Tensor) -> Tensor:

@@ -79,7 +79,7 @@ int inner_products(long m, long length, const float *rows, long apart, long coun
         float *packed = aligned_alloc(64, (size_t)count * BLOCK * sizeof(float));
         double *mine = sums + (size_t)thread * m * count;
         long blocks = (length + BLOCK - 1) / BLOCK;
-        poor = !packed;
+        poor |= !packed;
         for (long b = blocks * thread / threads; packed && b < blocks * (thread + 1) / threads; b++) {
             long at = b * BLOCK, here = least(BLOCK, length - at), whole = here / LANES * LANES;
             for (long j = 0; j < count; j += VECTORS) {

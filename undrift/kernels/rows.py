@@ -47,7 +47,7 @@ def inner_products(rows: Tensor, at: Tensor, m: Tensor) -> Tensor:
 
 def native_products(rows: Tensor, vectors: Sequence[Tensor]) -> Tensor:
     """The products [n, m] of n vectors with all rows [m, P], in C."""
-    found = torch.empty(len(vectors), len(rows), dtype=torch.float64)
+    found = rows.new_empty(len(vectors), len(rows), dtype=torch.float64)
     failed = library().inner_products(  # type: ignore[union-attr]
         ctypes.c_long(len(rows)), ctypes.c_long(rows.shape[1]), address(rows), ctypes.c_long(rows.stride(0)),
         ctypes.c_long(len(vectors)), addresses(vectors), address(found), ctypes.c_int(torch.get_num_threads()),

@@ -32,12 +32,13 @@ if triton is not None:
     def _spread(  # type: ignore[no-untyped-def]
         x, share, out, apart, row_apart, count, length, blocks, S: tl.constexpr, WIDTH: tl.constexpr
     ):
-        group, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
+        block, group = tl.program_id(0), tl.program_id(1).to(tl.int64)
         i, at = tl.arange(0, S), block * WIDTH + tl.arange(0, WIDTH)
+        rows = i.to(tl.int64)[:, None] * row_apart
         there = i < count
         weight = tl.load(share + group * count + i, mask=there, other=0.0)
         inside = there[:, None] & (at < length)[None, :]
-        vectors = tl.load(x + group * apart + i[:, None] * row_apart + at[None, :], mask=inside, other=0.0)
+        vectors = tl.load(x + group * apart + rows + at[None, :], mask=inside, other=0.0)
         mean = tl.sum(weight[:, None] * vectors, 0)
         away = vectors - mean[None, :]
         squares = tl.sum(weight[:, None] * away * away, 0)
@@ -51,7 +52,7 @@ if triton is not None:
         width = ENTRIES // S
         blocks = triton.cdiv(length, width)
         out = x.new_empty(groups, blocks)
-        _spread[(groups, blocks)](
+        _spread[(blocks, groups)](
             x, share, out, x.stride(0), x.stride(1), count, length, blocks, S=S, WIDTH=width
         )  # fmt: skip
         return out.sum(1)

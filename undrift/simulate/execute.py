@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
 from undrift.algorithms.base import Algorithm
-from undrift.data.augment import table
+from undrift.data.augment import lookup
 from undrift.data.batches import Table
 from undrift.data.federation import Federation
 from undrift.errors import BadData, BadSetting, UndriftError
@@ -93,14 +93,9 @@ def mini_batch(
     if transform.colour:
         owner = ids.unsqueeze(-1).expand(rows.shape).flatten()
     held = train.held
-    if (
-        held is not None
-        and held.dim() == 4
-        and draw is owner is None
-        and pictures.available(held)
-        and not get_proxy_mode()
-    ):
-        inputs = pictures.looked_up(held, rows.flatten(), table(transform, held.shape[1], net.dtype, held.device))
+    only_normalised = draw is None and owner is None
+    if held is not None and only_normalised and pictures.available(held) and get_proxy_mode() is None:
+        inputs = pictures.looked_up(held, rows.flatten(), lookup(transform, held.shape[1], net.dtype, held.device))
     else:  # a compiler puts it into one kernel by itself
         inputs = transform(train.take(rows.flatten()), net.dtype, draw, owner)
     inputs = inputs.view(*rows.shape, *inputs.shape[1:])
