@@ -295,7 +295,7 @@ class Worker(ABC):
             n, beta2 = opt.n + 1, 0.999
             opt = Adam(torch.lerp(u, opt.m, self.momentum), torch.lerp(u * u, opt.v, beta2), n)
             u = opt.m / (1 - self.momentum**n) / ((opt.v / (1 - beta2**n)).sqrt() + 1e-8)
-        return work._replace(x=descend(work.x, self.lr, u), k=work.k + 1, opt=opt)
+        return arrived(work._replace(opt=opt), descend(work.x, self.lr, u))
 
     def check(self, clients: int, cohort: int) -> None:
         """Raise BadSetting where a field's value, alone or with the federation's size, makes no sense."""
@@ -305,6 +305,11 @@ class Worker(ABC):
             raise BadSetting("lr must be greater than 0")
         if self.optimizer not in OPTIMIZERS:
             raise UnknownName("optimizer", self.optimizer, OPTIMIZERS)
+
+
+def arrived(work: Any, x: Tensor) -> Any:
+    """The work after a local step to x."""
+    return work._replace(x=x, k=work.k + 1)
 
 
 @dataclass(frozen=True)
@@ -372,7 +377,7 @@ class LocalSGD(Worker):
 
     def local_step(self, down: Any, client: Any, work: Work, oracle: GradientOracle) -> Any:
         if self.moves_plainly and isinstance(work.opt, Nothing):  # the same, which may be had in one pass
-            return work._replace(x=oracle.step(work.x, self.lr), k=work.k + 1)
+            return arrived(work, oracle.step(work.x, self.lr))
         return self.move(work, oracle.grad(work.x), oracle)
 
 
