@@ -172,6 +172,7 @@ def test_a_timeline_that_there_is_not_is_refused(
     ("settings", "said"),
     [
         ({"method": "dps"}, "did you mean 'dsp'"),
+        ({"method": "DSP"}, "did you mean 'dsp'"),
         ({"queues": "1,1,0;3,2,0"}, "nearest: 1,1,0;4,2,0"),
         ({"queues": QUEUES, "blocks": 2}, "for 3 blocks, not 2"),
         ({"method": "fr", "queues": QUEUES}, "queues are DSP's"),

@@ -284,6 +284,10 @@ def test_resume_of_a_finished_run_changes_nothing_and_can_be_lengthened(tmp_path
     longer = undrift.run(out=tmp_path / "r", resume=True, rounds=5)
     straight = undrift.run(QUICK | {"rounds": 5})
     assert [r["train_loss"] for r in longer.records] == [r["train_loss"] for r in straight.records]
+    settings = (tmp_path / "r" / "run.toml").read_bytes()
+    with pytest.raises(BadSetting, match="holds 5 rounds already.*--rounds 5 or more"):
+        undrift.run(out=tmp_path / "r", resume=True, rounds=4)
+    assert (tmp_path / "r" / "run.toml").read_bytes() == settings
 
 
 # Bad input

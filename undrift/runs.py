@@ -282,6 +282,11 @@ class Course(Generic[Trained]):
             checkpoint = folder.load()
             if checkpoint is not None:
                 tensors, facts = checkpoint
+                if facts["round"] > config.rounds:
+                    raise BadSetting(
+                        f"{folder.path} holds {facts['round']} rounds already, more than the {config.rounds} asked for; "
+                        f"give --rounds {facts['round']} or more"
+                    )
                 self.place_clients(tensors, facts["round"])
                 try:
                     simulation.restore(tensors, facts["round"])
