@@ -194,6 +194,14 @@ def test_mistakes_are_explained(settings: dict[str, Any], said: str) -> None:
         run_pipe(**({"rounds": 1, "steps": 5, "batch": 32} | settings))
 
 
+def test_a_run_is_not_shortened_by_resuming_it(tmp_path: Path) -> None:
+    run_pipe(rounds=2, steps=2, batch=32, out=tmp_path / "r")
+    settings = (tmp_path / "r" / "run.toml").read_bytes()
+    with pytest.raises(BadSetting, match="holds 2 rounds already.*--rounds 2 or more"):
+        run_pipe(out=tmp_path / "r", resume=True, rounds=1)
+    assert (tmp_path / "r" / "run.toml").read_bytes() == settings
+
+
 def test_another_run_is_not_gone_on_with(tmp_path: Path) -> None:
     alone(tmp_path / "run", 1)
     with pytest.raises(BadRunFolder, match="its queues is"):

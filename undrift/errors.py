@@ -19,9 +19,9 @@ class UnknownName(UndriftError):
 
     def __init__(self, kind: str, name: str, known: Iterable[str]) -> None:
         names = sorted(known)
-        by_letters = {known.lower(): known for known in names}
-        close = difflib.get_close_matches(name.lower(), by_letters, n=1, cutoff=0.5)
-        hint = f"did you mean {by_letters[close[0]]!r}?" if close else f"known: {', '.join(names)}"
+        spelled = {each.lower(): each for each in names}
+        close = difflib.get_close_matches(name.lower(), spelled, n=1, cutoff=0.5)
+        hint = f"did you mean {spelled[close[0]]!r}?" if close else f"known: {', '.join(names)}"
         super().__init__(f"unknown {kind} {name!r}; {hint}")
 
     def __reduce__(self) -> tuple[type[UndriftError], tuple[str]]:

@@ -23,7 +23,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from undrift.config import read_toml
-from undrift.errors import BadRunFolder, UndriftError
+from undrift.errors import BadRunFolder, BadSetting, UndriftError
 from undrift.simulate.client_store import sync
 
 try:
@@ -101,8 +101,8 @@ class RunFolder:
             if old.name not in (name, "latest.json"):
                 old.unlink()
 
-    def load(self) -> tuple[dict[str, Tensor], dict[str, Any]] | None:
-        """The last complete checkpoint, or None where none was written; rounds.jsonl is cut back to it."""
+    def load(self, rounds: int) -> tuple[dict[str, Tensor], dict[str, Any]] | None:
+        """The last complete checkpoint of a run of so many rounds, or None; rounds.jsonl is cut back to it."""
         latest = self.checkpoints / "latest.json"
         if not latest.exists():
             if self.model_file.exists():
@@ -121,6 +121,11 @@ class RunFolder:
             raise BadRunFolder(
                 f"the checkpoint in {self.checkpoints} is damaged ({error}); start again with another --out"
             ) from error
+        if facts["round"] > rounds:
+            raise BadSetting(
+                f"{self.path} holds {facts['round']} rounds already, more than the {rounds} asked for; "
+                f"give --rounds {facts['round']} or more"
+            )
         if not self.rounds_file.exists() or self.rounds_file.stat().st_size < facts["rounds_bytes"]:
             raise BadRunFolder(
                 f"{self.rounds_file} is shorter than its checkpoint says; start again with another --out"

@@ -233,7 +233,7 @@ class Oracle:
     def step(self, x: Tensor, rate: float | Tensor) -> Tensor:
         """x - rate g(x) for the task's loss and a rate that meets x [..., P]: where the gradient is written out, in one go."""
         chain = self.chain if type(self).grad is Oracle.grad else None
-        if chain is None or not chain.takes_steps(x, self.lead.numel() if self.lead else 0):
+        if chain is None or chain.in_c(x, self.lead.numel() if self.lead else 0) is None:
             return descend(x, rate, self.grad(x))
         self.counter[0] += 1
         if isinstance(rate, Tensor):

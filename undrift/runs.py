@@ -279,14 +279,9 @@ class Course(Generic[Trained]):
         if folder is not None and not resume:
             folder.create(written(config, simulation))
         if folder is not None and resume:
-            checkpoint = folder.load()
+            checkpoint = folder.load(config.rounds)
             if checkpoint is not None:
                 tensors, facts = checkpoint
-                if facts["round"] > config.rounds:
-                    raise BadSetting(
-                        f"{folder.path} holds {facts['round']} rounds already, more than the {config.rounds} asked for; "
-                        f"give --rounds {facts['round']} or more"
-                    )
                 self.place_clients(tensors, facts["round"])
                 try:
                     simulation.restore(tensors, facts["round"])
@@ -465,8 +460,10 @@ def written(config: Any, simulation: Simulation | Training) -> dict[str, Any]:
     made = {
         "undrift": __version__, "commit": commit(), "python": platform.python_version(), "torch": torch.__version__,
         "numpy": np.__version__, "device": str(simulation.device), "threads": torch.get_num_threads(),
-        "ranks": ranks.count(), "parameters": simulation.net.layout.entries, "native": library() is not None,
+        "ranks": ranks.count(), "parameters": simulation.net.layout.entries,
     }  # fmt: skip
+    if simulation.device.type == "cpu":
+        made["native"] = library() is not None  # whether C was at hand
     if isinstance(simulation, Simulation) and simulation.data.site_names:
         made["sites"] = list(simulation.data.site_names)
     if isinstance(simulation, Simulation) and simulation.device.type == "cuda":

@@ -269,9 +269,9 @@ class Worker(ABC):
 
     @property
     def moves_plainly(self) -> bool:
-        """Whether `move` is x - eta_l u and nothing more."""
+        """Whether `move` is x - eta_l u and nothing more, where the base optimiser keeps nothing."""
         own = type(self).move is Worker.move and type(self).optimise is Worker.optimise
-        return own and self.optimizer == "sgd" and not (self.clip or self.weight_decay)
+        return own and not (self.clip or self.weight_decay)
 
     def move(self, work: Any, u: Tensor, oracle: GradientOracle) -> Any:
         """One local step along the method's direction u: clip it, add weight decay, let the base optimiser step.

@@ -171,20 +171,20 @@ class Chain:
         pieces, lead = iter(x.split_with_sizes([*self.sizes, x.shape[-1] - self.entries], -1)), x.shape[:-1]
         return [[next(pieces).view(lead + s) if len(s) > 1 else next(pieces) for s in own] for own in self.shapes]
 
-    def takes_steps(self, like: Tensor, clients: int) -> bool:
-        """Whether `gradient` knows rates for so many stacked clients (0: one alone) with vectors of such a kind."""
-        return self.dense is not None and self.dense.serves(like, clients)
+    def in_c(self, like: Tensor, clients: int) -> Dense | None:
+        """The chain in C, where it is for so many stacked clients (0: one alone) with vectors of such a kind."""
+        return self.dense if self.dense is not None and self.dense.serves(like, clients) else None
 
     def gradient(
         self, x: Tensor, inputs: Tensor, targets: Tensor, real: Tensor | None, rate: float | Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
         """The mean cross-entropy [...] over the real samples at x [..., P], and its gradient g [..., P]; ... is () or (S,).
 
-        With a rate, a number or one for each client [...], it is x - rate g; see `takes_steps`.
+        With a rate, a number or one for each client [...], it is x - rate g: only where it is computed in C.
         """
         h = inputs.flatten(x.dim()) if self.sample is None else inputs
-        if self.dense is not None and self.dense.serves(x, len(x) if x.dim() > 1 else 0):
-            return self.dense.gradient(x, h, targets, real, rate)
+        if (dense := self.in_c(x, len(x) if x.dim() > 1 else 0)) is not None:
+            return dense.gradient(x, h, targets, real, rate)
         assert rate is None
         g = torch.empty(x.shape, dtype=x.dtype, device=x.device)
         g[..., self.entries :] = 0.0

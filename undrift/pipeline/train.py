@@ -108,7 +108,7 @@ def drive(training: Training, folder: RunFolder | None, resume: bool, progress: 
     if folder is not None and not resume:
         folder.create(training.written())
     if folder is not None and resume:
-        checkpoint = folder.load()
+        checkpoint = folder.load(config.rounds)
         if checkpoint is not None:
             tensors, facts = checkpoint
             try:
