@@ -1,6 +1,6 @@
 """Rounds on one GPU: undrift beside a bare captured loop, the plain per-client loop and pfl-research, in one run.
 
-    python benchmarks/gpu.py [--rivals bare,plain,pfl] [--methods all] [--packs mlp,lenet5] [--ragged] [--real] [--json FILE]
+    python benchmarks/gpu.py [--rivals bare,plain,pfl] [--profile] [--methods all] [--packs mlp,lenet5] [--ragged] [--real]
 
 100 clients, 5 local steps, batch 64, CIFAR-shaped data (the MLP has 3072 inputs), TF32 on for all. undrift's round is
 whole: sampling the cohort and its batches, uint8 to normalised floats, training, the server's step and the record,
@@ -74,11 +74,31 @@ def undrift_round(run: Simulation, least: float = 1.0) -> tuple[float, float]:
     return statistics.median(times), first
 
 
+def profiled(run: Simulation, rounds: int = 8) -> dict[str, Any]:
+    """Where the GPU's time goes: milliseconds a round that it is busy, and of the kernels that take most, with their number."""
+    from torch.profiler import ProfilerActivity, profile
+
+    with profile(activities=[ProfilerActivity.CUDA]) as watched:
+        made = len(run.rounds(rounds))
+        torch.cuda.synchronize()
+    spent: dict[str, list[float]] = {}
+    for event in watched.events():
+        if event.device_type.name == "CUDA":
+            spent.setdefault(event.name[:90], []).append(event.device_time / 1e3 / made)
+    first = sorted(spent.items(), key=lambda item: -sum(item[1]))[:12]
+    kernels = {name: {"ms": sum(each), "times": len(each) / made} for name, each in first}
+    busy = sum(map(sum, spent.values()))
+    print(f"busy for {busy:.2f} ms a round")
+    for name, kernel in kernels.items():
+        print(f"{kernel['ms']:9.3f} ms {kernel['times']:6.1f} times  {name}", flush=True)
+    return {"busy": busy, "kernels": kernels}
+
+
 def captured(run: Simulation) -> bool:
     return run.replay is not None and bool(run.replay.program.graphs)
 
 
-def rivals(wanted: list[str], clients: int, models: list[str]) -> list[dict[str, Any]]:
+def rivals(wanted: list[str], clients: int, models: list[str], profile: bool) -> list[dict[str, Any]]:
     data, rows = federation(), []
     for name, build in ((name, MODELS[name]) for name in models):
         row: dict[str, Any] = {"model": name, "clients": clients}
@@ -86,6 +106,8 @@ def rivals(wanted: list[str], clients: int, models: list[str]) -> list[dict[str,
             run = simulation(algorithm_class("fedavg")(lr=LR), build(), data, clients, compiled)
             ms, first = undrift_round(run)
             row |= {f"undrift{' compiled' if compiled else ''}": ms, f"first{' compiled' if compiled else ''}": first}
+            if profile and compiled:
+                row["profile"] = profiled(run)
             del run
             if "bare" in wanted:
                 row[f"bare{' compiled' if compiled else ''}"] = milliseconds(bare_round(build(), clients, compiled))
@@ -107,7 +129,8 @@ def rivals(wanted: list[str], clients: int, models: list[str]) -> list[dict[str,
             except ImportError as error:  # a rival that lacks something must not spoil the others' figures
                 print(f"{rival} is left out: {error}", flush=True)
         rows.append(row)
-        told = "  ".join(f"{k} {v:.2f}" if isinstance(v, float) else f"{k} {v}" for k, v in row.items())
+        shown = {k: v for k, v in row.items() if k != "profile"}
+        told = "  ".join(f"{k} {v:.2f}" if isinstance(v, float) else f"{k} {v}" for k, v in shown.items())
         print(told, flush=True)
     return rows
 
@@ -275,6 +298,7 @@ def main() -> None:
     parser.add_argument("--packs", default="", help="16 runs as one program, of mlp,lenet5,resnet20-gn")
     parser.add_argument("--ragged", action="store_true", help="clients of very different sizes")
     parser.add_argument("--real", action="store_true", help="CIFAR-10 from UNDRIFT_DATA")
+    parser.add_argument("--profile", action="store_true", help="the kernels of a compiled round of the comparison")
     parser.add_argument("--json", help="file to write the numbers to")
     chosen = parser.parse_args()
     if not torch.cuda.is_available():
@@ -284,7 +308,7 @@ def main() -> None:
     if chosen.clients:
         for clients in map(int, chosen.clients.split(",")):
             wanted = [r for r in chosen.rivals.split(",") if r and (clients == 10 or r == "bare")]
-            found[f"S={clients}"] = rivals(wanted, clients, chosen.models.split(","))
+            found[f"S={clients}"] = rivals(wanted, clients, chosen.models.split(","), chosen.profile)
     if chosen.methods:
         wanted = names("algorithms") if chosen.methods == "all" else chosen.methods.split(",")
         found["methods"] = methods(wanted, chosen.on.split(","))

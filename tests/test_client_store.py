@@ -274,8 +274,8 @@ def test_the_log_holds_a_row_once_between_checkpoints(tmp_path: Path) -> None:
 
 
 def test_auto_takes_the_disk_where_memory_would_fill_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    chosen = QUICK | {"rounds": 2, "algorithm": "scaffold"}  # 12 clients of 652 numbers, two of them to pad
-    for free, expected in ((12 * 652 * 4 * 2 + 100, False), (12 * 652 * 4 * 2 - 100, True)):
+    chosen = QUICK | {"rounds": 2, "algorithm": "scaffold"}  # 12 clients of 656 numbers, six of them to pad
+    for free, expected in ((12 * 656 * 4 * 2 + 100, False), (12 * 656 * 4 * 2 - 100, True)):
         monkeypatch.setattr(runs, "available_memory", lambda device, free=free: free)
         undrift.run(chosen, out=tmp_path / str(free))
         assert (tmp_path / str(free) / "clients.table").exists() is expected

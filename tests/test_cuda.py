@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import subprocess
 import sys
 from pathlib import Path
@@ -14,10 +15,11 @@ import undrift
 from undrift import cone
 from undrift.data.augment import Transform, lookup
 from undrift.folder import RunFolder
-from undrift.kernels import pictures, spread
+from undrift.kernels import chain as chains
+from undrift.kernels import cross_entropy, pictures, spread, stepped
 from undrift.parallel import run_parallel
 from undrift.registry import names
-from undrift.vec import leaves, map_leaves
+from undrift.vec import descend, leaves, map_leaves
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 QUICK = {"clients": 20, "cohort": 6, "batch": 16, "rounds": 4, "eval_every": 2, "execution": "stacked"}
@@ -234,6 +236,87 @@ def test_pictures_are_normalised_by_a_table_as_they_are_one_by_one(channels: int
         values = lookup(transform, channels, torch.float32, torch.device("cuda"))
         assert pictures.available(held.cuda()) and not pictures.available(held)
         assert torch.equal(pictures.looked_up(held.cuda(), index.cuda(), values), plain)
+
+
+@pytest.mark.parametrize("lead, batch", [((3,), 70), ((2, 3), 64), ((1,), 1)])
+def test_pictures_that_lie_turned_are_the_same(lead: tuple[int, ...], batch: int) -> None:
+    torch.manual_seed(0)
+    held, index = torch.randint(0, 256, (50, 3, 9, 7), dtype=torch.uint8), torch.randint(0, 50, (*lead, batch))
+    values = torch.randn(3, 256)
+    expected = values[torch.arange(3).view(-1, 1, 1), held[index].long()]
+    found = pictures.turned(held.cuda(), index.cuda(), values.cuda())
+    assert torch.equal(found.cpu(), expected)
+    assert found.flatten(-3).mT.is_contiguous()  # as views, without a copy
+
+
+@pytest.mark.parametrize("classes, batch", [(10, 64), (7, 33), (62, 20), (1, 5)])
+@pytest.mark.parametrize("padded", [False, True])
+def test_turned_cross_entropy_is_the_plain_one(classes: int, batch: int, padded: bool) -> None:
+    """With labels that are left out, too, and a client without a sample; a label that is no class is not passed over."""
+    torch.manual_seed(0)
+    outputs, targets = 3 * torch.randn(4, classes, batch).cuda(), torch.randint(0, classes, (4, batch)).cuda()
+    targets[1, :3] = -100
+    real = (torch.rand(4, batch) < 0.6).float().cuda() if padded else None
+    if real is not None:
+        real[3] = 0.0
+    assert cross_entropy.available(outputs) and not cross_entropy.available(outputs.double())
+    loss, d = cross_entropy.turned(outputs, targets, real)
+    expected, gradient = chains.cross_entropy(outputs.mT.double(), targets, None if real is None else real.double())
+    torch.testing.assert_close(loss.double(), expected, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(d.mT.double(), gradient, rtol=1e-5, atol=1e-7)
+    targets[0, 0] = classes
+    wrong, _ = cross_entropy.turned(outputs, targets, None)
+    assert wrong[0].isnan() and not wrong[1:].isnan().any()
+
+
+@pytest.mark.parametrize("precision, close", [("ieee", 1e-5), ("tf32", 5e-2)])
+@pytest.mark.parametrize("sizes, biased", [((784, 200, 200, 10), True), ((50, 33, 7), False), ((30, 10), True)])
+@pytest.mark.parametrize("batch, padded", [(64, False), (17, True)])
+def test_a_step_in_one_pass_is_the_plain_one(
+    precision: str, close: float, sizes: tuple[int, ...], biased: bool, batch: int, padded: bool
+) -> None:
+    """For vectors of their own and one for all, one rate and one each; what lies behind the layers stays as it is."""
+    torch.manual_seed(0)
+    layers = [layer for n, m in itertools.pairwise(sizes) for layer in (torch.nn.Linear(n, m, biased), torch.nn.ReLU())]
+    chain = chains.Chain.of(torch.nn.Sequential(*layers[:-1]))
+    assert chain is not None
+    clients, length = 5, chain.entries + 11
+    inputs, targets = torch.randn(clients, batch, sizes[0]).cuda(), torch.randint(0, sizes[-1], (clients, batch)).cuda()
+    real = (torch.rand(clients, batch) < 0.7).float().cuda() if padded else None
+    before = torch.backends.cuda.matmul.fp32_precision
+    torch.backends.cuda.matmul.fp32_precision = precision
+    try:
+        for x in (torch.randn(clients, length).cuda() / 10, (torch.randn(length).cuda() / 10).expand(clients, length)):
+            for rate in (0.3, torch.rand(clients).cuda()):
+                loss, made = chain.step(x, inputs, targets, real, rate)
+                wide = None if real is None else real.double()
+                expected, g = chain.gradient(x.double(), inputs.double(), targets, wide)
+                rates = rate if isinstance(rate, float) else rate.double().unsqueeze(-1)
+                torch.testing.assert_close(loss.double(), expected, rtol=close, atol=close)
+                moved = descend(x.double(), rates, g) - x.double()
+                assert (made - x - moved).norm() < close * moved.norm() + 1e-6 * x.norm()
+                assert torch.equal(made[:, chain.entries :], x[:, chain.entries :])
+    finally:
+        torch.backends.cuda.matmul.fp32_precision = before
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch's own, when the compiler is first imported
+@pytest.mark.parametrize("how", [{"replay": False}, {"replay": True}, {"replay": True, "compile": "on"}])
+@pytest.mark.parametrize("plan", [{"steps": 3}, {"epochs": 1.0, "partition": "dirichlet:0.1"}])
+@pytest.mark.parametrize("name", ["fedavg", "fedprox", "scaffold"])
+def test_a_cohort_that_fills_the_cache_agrees_with_a_small_one(
+    name: str, plan: dict[str, Any], how: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = {"algorithm": name, "model": "mlp"} | plan | how
+    small, steps = run("cuda", **settings), []
+    monkeypatch.setattr(stepped, "cache", lambda device: 0)
+    made = stepped.stepped
+    monkeypatch.setattr(stepped, "stepped", lambda *given: steps.append(len(given[0])) or made(*given))
+    large = run("cuda", **settings)
+    assert bool(steps) == (name == "fedavg")  # others ask for a gradient, on the same turned inputs
+    assert large.records[-1]["gradients"] == small.records[-1]["gradients"]
+    for n, tensor in small.model.items():
+        torch.testing.assert_close(large.model[n], tensor, rtol=1e-3, atol=1e-4)
 
 
 @pytest.mark.parametrize("groups, S, P", [((), 10, 3001), ((4,), 7, 20_000), ((2,), 1, 100), ((), 64, 5000)])

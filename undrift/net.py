@@ -30,7 +30,7 @@ from undrift.streams import mix
 
 T = TypeVar("T")
 Loss = Callable[[Tensor, Tensor], Tensor]
-ALIGNED = 4  # entries, 16 bytes of float32: a GPU's fast products want every client's row of a stack to begin there
+ALIGNED = 8  # entries, 32 bytes of float32: a GPU reads and writes so many at once, and wants every client's row to begin there
 
 
 class Context(NamedTuple):

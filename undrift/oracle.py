@@ -209,12 +209,17 @@ class Oracle:
     @property
     def chain(self) -> Chain | None:
         """The form in which the task's gradient is written out; None: autograd finds it."""
+        chain = self._fitting
+        if chain is None or self.batch.inputs.device.type == "cpu":
+            return chain
+        # A compiler has more to fuse in what autograd writes.
+        return chain if chain.stackable and get_proxy_mode() is None else None
+
+    @property
+    def _fitting(self) -> Chain | None:
+        """The model as a chain of layers, where it is one for this mini-batch."""
         chain, (inputs, targets, *_) = self.net.chain, self.batch
-        if chain is None or not chain.fits(inputs, targets, self.lead):
-            return None
-        if inputs.device.type != "cpu" and (not chain.stackable or get_proxy_mode() is not None):
-            return None  # a compiler has more to fuse in what autograd writes
-        return chain
+        return chain if chain is not None and chain.fits(inputs, targets, self.lead) else None
 
     def _flat(self, t: Tensor) -> Tensor:
         """[..., n] with all clients in one dimension."""
@@ -232,8 +237,8 @@ class Oracle:
 
     def step(self, x: Tensor, rate: float | Tensor) -> Tensor:
         """x - rate g(x) for the task's loss and a rate that meets x [..., P]: where the gradient is written out, in one go."""
-        chain = self.chain if type(self).grad is Oracle.grad else None
-        if chain is None or chain.in_c(x, self.lead.numel() if self.lead else 0) is None:
+        chain = self._fitting if type(self).grad is Oracle.grad else None
+        if chain is None or not chain.steps(x, self.lead.numel() if self.lead else 0):
             return descend(x, rate, self.grad(x))
         self.counter[0] += 1
         if isinstance(rate, Tensor):

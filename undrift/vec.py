@@ -36,11 +36,15 @@ def mean(v: Tensor, weight: Tensor) -> Tensor:
     >>> mean(torch.tensor([[1.0, 2.0], [3.0, 6.0]]), torch.tensor([[0.5], [0.5]]))
     tensor([2., 4.])
     """
-    if v.shape[-2] <= 16 and get_proxy_mode() is not None and v.device.type == "cuda":
-        # A compiler puts a sum of terms into the kernels around it, but not a product.
+    if fuses(v):
         first, *more = (w * u for w, u in zip(weight.unbind(-2), v.unbind(-2), strict=True))
         return sum(more, start=first)
     return (weight.transpose(-1, -2) @ v).squeeze(-2)
+
+
+def fuses(v: Tensor) -> bool:
+    """Whether a mean is written as a sum, which a compiler puts into the kernels around it, as it does not do with a product."""
+    return v.shape[-2] <= 16 and v.device.type == "cuda" and get_proxy_mode() is not None
 
 
 def clip(v: Tensor, largest: float) -> Tensor:

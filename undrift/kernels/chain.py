@@ -4,7 +4,8 @@ A chain is a sequence of Linear, ReLU, Flatten, Conv2d and MaxPool2d with cross-
 models spend half of a step on recording the pass, on calling the module with other tensors, and on copying the layers'
 gradients into one vector, and on a GPU a quarter of a round that is not compiled. Here every layer is called directly and
 writes its gradient to its place in the vector. The plain form is `Oracle.grad(x, task_loss)`. Where a chain has only dense
-layers and a compiler is at hand, C does the same for clients stacked on a CPU (dense.py).
+layers and a compiler is at hand, C does the same for clients stacked on a CPU (dense.py); a step along the gradient for many of
+them on a GPU has a form of its own (`Chain.step`).
 """
 
 from __future__ import annotations
@@ -16,6 +17,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from undrift.kernels import cross_entropy as in_one
+from undrift.kernels import stepped
 from undrift.kernels.dense import Dense
 
 aten: Any = torch.ops.aten
@@ -175,17 +178,26 @@ class Chain:
         """The chain in C, where it is for so many stacked clients (0: one alone) with vectors of such a kind."""
         return self.dense if self.dense is not None and self.dense.serves(like, clients) else None
 
+    def steps(self, like: Tensor, clients: int) -> bool:
+        """Whether `gradient` may be asked for a step, for so many stacked clients with vectors like this one."""
+        return self.in_c(like, clients) is not None or self.turns(clients, like.dtype, like.device)
+
+    def turns(self, clients: int, dtype: torch.dtype, device: torch.device) -> bool:
+        """Whether a step is made by `step`, which wants turned inputs."""
+        return self.dense is not None and stepped.available(clients * self.entries, dtype, device)
+
     def gradient(
         self, x: Tensor, inputs: Tensor, targets: Tensor, real: Tensor | None, rate: float | Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
         """The mean cross-entropy [...] over the real samples at x [..., P], and its gradient g [..., P]; ... is () or (S,).
 
-        With a rate, a number or one for each client [...], it is x - rate g: only where it is computed in C.
+        With a rate, a number or one for each client [...], it is x - rate g: only where `steps` says so.
         """
         h = inputs.flatten(x.dim()) if self.sample is None else inputs
         if (dense := self.in_c(x, len(x) if x.dim() > 1 else 0)) is not None:
             return dense.gradient(x, h, targets, real, rate)
-        assert rate is None
+        if rate is not None:
+            return self.step(x, h, targets, real, rate)
         g = torch.empty(x.shape, dtype=x.dtype, device=x.device)
         g[..., self.entries :] = 0.0
         own, into, kept = self.tensors(x), self.tensors(g), []
@@ -196,6 +208,30 @@ class Chain:
         for n in range(len(self.layers) - 1, self.first - 1, -1):
             d = self.layers[n].backward(d, kept[n], own[n], into[n], n > self.first)
         return loss, g
+
+    def step(
+        self, x: Tensor, inputs: Tensor, targets: Tensor, real: Tensor | None, rate: float | Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """`gradient` with a rate, for x [S, P] and inputs [S, B, n] of dense layers; all outputs lie turned, [S, m, B]."""
+        assert self.dense is not None
+        biased, bent = self.dense.biased, self.dense.bent
+        layers, outs = [own for own in self.tensors(x) if own], [inputs.mT.contiguous()]
+        for (w, *b), bend in zip(layers, bent, strict=True):
+            z = w @ outs[-1]
+            z = z + b[0].unsqueeze(-1) if b else z
+            outs.append(torch.relu(z) if bend else z)
+        if in_one.available(outs[-1]):
+            loss, d = in_one.turned(outs[-1], targets, real)
+        else:
+            loss, d = cross_entropy(outs[-1].mT, targets, real)
+            d = d.mT
+        back = [d]
+        for n in range(len(layers) - 1, -1, -1):
+            if bent[n]:
+                back[0] = aten.threshold_backward.default(back[0], outs[n + 1], 0)
+            if n:
+                back.insert(0, layers[n][0].mT @ back[0])
+        return loss, stepped.stepped(x, rate, outs[:-1], back, biased)
 
 
 def cross_entropy(outputs: Tensor, targets: Tensor, real: Tensor | None) -> tuple[Tensor, Tensor]:

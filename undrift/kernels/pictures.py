@@ -27,8 +27,15 @@ def looked_up(held: Tensor, index: Tensor, table: Tensor) -> Tensor:
     return found
 
 
+def turned(held: Tensor, index: Tensor, table: Tensor) -> Tensor:
+    """The same for index [..., B] as [..., B, C, H, W], with the B pictures of a client lying side by side, pixel for pixel."""
+    found: Tensor = torch.ops.undrift.turned(held, index.flatten(0, -2), table)
+    return found.mT.view(*index.shape, *held.shape[1:])
+
+
 if triton is not None:
     WIDTH = 1024  # bytes of a picture that one program takes
+    PIXELS, SIDE = 64, 64  # pixels, and pictures, that one program turns
 
     @triton.jit  # type: ignore[untyped-decorator]
     def _looked_up(held, index, table, out, size, plane, WIDTH: tl.constexpr):  # type: ignore[no-untyped-def]
@@ -49,3 +56,26 @@ if triton is not None:
     @_op.register_fake
     def _(held: Tensor, index: Tensor, table: Tensor) -> Tensor:
         return table.new_empty(len(index), *held.shape[1:])
+
+    @triton.jit  # type: ignore[untyped-decorator]
+    def _turned(held, index, table, out, batch, size, plane, PIXELS: tl.constexpr, SIDE: tl.constexpr):  # type: ignore[no-untyped-def]
+        client = tl.program_id(0).to(tl.int64)
+        at, b = tl.program_id(1) * PIXELS + tl.arange(0, PIXELS), tl.program_id(2) * SIDE + tl.arange(0, SIDE)
+        here = (b < batch)[:, None] & (at < size)[None, :]
+        row = tl.load(index + client * batch + b, mask=b < batch, other=0)
+        byte = tl.load(held + row[:, None] * size + at[None, :], mask=here, other=0).to(tl.int32)
+        values = tl.load(table + (at // plane)[None, :] * 256 + byte, mask=here)
+        tl.store(out + (client * size + at)[None, :] * batch + b[:, None], values, mask=here)
+
+    @torch.library.custom_op("undrift::turned", mutates_args=())
+    def _turned_op(held: Tensor, index: Tensor, table: Tensor) -> Tensor:
+        (clients, batch), index = index.shape, index.contiguous()
+        size, plane = held[:1].numel(), held.shape[2] * held.shape[3]
+        out = table.new_empty(clients, size, batch)
+        grid = clients, triton.cdiv(size, PIXELS), triton.cdiv(batch, SIDE)
+        _turned[grid](held, index, table, out, batch, size, plane, PIXELS=PIXELS, SIDE=SIDE, num_warps=4)
+        return out
+
+    @_turned_op.register_fake
+    def _(held: Tensor, index: Tensor, table: Tensor) -> Tensor:
+        return table.new_empty(len(index), held[:1].numel(), index.shape[1])

@@ -92,13 +92,7 @@ def mini_batch(
         draw = fold(augment.unsqueeze(-1), place).flatten()
     if transform.colour:
         owner = ids.unsqueeze(-1).expand(rows.shape).flatten()
-    held = train.held
-    only_normalised = draw is None and owner is None
-    if held is not None and only_normalised and pictures.available(held) and get_proxy_mode() is None:
-        inputs = pictures.looked_up(held, rows.flatten(), lookup(transform, held.shape[1], net.dtype, held.device))
-    else:  # a compiler puts it into one kernel by itself
-        inputs = transform(train.take(rows.flatten()), net.dtype, draw, owner)
-    inputs = inputs.view(*rows.shape, *inputs.shape[1:])
+    inputs = samples(net, data, rows, draw, owner)
     targets = train.targets[rows]
     if targets.is_floating_point():
         targets = targets.to(net.dtype)
@@ -110,6 +104,19 @@ def mini_batch(
     # Whatever stands in row 0 must not reach a client that has no sample in that place.
     inputs = inputs.masked_fill(~real.view(*rows.shape, *(1,) * (inputs.dim() - rows.dim())), 0)
     return Batch(inputs, targets, real.to(net.dtype), dropout)
+
+
+def samples(net: Net, data: Federation, rows: Tensor, draw: Tensor | None, owner: Tensor | None) -> Tensor:
+    """The inputs [..., B, *shape] in these rows, augmented by these draws and in the colours of these clients, if any."""
+    transform, held, lead = data.transform, data.train.held, rows.shape[:-1]
+    if held is not None and draw is None and owner is None and pictures.available(held):
+        table = lookup(transform, held.shape[1], net.dtype, held.device)
+        if net.chain is not None and lead and net.chain.turns(lead.numel(), net.dtype, held.device):
+            return pictures.turned(held, rows, table)
+        if get_proxy_mode() is None:  # a compiler puts it into one kernel by itself
+            return pictures.looked_up(held, rows.flatten(), table).view(*rows.shape, *held.shape[1:])
+    inputs = transform(data.train.take(rows.flatten()), net.dtype, draw, owner)
+    return inputs.view(*rows.shape, *inputs.shape[1:])
 
 
 @dataclass

@@ -26,7 +26,7 @@ from undrift.oracle import Oracle
 from undrift.round import Answers, State, begin, client_init, consistency, end, replied, server_part, step
 from undrift.simulate.execute import LocalWhole, mini_batch
 from undrift.simulate.graphs import fused, recorded
-from undrift.vec import leaves, map_leaves, nbytes
+from undrift.vec import fuses, leaves, map_leaves, mean, nbytes
 
 T = TypeVar("T")
 COMPILED_FROM = 64  # round: compiling takes twenty seconds, in which somebody would wait for the first one
@@ -416,7 +416,13 @@ class Program:
         """What comes back from the clients, and whether it is all finite."""
         loss = here.loss / here.made.clamp(min=1)
         answers = end(self.on_clients(now.rate), here.down, here.client, here.work, here.buffers, loss)
-        sums = torch.stack([t.flatten(len(self.lead)).sum(-1) for t in (*leaves(answers.up), answers.buffers)])
+        dim = len(self.lead)
+        # A mean over the clients, which the server takes anyway, is finite only where all of them are.
+        sent_up = [
+            mean(t, now.weight) if t.dim() == dim + 2 and fuses(t) else t
+            for t in (*leaves(answers.up), answers.buffers)
+        ]
+        sums = torch.stack([t.flatten(dim).sum(-1) for t in sent_up])
         sent = nbytes(self.net.sent(answers.up)) + (nbytes(answers.buffers) if self.alg.buffers_up else 0)
         self.bytes_answered = sent // loss.numel()
         return answers, here.fine & sums.isfinite().all(0)

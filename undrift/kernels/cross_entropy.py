@@ -1,0 +1,73 @@
+"""Cross-entropy and its gradient for turned outputs of stacked clients on a GPU, in one kernel; `chain.cross_entropy` is the
+plain form."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+try:
+    import triton
+    import triton.language as tl
+except ImportError:  # no Triton here: the plain form serves
+    triton = None
+
+MOST = 16384  # outputs of a client: a program holds them all
+
+
+def available(outputs: Tensor) -> bool:
+    fits = triton is not None and outputs.device.type == "cuda" and outputs.dtype == torch.float32
+    return fits and 0 < outputs[0].numel() <= MOST // 4  # sides are rounded up to powers of two
+
+
+def turned(outputs: Tensor, targets: Tensor, real: Tensor | None) -> tuple[Tensor, Tensor]:
+    """The mean [S] over the real samples of outputs [S, classes, B], and its gradient like the outputs.
+
+    A label that is no class makes the loss NaN, where the plain form ends the program.
+    """
+    loss, d = torch.ops.undrift.cross_entropy(outputs, targets, real)
+    return loss, d
+
+
+if triton is not None:
+    IGNORED = tl.constexpr(-100)  # the label that is left out
+
+    @triton.jit  # type: ignore[untyped-decorator]
+    def _cross_entropy(  # type: ignore[no-untyped-def]
+        outputs, targets, real, loss, d, classes, batch, REAL: tl.constexpr, CLASSES: tl.constexpr, BATCH: tl.constexpr
+    ):
+        client = tl.program_id(0).to(tl.int64)
+        c, b = tl.arange(0, CLASSES)[:, None], tl.arange(0, BATCH)
+        at, inside = client * classes * batch + c * batch + b[None, :], (c < classes) & (b < batch)[None, :]
+        z = tl.load(outputs + at, mask=inside, other=0.0)
+        z = tl.where(c < classes, z, float("-inf"))
+        z -= tl.max(z, 0)[None, :]
+        e = tl.exp(z)
+        total = tl.sum(e, 0)
+        label = tl.load(targets + client * batch + b, mask=b < batch, other=IGNORED)
+        share = tl.where(b < batch, 1.0 / batch, 0.0)
+        if REAL:
+            there = tl.load(real + client * batch + b, mask=b < batch, other=0.0)
+            share = tl.where(there > 0.0, 1.0 / tl.maximum(tl.sum(there, 0), 1.0), 0.0)
+        own = c == label[None, :]
+        lost = tl.log(total) - tl.sum(tl.where(own, z, 0.0), 0)
+        lost = tl.where((label >= 0) & (label < classes), lost, tl.where(label == IGNORED, 0.0, float("nan")))
+        tl.store(loss + client, tl.sum(tl.where(share > 0.0, lost * share, 0.0), 0))
+        share = tl.where(label == IGNORED, 0.0, share)
+        tl.store(d + at, (e / total[None, :] - tl.where(own, 1.0, 0.0)) * share[None, :], mask=inside)
+
+    @torch.library.custom_op("undrift::cross_entropy", mutates_args=())
+    def _op(outputs: Tensor, targets: Tensor, real: Tensor | None) -> tuple[Tensor, Tensor]:
+        outputs, targets = outputs.contiguous(), targets.contiguous()
+        real = None if real is None else real.to(outputs.dtype).contiguous()
+        clients, classes, batch = outputs.shape
+        loss, d = outputs.new_empty(clients), outputs.new_empty(outputs.shape)
+        CLASSES, BATCH = triton.next_power_of_2(classes), triton.next_power_of_2(batch)
+        _cross_entropy[(clients,)](
+            outputs, targets, real, loss, d, classes, batch, REAL=real is not None, CLASSES=CLASSES, BATCH=BATCH
+        )
+        return loss, d
+
+    @_op.register_fake
+    def _(outputs: Tensor, targets: Tensor, real: Tensor | None) -> tuple[Tensor, Tensor]:
+        return outputs.new_empty(len(outputs)), outputs.new_empty(outputs.shape)
