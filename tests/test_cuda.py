@@ -260,17 +260,20 @@ def test_turned_cross_entropy_is_the_plain_one(classes: int, batch: int, padded:
     if real is not None:
         real[3] = 0.0
     assert cross_entropy.available(outputs) and not cross_entropy.available(outputs.double())
-    loss, d = cross_entropy.turned(outputs, targets, real)
+    loss, d = cross_entropy.of_turned(outputs, targets, real)
     expected, gradient = chains.cross_entropy(outputs.mT.double(), targets, None if real is None else real.double())
     torch.testing.assert_close(loss.double(), expected, rtol=1e-5, atol=1e-6)
     torch.testing.assert_close(d.mT.double(), gradient, rtol=1e-5, atol=1e-7)
     targets[0, 0] = classes
-    wrong, _ = cross_entropy.turned(outputs, targets, None)
+    wrong, d = cross_entropy.of_turned(outputs, targets, None)
     assert wrong[0].isnan() and not wrong[1:].isnan().any()
+    assert d[0, :, 0].isnan().all() and not d[0, :, 1:].isnan().any()
 
 
 @pytest.mark.parametrize("precision, close", [("ieee", 1e-5), ("tf32", 5e-2)])
-@pytest.mark.parametrize("sizes, biased", [((784, 200, 200, 10), True), ((50, 33, 7), False), ((30, 10), True)])
+@pytest.mark.parametrize(
+    "sizes, biased", [((784, 200, 200, 10), True), ((50, 33, 7), False), ((30, 10), True), ((9, 8, 300), True)]
+)
 @pytest.mark.parametrize("batch, padded", [(64, False), (17, True)])
 def test_a_step_in_one_pass_is_the_plain_one(
     precision: str, close: float, sizes: tuple[int, ...], biased: bool, batch: int, padded: bool
@@ -317,6 +320,42 @@ def test_a_cohort_that_fills_the_cache_agrees_with_a_small_one(
     assert large.records[-1]["gradients"] == small.records[-1]["gradients"]
     for n, tensor in small.model.items():
         torch.testing.assert_close(large.model[n], tensor, rtol=1e-3, atol=1e-4)
+
+
+def test_packed_runs_that_fill_the_cache_agree_with_single_ones(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from safetensors.torch import load_file
+
+    from undrift import packs
+    from undrift.config import from_mapping
+
+    runs = [{"model": "mlp", "seed": seed, "set": {"lr": lr}} for seed, lr in ((0, 0.1), (1, 0.05), (2, 0.2))]
+    alone = [run("cuda", **each).model for each in runs]
+    monkeypatch.setattr(stepped, "cache", lambda device: 0)
+    configs = [from_mapping(QUICK | {"device": "cuda"} | each) for each in runs]
+    folders = [tmp_path / str(each["seed"]) for each in runs]
+    packs.run_packed(configs, folders, [lambda record, rounds: None] * 3)
+    for folder, model in zip(folders, alone, strict=True):
+        found = load_file(folder / "model.safetensors")
+        for n, tensor in model.items():
+            torch.testing.assert_close(found[n], tensor, rtol=1e-3, atol=1e-4)
+
+
+def test_padding_keeps_the_layout_of_turned_inputs(monkeypatch: pytest.MonkeyPatch) -> None:
+    from undrift.simulate import execute
+
+    monkeypatch.setattr(stepped, "cache", lambda device: 0)
+    made, seen = execute.mini_batch, []
+
+    def watched(*given: Any) -> Any:
+        batch = made(*given)
+        seen.append((batch.real is not None, batch.inputs.flatten(2).mT.is_contiguous()))
+        return batch
+
+    monkeypatch.setattr(execute, "mini_batch", watched)
+    run("cuda", model="mlp", epochs=1.0, partition="dirichlet:0.1", replay=False)
+    assert any(padded for padded, _ in seen) and all(turned for _, turned in seen)
 
 
 @pytest.mark.parametrize("groups, S, P", [((), 10, 3001), ((4,), 7, 20_000), ((2,), 1, 100), ((), 64, 5000)])

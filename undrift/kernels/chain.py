@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from undrift.kernels import cross_entropy as in_one
+from undrift.kernels import cross_entropy as fused_loss
 from undrift.kernels import stepped
 from undrift.kernels.dense import Dense
 
@@ -197,6 +197,7 @@ class Chain:
         if (dense := self.in_c(x, len(x) if x.dim() > 1 else 0)) is not None:
             return dense.gradient(x, h, targets, real, rate)
         if rate is not None:
+            assert x.dim() == 2
             return self.step(x, h, targets, real, rate)
         g = torch.empty(x.shape, dtype=x.dtype, device=x.device)
         g[..., self.entries :] = 0.0
@@ -220,8 +221,8 @@ class Chain:
             z = w @ outs[-1]
             z = z + b[0].unsqueeze(-1) if b else z
             outs.append(torch.relu(z) if bend else z)
-        if in_one.available(outs[-1]):
-            loss, d = in_one.turned(outs[-1], targets, real)
+        if fused_loss.available(outs[-1]):
+            loss, d = fused_loss.of_turned(outs[-1], targets, real)
         else:
             loss, d = cross_entropy(outs[-1].mT, targets, real)
             d = d.mT

@@ -16,14 +16,16 @@ MOST = 16384  # outputs of a client: a program holds them all
 
 
 def available(outputs: Tensor) -> bool:
-    fits = triton is not None and outputs.device.type == "cuda" and outputs.dtype == torch.float32
-    return fits and 0 < outputs[0].numel() <= MOST // 4  # sides are rounded up to powers of two
+    if triton is None or outputs.device.type != "cuda" or outputs.dtype != torch.float32 or not outputs.numel():
+        return False
+    _, classes, batch = outputs.shape
+    return bool(triton.next_power_of_2(classes) * triton.next_power_of_2(batch) <= MOST)
 
 
-def turned(outputs: Tensor, targets: Tensor, real: Tensor | None) -> tuple[Tensor, Tensor]:
+def of_turned(outputs: Tensor, targets: Tensor, real: Tensor | None) -> tuple[Tensor, Tensor]:
     """The mean [S] over the real samples of outputs [S, classes, B], and its gradient like the outputs.
 
-    A label that is no class makes the loss NaN, where the plain form ends the program.
+    A label that is no class makes the loss and the sample's gradient NaN, where the plain form ends the program.
     """
     loss, d = torch.ops.undrift.cross_entropy(outputs, targets, real)
     return loss, d
@@ -50,10 +52,11 @@ if triton is not None:
             there = tl.load(real + client * batch + b, mask=b < batch, other=0.0)
             share = tl.where(there > 0.0, 1.0 / tl.maximum(tl.sum(there, 0), 1.0), 0.0)
         own = c == label[None, :]
-        lost = tl.log(total) - tl.sum(tl.where(own, z, 0.0), 0)
-        lost = tl.where((label >= 0) & (label < classes), lost, tl.where(label == IGNORED, 0.0, float("nan")))
-        tl.store(loss + client, tl.sum(tl.where(share > 0.0, lost * share, 0.0), 0))
-        share = tl.where(label == IGNORED, 0.0, share)
+        # What a sample counts: nothing without its label, NaN with one that is no class.
+        counts = tl.where((label >= 0) & (label < classes), 1.0, tl.where(label == IGNORED, 0.0, float("nan")))
+        share = tl.where(share > 0.0, share * counts, 0.0)
+        lost = (tl.log(total) - tl.sum(tl.where(own, z, 0.0), 0)) * share
+        tl.store(loss + client, tl.sum(tl.where(share == 0.0, 0.0, lost), 0))
         tl.store(d + at, (e / total[None, :] - tl.where(own, 1.0, 0.0)) * share[None, :], mask=inside)
 
     @torch.library.custom_op("undrift::cross_entropy", mutates_args=())

@@ -23,13 +23,16 @@ except ImportError:  # no Triton here: the plain form serves
 
 def available(entries: int, dtype: torch.dtype, device: torch.device) -> bool:
     """Whether it is for clients' vectors with so many entries in all: more than the cache holds."""
-    return triton is not None and device.type == "cuda" and dtype == torch.float32 and 4 * entries > cache(device)
+    fits = triton is not None and device.type == "cuda" and dtype == torch.float32
+    return fits and 4 * entries > cache(device)
 
 
 @functools.cache
-def cache(device: torch.device) -> int:
-    """In bytes."""
-    return int(torch.cuda.get_device_properties(device).L2_cache_size)
+def cache(device: torch.device) -> float:
+    """In bytes; infinite for a GPU without NVIDIA's TF32, which the kernel is written for."""
+    if torch.version.hip is not None or torch.cuda.get_device_capability(device) < (8, 0):
+        return math.inf
+    return float(torch.cuda.get_device_properties(device).L2_cache_size)
 
 
 def stepped(x: Tensor, rate: float | Tensor, outs: list[Tensor], back: list[Tensor], biased: list[bool]) -> Tensor:
@@ -111,7 +114,7 @@ if triton is not None:
         sizes = outs[0].shape[1], *(d.shape[1] for d in back)
         layers = list(zip(sizes, sizes[1:], biased, strict=False))
         places = itertools.accumulate(((n + bias) * m for n, m, bias in layers), initial=0)
-        aligned = math.gcd(x.stride(0), P, 16)
+        aligned = math.gcd(x.stride(0), P, 4)
         tiles = list(itertools.accumulate((triton.cdiv(m, M) * triton.cdiv(n, N) for n, m, _ in layers), initial=0))
         _stepped[(S * tiles[-1],)](
             x, made, tuple(t.contiguous() for t in outs), tuple(t.contiguous() for t in back), rates, rate,

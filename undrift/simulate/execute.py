@@ -101,8 +101,8 @@ def mini_batch(
     if count is None:
         return Batch(inputs, targets, None, dropout)
     real = place < count.unsqueeze(-1)
-    # Whatever stands in row 0 must not reach a client that has no sample in that place.
-    inputs = inputs.masked_fill(~real.view(*rows.shape, *(1,) * (inputs.dim() - rows.dim())), 0)
+    # Whatever stands in row 0 must not reach a client that has no sample in that place. masked_fill would lose a turned layout.
+    inputs = torch.where(real.view(*rows.shape, *(1,) * (inputs.dim() - rows.dim())), inputs, 0)
     return Batch(inputs, targets, real.to(net.dtype), dropout)
 
 

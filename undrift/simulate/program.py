@@ -417,12 +417,10 @@ class Program:
         loss = here.loss / here.made.clamp(min=1)
         answers = end(self.on_clients(now.rate), here.down, here.client, here.work, here.buffers, loss)
         dim = len(self.lead)
-        # A mean over the clients, which the server takes anyway, is finite only where all of them are.
-        sent_up = [
-            mean(t, now.weight) if t.dim() == dim + 2 and fuses(t) else t
-            for t in (*leaves(answers.up), answers.buffers)
-        ]
-        sums = torch.stack([t.flatten(dim).sum(-1) for t in sent_up])
+        # A mean over the clients is finite only where all of them are. Most servers take it anyway, so that a compiler reads the
+        # vectors once for both.
+        told = [mean(t, now.weight) if fuses(t) else t for t in (*leaves(answers.up), answers.buffers)]
+        sums = torch.stack([t.flatten(dim).sum(-1) for t in told])
         sent = nbytes(self.net.sent(answers.up)) + (nbytes(answers.buffers) if self.alg.buffers_up else 0)
         self.bytes_answered = sent // loss.numel()
         return answers, here.fine & sums.isfinite().all(0)
