@@ -110,12 +110,88 @@ def test_a_dense_gradient_is_that_of_float64(
     assert batch == 1 or expected.abs().max() > 1e-3
 
 
-def test_one_client_alone_is_computed_as_in_a_cohort(library: ctypes.CDLL) -> None:
+def pictures(
+    channels: int, outputs: tuple[int, ...], kernel: int, padding: int, side: int, biased: bool = True
+) -> nn.Module:
+    """Blocks of convolutions with so many outputs each, and two dense layers behind them."""
+    layers: list[nn.Module] = []
+    for n in outputs:
+        layers += [nn.Conv2d(channels, n, kernel, padding=padding, bias=biased), nn.ReLU(), nn.MaxPool2d(2)]
+        channels, side = n, (side + 2 * padding - kernel + 1) // 2
+    return nn.Sequential(*layers, nn.Flatten(), nn.Linear(channels * side**2, 12), nn.ReLU(), nn.Linear(12, 5))
+
+
+@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize("S, batch", [(2, 64), (3, 1), (4, 17)])
+@pytest.mark.parametrize(
+    "channels, outputs, kernel, padding, side, biased",
+    [
+        (3, (6, 16), 5, 0, 32, True),  # LeNet-5
+        (1, (6, 16), 5, 2, 28, False),
+        (2, (5, 9, 2), 3, 1, 13, True),  # sides that pooling does not divide
+        (4, (1,), 3, 0, 4, True),  # one place is left
+        (1, (32, 7), 3, 0, 15, True),
+    ],
+)
+def test_the_gradient_of_convolutions_is_that_of_float64(
+    library: ctypes.CDLL, channels: int, outputs: tuple[int, ...], kernel: int, padding: int, side: int, biased: bool,
+    S: int, batch: int, padded: bool,
+) -> None:  # fmt: skip
+    torch.manual_seed(0)
+    chain = Chain.of(pictures(channels, outputs, kernel, padding, side, biased))
+    assert chain is not None and chain.dense is not None and len(chain.dense.blocks) == len(outputs)
+    x, _, targets, real = asked(S, batch, chain, padded)
+    inputs = torch.randint(-2, 3, (S, batch, channels, side, side)).float()  # with equals among what is pooled
+    x = x.mul(8).round().div(8) if batch == 17 else x
+    assert chain.fits(inputs, targets, torch.Size([S])) and not chain.fits(inputs.double(), targets, torch.Size([S]))
+    loss, g = chain.gradient(x, inputs, targets, real)
+    for s in range(S):
+        mask = None if real is None else real[s].double()
+        exact, expected = chain.gradient(x[s].double(), inputs[s].double(), targets[s], mask)
+        torch.testing.assert_close(g[s].double(), expected, rtol=2e-5, atol=2e-5)
+        torch.testing.assert_close(loss[s].double(), exact, rtol=5e-6, atol=2e-6)
+        assert batch == 1 or s % 4 == 1 or expected[:9].abs().max() > 1e-4 or outputs == (1,)
+    rates = torch.linspace(0.1, 0.5, S)
+    same, moved = chain.gradient(x, inputs, targets, real, rates)
+    torch.testing.assert_close(moved, x - rates.unsqueeze(-1) * g, rtol=1e-6, atol=1e-6)
+    assert torch.equal(same, loss) and torch.equal(moved[:, chain.entries :], x[:, chain.entries :])
+
+
+def test_pictures_that_are_not_finite_spoil_their_client_alone(library: ctypes.CDLL) -> None:
+    """Wherever in the four places that are pooled it is; as in PyTorch, NaN is the largest of them."""
+    torch.manual_seed(0)
+    chain = Chain.of(pictures(1, (3,), 3, 0, 6))
+    assert chain is not None
+    x, _, targets, _ = asked(10, 4, chain, False)
+    inputs = torch.randn(10, 4, 1, 6, 6)
+    for s in range(9):
+        inputs[s, 1, 0, s // 3 + 1, s % 3 + 1] = torch.nan
+    loss, g = chain.gradient(x, inputs, targets, None)
+    assert loss.isfinite().tolist() == g.isfinite().all(1).tolist() == [False] * 9 + [True]
+
+
+def test_stacked_pictures_are_computed_in_one_call(library: ctypes.CDLL) -> None:
+    """In an oracle of several runs, where autograd would make grouped convolutions of them."""
+    torch.manual_seed(0)
+    net = Net(pictures(3, (6, 4), 5, 0, 20))
+    x0, buffers = net.start()
+    x, key = x0 + 0.1 * torch.randn(2, 3, len(x0)), torch.zeros(2, 3, dtype=torch.int64)
+    batch = Batch(torch.randn(2, 3, 8, 3, 20, 20), torch.randint(0, 5, (2, 3, 8)), None, key)
+    oracle = Oracle(net, batch, buffers.expand(2, 3, -1))
+    found = oracle.grad(x)
+    assert oracle.chain is not None
+    net.chain = None
+    torch.testing.assert_close(found, oracle.grad(x), rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("build", [several, lambda: pictures(3, (6, 4), 5, 0, 20)])
+def test_one_client_alone_is_computed_as_in_a_cohort(library: ctypes.CDLL, build: Any) -> None:
     """And by any number of threads."""
     torch.manual_seed(0)
-    chain = Chain.of(several())
+    chain = Chain.of(build())
     assert chain is not None and chain.dense is not None
     x, inputs, targets, _ = asked(6, 20, chain, False)
+    inputs = torch.randn(6, 20, 3, 20, 20) if chain.dense.blocks else inputs
     threads = torch.get_num_threads()
     try:
         found = []
@@ -156,7 +232,13 @@ def test_what_c_does_not_take_is_left_to_torch(library: ctypes.CDLL) -> None:
     for module in (
         nn.Sequential(nn.ReLU(), nn.Linear(6, 5)),
         nn.Sequential(nn.Conv2d(1, 2, 3), nn.Flatten(), nn.Linear(8, 2)),
-    ):
+        pictures(1, (4,), 7, 0, 12), pictures(1, (64,), 3, 0, 12), pictures(1, (4, 64), 3, 0, 12),
+        nn.Sequential(nn.Conv2d(1, 2, 3), nn.ReLU(), nn.MaxPool2d(3), nn.Flatten(), nn.Linear(8, 2)),
+        nn.Sequential(nn.Conv2d(1, 2, 3, stride=2), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten(), nn.Linear(8, 2)),
+        nn.Sequential(nn.Conv2d(1, 2, 3, padding=(1, 0)), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten(), nn.Linear(8, 2)),
+        nn.Sequential(nn.Conv2d(2, 2, 3, groups=2), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten(), nn.Linear(8, 2)),
+        nn.Sequential(nn.Conv2d(1, 2, 3), nn.MaxPool2d(2), nn.ReLU(), nn.Flatten(), nn.Linear(8, 2)),
+    ):  # fmt: skip
         chain = Chain.of(module)
         assert chain is not None and chain.dense is None
 
@@ -227,6 +309,27 @@ def test_what_does_not_fit_is_refused(library: ctypes.CDLL) -> None:
         chain.gradient(x, inputs[:, :0], targets[:, :0], None)
     misfits = Chain.of(nn.Sequential(nn.Linear(6, 5), nn.Linear(7, 3)))
     assert misfits is not None and misfits.dense is None
+    chain = Chain.of(pictures(2, (6, 4), 3, 0, 14))
+    assert chain is not None
+    x = torch.randn(3, chain.entries)
+    chain.gradient(x, torch.randn(3, 8, 2, 14, 14), targets % 5, real)
+    for shape in (
+        (3, 8, 1, 14, 14),
+        (3, 8, 2, 14, 13),
+        (3, 8, 2, 4, 4),
+        (3, 8, 2, 1, 1),
+        (3, 7, 2, 14, 14),
+        (2, 8, 2, 14, 14),
+    ):
+        with pytest.raises(ValueError, match="do not fit"):
+            chain.gradient(x, torch.randn(shape), targets % 5, real)
+    halves = nn.Sequential(
+        nn.Conv2d(1, 4, 3), nn.ReLU(), nn.MaxPool2d(2), nn.Conv2d(5, 4, 3), nn.ReLU(), nn.MaxPool2d(2)
+    )
+    misfits = Chain.of(nn.Sequential(*halves, nn.Flatten(), nn.Linear(16, 5)))
+    assert misfits is not None
+    with pytest.raises(ValueError, match="do not fit"):
+        misfits.gradient(torch.randn(3, misfits.entries), torch.randn(3, 8, 1, 14, 14), targets % 5, real)
 
 
 def test_rates_meet_their_clients(library: ctypes.CDLL) -> None:

@@ -19,9 +19,10 @@ from torch import Tensor, nn
 
 from undrift.kernels import cross_entropy as fused_loss
 from undrift.kernels import stepped
-from undrift.kernels.dense import Dense
+from undrift.kernels.dense import Block, Dense
 
 aten: Any = torch.ops.aten
+NARROW = 32  # channels: more are better computed by oneDNN
 NONE, IGNORED = 0, -100  # no reduction; the label that cross-entropy leaves out
 
 # A layer's `forward` gives its output and what its `backward` needs. `backward` takes the gradient d of the output, writes
@@ -167,7 +168,8 @@ class Chain:
         """Whether it can be run on the inputs [..., B, *shape] and targets [..., B] of clients `lead`."""
         before = len(lead) + 1
         sample = self.sample in (None, inputs.dim() - before) and inputs.is_floating_point()
-        return sample and (self.stackable or not lead) and targets.dim() == before and targets.dtype == torch.int64
+        stackable = not lead or self.stackable or self.in_c(inputs, lead.numel()) is not None
+        return sample and stackable and targets.dim() == before and targets.dtype == torch.int64
 
     def tensors(self, x: Tensor) -> list[list[Tensor]]:
         """The tensors of each layer in x [..., P], as views."""
@@ -184,7 +186,8 @@ class Chain:
 
     def turns(self, clients: int, dtype: torch.dtype, device: torch.device) -> bool:
         """Whether a step is made by `step`, which wants turned inputs."""
-        return self.dense is not None and stepped.available(clients * self.entries, dtype, device)
+        dense = self.stackable and self.dense is not None
+        return dense and stepped.available(clients * self.entries, dtype, device)
 
     def gradient(
         self, x: Tensor, inputs: Tensor, targets: Tensor, real: Tensor | None, rate: float | Tensor | None = None
@@ -282,7 +285,13 @@ def as_layer(part: nn.Module) -> Layer | None:
 
 
 def as_dense(layers: list[Layer], shapes: list[list[torch.Size]]) -> Dense | None:
-    """The layers as C takes them: Linear ones, and ReLUs behind some of them."""
+    """The layers as C takes them: blocks of Conv2d, ReLU and MaxPool2d, then Linear ones, and ReLUs behind some of them."""
+    blocks: list[Block] = []
+    while (block := as_block(layers[:3], shapes[:1])) is not None:
+        blocks.append(block)
+        layers, shapes = layers[3:], shapes[3:]
+    if blocks and isinstance(layers[0], Flatten):
+        layers, shapes = layers[1:], shapes[1:]
     linear = [n for n, layer in enumerate(layers) if isinstance(layer, Linear)]
     if linear[:1] != [0] or not all(isinstance(layer, Linear | ReLU) for layer in layers):
         return None
@@ -290,7 +299,20 @@ def as_dense(layers: list[Layer], shapes: list[list[torch.Size]]) -> Dense | Non
     if inputs[1:] != outputs[:-1]:
         return None
     bent = [isinstance(layer, ReLU) for layer in [*layers[1:], layers[0]]]
-    return Dense([inputs[0], *outputs], [len(shapes[n]) > 1 for n in linear], [bent[n] for n in linear])
+    biased = [len(shapes[n]) > 1 for n in linear]
+    return Dense([inputs[0], *outputs], biased, [bent[n] for n in linear], tuple(blocks))
+
+
+def as_block(layers: list[Layer], shapes: list[list[torch.Size]]) -> Block | None:
+    """Three layers as C takes them: a square kernel of 3 or 5 that moves by one, few channels, ReLU, and pooling that halves."""
+    if len(layers) < 3 or not isinstance(layers[0], Conv2d) or not isinstance(layers[1], ReLU):
+        return None
+    convolution, (outputs, channels, *kernel), halves = layers[0], shapes[0][0], layers[2]
+    plain = (convolution.stride, convolution.dilation, convolution.groups) == ((1, 1), (1, 1), 1)
+    square = kernel in ([3, 3], [5, 5]) and len(set(convolution.padding)) == 1
+    if not plain or not square or not isinstance(halves, MaxPool2d) or halves.how != HALVES or outputs > NARROW:
+        return None
+    return Block(channels, outputs, kernel[0], convolution.padding[0], convolution.biased)
 
 
 def hooked(module: nn.Module) -> bool:

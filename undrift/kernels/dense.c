@@ -1,25 +1,21 @@
-/* The gradient of dense layers with ReLU between them and cross-entropy at the end, for clients side by side.
+/* The gradient of dense layers with ReLU between them and cross-entropy at the end, for clients side by side; before them there may
+   be convolutions (pooled.c).
 
    Called by dense.py; the plain form is Chain.gradient of chain.py. Every thread takes a client at a time, whose tensors then
    stay in its core's cache, and the layers' gradients are written to their places in the vector. Activations are kept turned,
    [neuron][sample], so that a register holds the same neuron of LANES samples. */
 
+#include "lanes.h"
+#include "pooled.h"
 #include <math.h>
-#include <stdint.h>
 #include <stdlib.h>
 #include <string.h>
 
 #ifdef __AVX512F__
-enum { LANES = 16, ROWS = 6, WIDE = 4, OUTER_ROWS = 8, OUTER_WIDE = 3 }; /* 24 sums in 32 registers */
+enum { ROWS = 6, WIDE = 4, OUTER_ROWS = 8, OUTER_WIDE = 3 }; /* 24 sums in 32 registers */
 #else
-enum { LANES = 8, ROWS = 6, WIDE = 2, OUTER_ROWS = 6, OUTER_WIDE = 2 }; /* 12 sums in 16 registers */
+enum { ROWS = 6, WIDE = 2, OUTER_ROWS = 6, OUTER_WIDE = 2 }; /* 12 sums in 16 registers */
 #endif
-typedef float vector __attribute__((vector_size(4 * LANES)));
-typedef float anywhere __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
-
-#define INLINED static inline __attribute__((always_inline))
-INLINED vector load(const float *p) { return *(const anywhere *)p; }
-INLINED void store(float *p, vector v) { *(anywhere *)p = v; }
 static long least(long a, long b) { return a < b ? a : b; }
 
 /* out[r][..] = bias[r] + sum_k w(r, k) in[k][..] for R rows and C vectors; w(r, k) lies at w[r * down + k * right]. */
@@ -142,14 +138,44 @@ static float cross_entropy(long classes, long batch, long width, const float *z,
     return (float)(loss / (count > 1.0f ? count : 1.0f));
 }
 
-/* One client: its loss, and g like x, the gradient or with a rate (not NULL) the step x - rate g. `turned` has room for every
-   layer's input, `d`, `before` and `upright` for any layer's output, `spare` for a vector of each sample. */
-static float one(long layers, const long *size, const uint8_t *biased, const uint8_t *bent, long batch, long width,
-                 const float *x, const float *input, const int64_t *label, const float *real, const float *rate, float *g,
-                 float *turned, float *d, float *before, float *upright, float *spare, int *wrong) {
+/* What a thread works with. */
+typedef struct {
+    float *pictures;                      /* the inputs of all blocks, with their padding */
+    float *turned;                        /* the inputs of all dense layers and the last one's output */
+    float *d, *before, *upright, *spare;  /* any layer's output; any layer's input; the same; a vector of each sample */
+    float *dz;                            /* any block's gradient before pooling */
+    uint8_t *places;                      /* where the largest of all blocks' outputs stood */
+} room;
+
+/* The pictures [batch][channels][rows][columns] of the first block, turned, inside their padding. */
+static void turn_pictures(const block *b, long batch, const float *input, float *to, long width) {
+    long pad = b->padding, rows = b->high - 2 * pad, columns = b->wide - 2 * pad, size = b->channels * rows * columns;
+    for (long c = 0; c < b->channels; c++)
+        for (long y = 0; y < rows; y++)
+            turn(batch, columns, input + (c * rows + y) * columns, size,
+                 to + ((c * b->high + y + pad) * b->wide + pad) * width, width);
+}
+
+static long entries(const block *b) { return b->outputs * (b->channels * b->kernel * b->kernel + b->biased); }
+static long places(const block *b) { return b->outputs * rows_out(b) * columns_out(b); }
+
+/* One client: its loss, and g like x, the gradient or with a rate (not NULL) the step x - rate g. */
+static float one(long blocks, const block *shape, long layers, const long *size, const uint8_t *biased, const uint8_t *bent,
+                 long batch, long width, const float *x, const float *input, const int64_t *label, const float *real,
+                 const float *rate, float *g, room at, int *wrong) {
     const float *own = x;
-    float *in = turned;
-    turn(batch, size[0], input, size[0], in, width);
+    float *in = at.turned, *d = at.d, *before = at.before, *picture = at.pictures;
+    uint8_t *place = at.places;
+    if (blocks) turn_pictures(shape, batch, input, picture, width);
+    else turn(batch, size[0], input, size[0], in, width);
+    for (const block *b = shape; b < shape + blocks; own += entries(b), place += places(b) * width, b++) {
+        float *next = picture + b->channels * b->high * b->wide * width;
+        if (b + 1 < shape + blocks) {
+            long row = b[1].wide * width, corner = b[1].padding * (row + width);
+            pooled_forward(b, picture, own, next + corner, row, b[1].high * row, place, width);
+        } else pooled_forward(b, picture, own, in, columns_out(b) * width, rows_out(b) * columns_out(b) * width, place, width);
+        picture = next;
+    }
     for (long n = 0; n < layers; n++) {
         const float *bias = biased[n] ? own + size[n] * size[n + 1] : NULL;
         float *out = in + size[n] * width;
@@ -159,59 +185,77 @@ static float one(long layers, const long *size, const uint8_t *biased, const uin
         own += size[n] * size[n + 1] + (biased[n] ? size[n + 1] : 0);
         in = out;
     }
-    float loss = cross_entropy(size[layers], batch, width, in, label, real, d, wrong);
+    float loss = cross_entropy(size[layers], batch, width, in, label, real, d, wrong), *swapped;
     for (long n = layers - 1; n >= 0; n--) {
-        long outputs = size[n + 1], inputs = size[n];
+        long outputs = size[n + 1], inputs = size[n], first = !n && !blocks;
         own -= inputs * outputs + (biased[n] ? outputs : 0);
         in -= inputs * width;
-        float *place = g + (own - x);
-        if (n) turn(inputs, batch, in, width, upright, inputs);
-        weights(outputs, inputs, batch, d, width, n ? upright : input, rate ? own : NULL, rate ? *rate : 0.0f, place, spare);
+        float *to = g + (own - x);
+        if (!first) turn(inputs, batch, in, width, at.upright, inputs);
+        weights(outputs, inputs, batch, d, width, first ? input : at.upright, rate ? own : NULL, rate ? *rate : 0.0f, to, at.spare);
         for (long r = 0; biased[n] && r < outputs; r++) {
             float sum = 0.0f;
             for (long b = 0; b < batch; b++) sum += d[r * width + b];
-            long at = inputs * outputs + r;
-            place[at] = rate ? own[at] - *rate * sum : sum;
+            long there = inputs * outputs + r;
+            to[there] = rate ? own[there] - *rate * sum : sum;
         }
-        if (n) {
-            times(inputs, outputs, own, 1, inputs, d, NULL, before, width);
-            if (bent[n - 1])
-                for (long e = 0; e < inputs * width; e++) before[e] = in[e] <= 0.0f ? 0.0f : before[e];
-            float *swapped = d;
-            d = before;
-            before = swapped;
-        }
+        if (first) break;
+        times(inputs, outputs, own, 1, inputs, d, NULL, before, width);
+        if (n && bent[n - 1])
+            for (long e = 0; e < inputs * width; e++) before[e] = in[e] <= 0.0f ? 0.0f : before[e];
+        swapped = d, d = before, before = swapped;
+    }
+    for (long n = blocks - 1; n >= 0; n--) {
+        const block *b = shape + n;
+        own -= entries(b), place -= places(b) * width, picture -= b->channels * b->high * b->wide * width;
+        pooled_backward(b, picture, own, d, place, at.dz, rate, g + (own - x), n ? before : NULL, width);
+        swapped = d, d = before, before = swapped;
     }
     return loss;
 }
 
 /* Gradients g [clients, ...], or with rates [clients] the steps, and losses [clients] at x [clients, ...], whose rows lie
-   `x_apart` and `g_apart` apart, on inputs [clients][batch][size[0]]. Layer n has size[n] inputs and size[n + 1] outputs,
-   biases where biased[n], and a ReLU behind it where bent[n]. Returns 1 for a label that the model has no output for, 2 for
-   want of memory, else 0. */
-int dense_gradient(long layers, const long *size, const uint8_t *biased, const uint8_t *bent, long clients, long batch,
-                   const float *x, long x_apart, const float *inputs, const int64_t *labels, const float *real,
-                   const float *rates, float *loss, float *g, long g_apart, int threads) {
-    long width = (batch + LANES - 1) / LANES * LANES, largest = 0, all = 0;
+   `x_apart` and `g_apart` apart, on inputs [clients][batch][...]. First come the blocks, which fit each other; then layer n has
+   size[n] inputs and size[n + 1] outputs, biases where biased[n], and a ReLU behind it where bent[n]. Returns 1 for a label that
+   the model has no output for, 2 for want of memory, else 0. */
+int dense_gradient(long blocks, const block *shape, long layers, const long *size, const uint8_t *biased, const uint8_t *bent,
+                   long clients, long batch, const float *x, long x_apart, const float *inputs, const int64_t *labels,
+                   const float *real, const float *rates, float *loss, float *g, long g_apart, int threads) {
+    long width = (batch + LANES - 1) / LANES * LANES, largest = 0, all = 0, pictures = 0, marks = 0, spread = 0;
     for (long n = 0; n <= layers; n++) {
         all += size[n];
         largest = size[n] > largest ? size[n] : largest;
     }
+    for (const block *b = shape; b < shape + blocks; b++) {
+        long planes = b->channels * b->high * b->wide, before_pooling = b->outputs * 2 * rows_out(b) * columns_back(b);
+        pictures += planes;
+        marks += places(b);
+        largest = b > shape && planes > largest ? planes : largest;
+        spread = before_pooling > spread ? before_pooling : spread;
+    }
+    long taken = blocks ? shape->channels * (shape->high - 2 * shape->padding) * (shape->wide - 2 * shape->padding) : size[0];
     int wrong = 0, poor = 0;
 #pragma omp parallel num_threads(threads) reduction(| : wrong, poor)
     {
-        size_t floats = (size_t)width * (all + 3 * largest + LANES);
-        float *room = malloc(floats * sizeof(float));
-        float *d = room + all * width, *before = d + largest * width, *upright = before + largest * width;
-        poor = !room;
-        if (room && width > batch) memset(room, 0, size[0] * width * sizeof(float)); /* samples that only fill up a vector */
+        size_t floats = (size_t)width * (pictures + all + 3 * largest + LANES + spread);
+        room at = {.pictures = malloc(floats * sizeof(float) + (size_t)width * marks)};
+        at.turned = at.pictures + pictures * width;
+        at.d = at.turned + all * width;
+        at.before = at.d + largest * width;
+        at.upright = at.before + largest * width;
+        at.spare = at.upright + largest * width;
+        at.dz = at.spare + LANES * width;
+        at.places = (uint8_t *)(at.dz + spread * width);
+        poor = !at.pictures;
+        /* Padding, and samples that only fill up a vector. */
+        if (!poor && (blocks || width > batch)) memset(at.pictures, 0, (pictures + size[0]) * width * sizeof(float));
 #pragma omp for schedule(dynamic)
         for (long s = 0; s < clients; s++)
-            if (room)
-                loss[s] = one(layers, size, biased, bent, batch, width, x + s * x_apart, inputs + s * batch * size[0],
-                              labels + s * batch, real ? real + s * batch : NULL, rates ? rates + s : NULL, g + s * g_apart,
-                              room, d, before, upright, upright + largest * width, &wrong);
-        free(room);
+            if (!poor)
+                loss[s] = one(blocks, shape, layers, size, biased, bent, batch, width, x + s * x_apart, inputs + s * batch * taken,
+                              labels + s * batch, real ? real + s * batch : NULL, rates ? rates + s : NULL, g + s * g_apart, at,
+                              &wrong);
+        free(at.pictures);
     }
     return wrong ? 1 : poor ? 2 : 0;
 }

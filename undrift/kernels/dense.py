@@ -1,4 +1,5 @@
-"""The gradient of dense layers, or a step along it, for stacked clients on a CPU, in C: dense.c.
+"""The gradient of dense layers, or a step along it, for stacked clients on a CPU, in C: dense.c. Before them there may be
+convolutions with ReLU and pooling: pooled.c.
 
 PyTorch multiplies the stacked layers one after another, so that a cohort's vectors pass through memory for each of them; in C
 a thread takes a client at a time. The plain form is Chain.gradient of chain.py.
@@ -7,6 +8,7 @@ a thread takes a client at a time. The plain form is Chain.gradient of chain.py.
 from __future__ import annotations
 
 import ctypes
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,12 +19,26 @@ from undrift.kernels.native import address, library
 Rate = float | Tensor
 
 
-class Dense:
-    """Linear layers one after another: `sizes` of the first input and of every output, which have biases, which a ReLU behind."""
+class Block(NamedTuple):
+    """A convolution, a ReLU and a pooling that halves both sides."""
 
-    def __init__(self, sizes: list[int], biased: list[bool], bent: list[bool]) -> None:
-        self.sizes, self.biased, self.bent = sizes, biased, bent
+    channels: int
+    outputs: int
+    kernel: int
+    padding: int
+    biased: bool
+
+
+class Dense:
+    """Linear layers one after another: `sizes` of the first input and of every output, which have biases, which a ReLU behind.
+
+    Before them there may be blocks of convolutions, whose outputs are flattened.
+    """
+
+    def __init__(self, sizes: list[int], biased: list[bool], bent: list[bool], blocks: tuple[Block, ...] = ()) -> None:
+        self.sizes, self.biased, self.bent, self.blocks = sizes, biased, bent, blocks
         self.entries = sum((n + bias) * m for n, m, bias in zip(sizes, sizes[1:], biased, strict=False))
+        self.entries += sum(b.outputs * (b.channels * b.kernel**2 + b.biased) for b in blocks)
 
     def serves(self, like: Tensor, clients: int) -> bool:
         """Whether `gradient` is for so many stacked clients (0: one alone) with vectors of such a kind.
@@ -50,7 +66,9 @@ class Dense:
             else torch.as_tensor(rate, dtype=x.dtype, device=x.device).expand(loss.shape).contiguous()
         )
         layers, flags = len(self.biased), ctypes.c_uint8 * len(self.biased)
+        shapes = [n for shape in self.shapes(inputs) for n in shape]
         failed = library().dense_gradient(  # type: ignore[union-attr]
+            ctypes.c_long(len(self.blocks)), (ctypes.c_long * len(shapes))(*shapes),
             ctypes.c_long(layers), (ctypes.c_long * (layers + 1))(*self.sizes), flags(*self.biased), flags(*self.bent),
             ctypes.c_long(loss.numel()), ctypes.c_long(targets.shape[-1]),
             address(x), apart(x), address(inputs), address(targets), *map(address, (real, rates, loss, made)), apart(made),
@@ -62,12 +80,35 @@ class Dense:
             raise MemoryError("no memory for the layers' outputs")
         return loss, made
 
+    def shapes(self, inputs: Tensor) -> list[tuple[int, ...]]:
+        """Every block for such inputs, as pooled.h describes it."""
+        found: list[tuple[int, ...]] = []
+        high, wide = inputs.shape[-2:] if self.blocks else (0, 0)
+        for b in self.blocks:
+            high, wide = high + 2 * b.padding, wide + 2 * b.padding
+            found.append((b.channels, high, wide, b.outputs, b.kernel, b.padding, int(b.biased)))
+            high, wide = (high - b.kernel + 1) // 2, (wide - b.kernel + 1) // 2
+        return found
+
+    def left(self, inputs: Tensor) -> int:
+        """How many neurons the first dense layer sees of such inputs; 0: the blocks do not fit them or each other."""
+        if not self.blocks:
+            return inputs.shape[-1]
+        channels = inputs.shape[-3]
+        for taken, high, wide, outputs, kernel, *_ in self.shapes(inputs):
+            rows, columns = (high - kernel + 1) // 2, (wide - kernel + 1) // 2
+            if taken != channels or rows < 1 or columns < 1:
+                return 0
+            channels = outputs
+        return channels * rows * columns
+
     def check(self, x: Tensor, inputs: Tensor, targets: Tensor, real: Tensor | None, rate: Rate | None) -> None:
         """Refuse what C would read or write past the end of."""
         lead, batch = x.shape[:-1], targets.shape[-1:]
         right = x.shape[-1] >= self.entries and batch.numel() > 0
         right = right and (targets.shape, targets.dtype) == (lead + batch, torch.int64)
-        right = right and (inputs.shape, inputs.dtype) == ((*lead, *batch, self.sizes[0]), x.dtype)
+        right = right and (inputs.shape[: -3 if self.blocks else -1], inputs.dtype) == ((*lead, *batch), x.dtype)
+        right = right and self.left(inputs) == self.sizes[0]
         right = right and (real is None or real.shape == targets.shape)
         right = right and (not isinstance(rate, Tensor) or rate.shape in (lead, ()))
         if not right:

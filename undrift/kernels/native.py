@@ -20,7 +20,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-SOURCES = [Path(__file__).with_name(name) for name in ("dense.c", "rows.c")]
+SOURCES = [Path(__file__).with_name(name) for name in ("dense.c", "pooled.c", "rows.c")]
+HEADERS = [Path(__file__).with_name(name) for name in ("lanes.h", "pooled.h")]
 FLAGS = ["-std=gnu11", "-O3", "-march=native", "-fno-math-errno", "-fopenmp", "-fPIC", "-shared"]
 
 
@@ -50,7 +51,7 @@ def kept(gcc: str) -> ctypes.CDLL | None:
     folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "undrift"
     folder.mkdir(parents=True, exist_ok=True)
     flags = next((line for line in Path("/proc/cpuinfo").read_bytes().splitlines() if line.startswith(b"flags")), b"")
-    name = digest(b"\0".join([*(source.read_bytes() for source in SOURCES), " ".join(FLAGS).encode(), flags]))
+    name = digest(b"\0".join([*(file.read_bytes() for file in SOURCES + HEADERS), " ".join(FLAGS).encode(), flags]))
     for found in folder.glob(f"{name}-*.so"):
         if found.name == f"{name}-{digest(found.read_bytes())}.so":  # whole: one that is cut short would end Python
             return ctypes.CDLL(str(found))

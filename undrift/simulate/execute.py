@@ -1,7 +1,8 @@
 """How the clients of a round are run: stacked into one program, or one by one on a pool of single-threaded workers.
 
 Both give the same answers to rounding. Stacking wins for small dense layers and always on a GPU; on a CPU a stacked
-convolution becomes a grouped one, which is slow, so that a pool of threads that each train one client wins there.
+convolution becomes a grouped one, which is slow, so that a pool of threads that each train one client wins there, unless the
+model is one that is computed in C (kernels/dense.py).
 """
 
 from __future__ import annotations
@@ -397,4 +398,5 @@ def choose(
     both = [(seconds(stacked), seconds(pool)) for _ in range(3)]
     ratio = min(p for _, p in both) / min(s for s, _ in both)
     convolutional = any(isinstance(m, (nn.Conv1d, nn.Conv2d, nn.Conv3d)) for m in net.original.modules())
-    return pool if ratio < (1.6 if convolutional else 0.6) else stacked
+    in_c = net.chain is not None and net.chain.in_c(x, len(work.ids)) is not None  # a thread takes a client there, too
+    return pool if ratio < (1.6 if convolutional and not in_c else 0.6) else stacked
