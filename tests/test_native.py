@@ -178,10 +178,11 @@ def test_stacked_pictures_are_computed_in_one_call(library: ctypes.CDLL) -> None
     x, key = x0 + 0.1 * torch.randn(2, 3, len(x0)), torch.zeros(2, 3, dtype=torch.int64)
     batch = Batch(torch.randn(2, 3, 8, 3, 20, 20), torch.randint(0, 5, (2, 3, 8)), None, key)
     oracle = Oracle(net, batch, buffers.expand(2, 3, -1))
-    found = oracle.grad(x)
-    assert oracle.chain is not None
+    found, (again, _) = oracle.grad(x), oracle.grads(x, x + 1)
+    assert oracle.chain is not None and not oracle.tally.mapped and oracle.calls == 3
     net.chain = None
     torch.testing.assert_close(found, oracle.grad(x), rtol=1e-4, atol=1e-6)
+    assert torch.equal(again, found) and oracle.tally.mapped and oracle.calls == 4
 
 
 @pytest.mark.parametrize("build", [several, lambda: pictures(3, (6, 4), 5, 0, 20)])

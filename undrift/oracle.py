@@ -7,6 +7,7 @@ ordinary calls. The oracle alone knows how many clients there are: x is [..., P]
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -114,6 +115,14 @@ def task_loss(model: View, x: Tensor, inputs: Tensor, targets: Tensor) -> Tensor
     return model.loss(model(x, inputs), targets)
 
 
+@dataclass
+class Tally:
+    """What was asked so far."""
+
+    calls: int = 0  # gradients
+    mapped: bool = False  # by vmap, in which a stacked convolution becomes a grouped one
+
+
 class Oracle:
     """Gradients on one mini-batch for clients [...]: `lead` is () for a client alone, (S,) for a stacked cohort.
 
@@ -125,13 +134,13 @@ class Oracle:
         self.net, self.batch, self.buffers = net, batch, buffers
         self.task = net  # whose task it is, where `net` is a network beside it
         self.lead = batch.key.shape
-        self.counter = [0]  # gradients so far, shared with the oracles made of this one
+        self.tally = Tally()  # shared with the oracles made of this one
         self.layout = net.layout
         self.loss = torch.zeros((*self.lead, 1), dtype=buffers.dtype, device=buffers.device)
 
     @property
     def calls(self) -> int:
-        return self.counter[0]
+        return self.tally.calls
 
     @property
     def samples(self) -> Tensor:
@@ -179,7 +188,7 @@ class Oracle:
 
     def _relative(self, net: Net, batch: Batch, buffers: Tensor) -> Oracle:
         made = Oracle(net, batch, buffers.expand(*self.lead, buffers.shape[-1]))
-        made.counter, made.task = self.counter, self.task
+        made.tally, made.task = self.tally, self.task
         return made
 
     def values(self, x: Tensor, ask: Objective, *others: Tensor) -> Tensor:
@@ -194,7 +203,7 @@ class Oracle:
         The objective is written for one client and returns one number a sample; `others` are further vectors [..., P]
         that it needs, such as the server's model. Without an objective it is the task's loss.
         """
-        self.counter[0] += 1
+        self.tally.calls += 1
         if objective is None and (chain := self.chain) is not None:
             return self._written_out(chain, x, track)
         points = [v.detach().expand(*self.lead, v.shape[-1]) for v in (x, *others)]
@@ -240,7 +249,7 @@ class Oracle:
         chain = self._fitting if type(self).grad is Oracle.grad else None
         if chain is None or not chain.steps(x, self.lead.numel() if self.lead else 0):
             return descend(x, rate, self.grad(x))
-        self.counter[0] += 1
+        self.tally.calls += 1
         if isinstance(rate, Tensor):
             rate = self._flat(rate.expand(*self.lead, 1).squeeze(-1))
         return self._written_out(chain, x, True, rate)
@@ -258,8 +267,9 @@ class Oracle:
         inputs, targets, key = (t.expand(len(points), *t.shape) for t in (inputs, targets, key))
         batch = Batch(inputs, targets, None if real is None else real.expand(len(points), *real.shape), key, dropout)
         inner = Oracle(self.net, batch, self.buffers.expand(*many, self.buffers.shape[-1]))
+        inner.tally = self.tally
         found = inner.grad(stacked)
-        self.counter[0] += len(points)
+        self.tally.calls += len(points) - 1
         self.buffers, self.loss = inner.buffers[0], inner.loss[0]
         return list(found)
 
@@ -300,6 +310,7 @@ class Oracle:
 
         if not self.lead:
             return of_one(x, self.buffers, *batch[:-1], *others)
+        self.tally.mapped = True
         last = len(self.lead) - 1
         flat: list[Any] = [None if t is None else t.flatten(0, last) for t in (x, self.buffers, *batch[:-1], *others)]
         said, after = torch.vmap(of_one, in_dims=tuple(None if t is None else 0 for t in flat))(*flat)

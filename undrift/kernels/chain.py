@@ -310,7 +310,13 @@ def as_block(layers: list[Layer], shapes: list[list[torch.Size]]) -> Block | Non
     convolution, (outputs, channels, *kernel), halves = layers[0], shapes[0][0], layers[2]
     plain = (convolution.stride, convolution.dilation, convolution.groups) == ((1, 1), (1, 1), 1)
     square = kernel in ([3, 3], [5, 5]) and len(set(convolution.padding)) == 1
-    if not plain or not square or not isinstance(halves, MaxPool2d) or halves.how != HALVES or outputs > NARROW:
+    if (
+        not plain
+        or not square
+        or not isinstance(halves, MaxPool2d)
+        or halves.how != HALVES
+        or max(channels, outputs) > NARROW
+    ):
         return None
     return Block(channels, outputs, kernel[0], convolution.padding[0], convolution.biased)
 

@@ -1,7 +1,7 @@
 /* A convolution with ReLU and 2 x 2 max-pooling behind it, forwards and backwards, for one client: part of dense.c's pass.
 
-   Everything lies turned, [channel][row][column][sample], so that a register holds the same place of LANES samples: there are no
-   edges to look after, six output channels need no filling up to sixteen, and what is pooled is never written. */
+   Everything lies turned, [channel][row][column][sample], so that a register holds the same place of LANES samples: no row ends
+   within a register, six output channels need no filling up to sixteen, and what is pooled is never written. */
 
 #include "pooled.h"
 #include "lanes.h"
@@ -10,14 +10,14 @@
 #ifdef __AVX512F__
 enum { MOST = 6, SIDE = 4 }; /* 6 channels in 4 places, 4 channels under 5 columns of a kernel: 20 to 24 sums in 32 registers */
 #else
-enum { MOST = 3, SIDE = 2 };
+enum { MOST = 3, SIDE = 2 }; /* 10 to 12 sums in 16 registers */
 #endif
 enum { NOWHERE = 4 }; /* the largest of the four is not above zero: nothing goes back */
 
-typedef int32_t whole __attribute__((vector_size(4 * LANES)));
+typedef int32_t integers __attribute__((vector_size(4 * LANES)));
 typedef uint8_t bytes __attribute__((vector_size(LANES), aligned(1), may_alias));
 
-INLINED vector either(whole which, vector a, vector b) { return (vector)((which & (whole)a) | (~which & (whole)b)); }
+INLINED vector either(integers which, vector a, vector b) { return (vector)((which & (integers)a) | (~which & (integers)b)); }
 
 /* Outputs 0 to R - 1 in one pooled place: the largest of four, where it stands, and ReLU. */
 INLINED void forward(int R, int K, const block *b, const float *in, const float *w, const float *bias, float *out, long out_plane,
@@ -37,19 +37,20 @@ INLINED void forward(int R, int K, const block *b, const float *in, const float 
         }
     for (int r = 0; r < R; r++) {
         vector largest = sum[r][0];
-        whole where = {};
+        integers where = {};
         for (int q = 1; q < 4; q++) {
-            whole more = (sum[r][q] > largest) | (sum[r][q] != sum[r][q]); /* NaN is the largest of all */
+            integers more = (sum[r][q] > largest) | (sum[r][q] != sum[r][q]); /* NaN is the largest of all */
             largest = either(more, sum[r][q], largest);
             where = (more & q) | (~more & where);
         }
-        whole none = largest <= 0.0f;
+        integers none = largest <= 0.0f;
         store(out + r * out_plane, either(none, (vector){}, largest));
         *(bytes *)(place + r * place_plane) = __builtin_convertvector((none & NOWHERE) | (~none & where), bytes);
     }
 }
 
-/* g[r][j] = sum of dz[r] under column j of a kernel's row, for R outputs, over a plane's `high` rows of `wide` places. */
+/* sums[r][j] = sum of dz[r] times what of the input met column j of a kernel's row, for R outputs, over `high` rows of `wide`
+   places and all samples. */
 INLINED void under(int R, int K, long high, long wide, long width, const float *dz, long dz_row, long dz_plane, const float *in,
                    long in_row, float sums[SIDE][K]) {
     vector sum[SIDE][5];
@@ -177,7 +178,7 @@ void pooled_backward(const block *b, const float *in, const float *x, const floa
             memset(line + side + 2 * columns * width, 0, ((wide - 2 * columns) * width - side) * sizeof(float));
             for (long p = 0; p < columns * width; p += LANES) {
                 long at = (o * rows + y / 2) * columns * width + p;
-                whole where = __builtin_convertvector(*(const bytes *)(place + at), whole);
+                integers where = __builtin_convertvector(*(const bytes *)(place + at), integers);
                 float *to = line + side + 2 * (p / width) * width + p % width;
                 for (int q = 0; q < 2; q++) {
                     vector v = either(where == (int)(2 * (y % 2) + q), load(d + at), (vector){});

@@ -1,5 +1,8 @@
 /* A convolution with ReLU and 2 x 2 max-pooling behind it, as one layer: pooled.c. */
 
+#ifndef UNDRIFT_POOLED
+#define UNDRIFT_POOLED
+
 #include <stdint.h>
 
 typedef struct {
@@ -17,3 +20,5 @@ void pooled_forward(const block *b, const float *in, const float *w, float *out,
                     long width);
 void pooled_backward(const block *b, const float *in, const float *x, const float *d, const uint8_t *place, float *dz,
                      const float *rate, float *g, float *before, long width);
+
+#endif

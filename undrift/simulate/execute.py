@@ -50,6 +50,7 @@ class RoundWork:
     table: Table
     batch: int  # B
     gradients: int = 0  # mini-batch gradients computed so far
+    mapped: bool = False  # whether some were by vmap
 
     @functools.cached_property
     def keys(self) -> tuple[Tensor, Tensor]:
@@ -77,6 +78,7 @@ class RoundWork:
             oracle = Oracle(self.net, batch, torch.zeros((), dtype=self.net.dtype, device=device))
             yield oracle, live
             self.gradients += oracle.calls * int((count > 0).sum())
+            self.mapped = self.mapped or oracle.tally.mapped
 
 
 def mini_batch(
@@ -398,5 +400,5 @@ def choose(
     both = [(seconds(stacked), seconds(pool)) for _ in range(3)]
     ratio = min(p for _, p in both) / min(s for s, _ in both)
     convolutional = any(isinstance(m, (nn.Conv1d, nn.Conv2d, nn.Conv3d)) for m in net.original.modules())
-    in_c = net.chain is not None and net.chain.in_c(x, len(work.ids)) is not None  # a thread takes a client there, too
-    return pool if ratio < (1.6 if convolutional and not in_c else 0.6) else stacked
+    grouped = convolutional and work.mapped  # in C, each thread has a client in either way
+    return pool if ratio < (1.6 if grouped else 0.6) else stacked
