@@ -256,6 +256,29 @@ def test_products_of_rows_are_numpys(library: ctypes.CDLL, few: int, count: int,
     torch.testing.assert_close(apart, exact, rtol=2e-5, atol=2e-5 * length)
 
 
+def test_rows_that_are_renewed_and_multiplied_in_one_pass(library: ctypes.CDLL, threads: int) -> None:
+    """A row that was empty, one that fades, one that stays: as in two passes, and nothing else is written."""
+    torch.manual_seed(0)
+    r, updates, m = torch.randn(11, 70_013), torch.randn(3, 70_013), torch.randn(70_013)
+    at, scale = torch.tensor([7, 0, 10]), torch.tensor([[0.0], [0.25], [1.0]])
+    expected, before = r.double(), r.clone()
+    expected[at] = scale.double() * expected[at] + updates.double()
+    for columns in (slice(0, 70_013), slice(2, 70_000)):  # a part is what a tensor's own programme has
+        r.copy_(before)
+        found = rows.renewed(r[:, columns], at, scale, updates[:, columns], m[columns])
+        assert found is not None
+        torch.testing.assert_close(r[:, columns].double(), expected[:, columns], rtol=1e-6, atol=1e-6)
+        exact = torch.cat([expected[at], m.double()[None]])[:, columns] @ expected[:, columns].T
+        torch.testing.assert_close(found, exact, rtol=1e-5, atol=2e-2)
+        others = [i for i in range(11) if i not in at.tolist()]
+        assert torch.equal(r[others], before[others]) and torch.equal(r[:, columns.stop :], before[:, columns.stop :])
+        assert torch.equal(r[:, : columns.start], before[:, : columns.start])
+    for unfit in (before.double(), before[:, :1000], before.T.contiguous().T):
+        wide = unfit.clone()
+        length = unfit.shape[1]
+        assert rows.renewed(wide, at, scale, updates[:, :length], m[:length]) is None and torch.equal(wide, unfit)
+
+
 def test_a_combination_is_the_plain_one_to_the_last_digit(
     library: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from undrift.cone import gram
 from undrift.kernels import slots
-from undrift.kernels.rows import fade_and_add, inner_products, long_products
+from undrift.kernels.rows import fade_and_add, inner_products, long_products, renewed
 
 
 class Memory(NamedTuple):
@@ -72,9 +72,9 @@ class Memory(NamedTuple):
         """
         age, at = self.age[place].unsqueeze(-1), place.to(updates.device)
         scale = torch.where(age < 0, 0.0, beta2 ** (age + 1).to(updates.dtype)).to(updates)
-        fade_and_add(self.rows, at, scale, updates)  # D[i] <- scale D[i] + d_i
-        # Only the cohort's rows and columns of the Gram matrix change: S m d operations, not m m d, in one reading.
-        new = torch.stack([inner(self.rows[:, part], at, m[part]) for part in segments])
+        # D[i] <- scale D[i] + d_i. Only the cohort's rows and columns of the Gram matrix change: S m d operations, not m m d, in
+        # one reading.
+        new = torch.stack([renewed_products(self.rows[:, s], at, scale, updates[:, s], m[s]) for s in segments])
         new, along = new[:, :-1].to(self.products), new[:, -1]
         products = self.products.index_copy(1, at, new).index_copy(2, at, new.transpose(1, 2))
         age = (self.age + 1).index_fill(0, place, 0)
@@ -85,8 +85,12 @@ class Memory(NamedTuple):
         return (self.ids >= 0) & ((self.age == 0) | (beta2 > 0))
 
 
-def inner(rows: Tensor, at: Tensor, m: Tensor) -> Tensor:
-    """The products [S + 1, m] of rows[at] and m with all rows [m, P], in float64 as far as they were summed up so."""
+def renewed_products(rows: Tensor, at: Tensor, scale: Tensor, updates: Tensor, m: Tensor) -> Tensor:
+    """rows[at] <- scale rows[at] + updates, and the products [S + 1, m] of rows[at] and m with all rows [m, P], in float64 as far
+    as they were summed up so."""
+    if (found := renewed(rows, at, scale, updates, m)) is not None:
+        return found
+    fade_and_add(rows, at, scale, updates)
     if long_products(rows):
         return inner_products(rows, at, m)
     return gram(torch.cat([rows.index_select(0, at), m[None]]), rows).double()

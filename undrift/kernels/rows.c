@@ -67,9 +67,10 @@ static void some_vectors(int R, int V, const float *row, long apart, const float
 }
 
 /* out [count][m] = the products of `count` vectors with all rows, each row `apart` from the next; a block in float32, the
-   blocks' sums in float64. Returns 1 for want of memory, else 0. */
-int inner_products(long m, long length, const float *rows, long apart, long count, const float *const *vectors, double *out,
-                   int threads) {
+   blocks' sums in float64. The first `renewed` vectors are themselves rows, and become scale[j] vectors[j] + updates[j] before.
+   Returns 1 for want of memory, else 0. */
+int inner_products(long m, long length, const float *rows, long apart, long count, float *const *vectors, long renewed,
+                   const float *scale, const float *const *updates, double *out, int threads) {
     int poor = 0;
     memset(out, 0, sizeof(double) * m * count);
     double *sums = calloc((size_t)threads * m * count, sizeof(double));
@@ -82,6 +83,8 @@ int inner_products(long m, long length, const float *rows, long apart, long coun
         poor |= !packed;
         for (long b = blocks * thread / threads; packed && b < blocks * (thread + 1) / threads; b++) {
             long at = b * BLOCK, here = least(BLOCK, length - at), whole = here / LANES * LANES;
+            for (long j = 0; j < renewed; j++)
+                for (long k = at; k < at + here; k++) vectors[j][k] = scale[j] * vectors[j][k] + updates[j][k];
             for (long j = 0; j < count; j += VECTORS) {
                 long V = least(VECTORS, count - j);
                 for (long q = 0; q < V; q++)

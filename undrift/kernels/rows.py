@@ -2,7 +2,8 @@
 
 `fade_and_add` writes some rows anew where they lie. `inner_products` multiplies a few of them with all: a general
 product copies all rows into another order first, which costs more than the multiplication. In C (rows.c) a block of every
-row is multiplied as it lies; without a compiler, blocks so small that the BLAS of numpy (OpenBLAS) does the same.
+row is multiplied as it lies, and `renewed` does both in one pass; without a compiler, blocks so small that the BLAS of numpy
+(OpenBLAS) does the same.
 """
 
 from __future__ import annotations
@@ -41,16 +42,26 @@ def long_products(rows: Tensor) -> bool:
 def inner_products(rows: Tensor, at: Tensor, m: Tensor) -> Tensor:
     """The products [S + 1, m] of rows[at] and of the vector m [P] with all rows [m, P], block after block, summed in float64."""
     if library() is not None and rows.stride(1) == 1 and m.stride(0) == 1:
-        return native_products(rows, [*(rows[i] for i in at.tolist()), m])
+        return native_products(rows, [*(rows[i] for i in at.tolist()), m], m.new_zeros(0), [])
     return blas_products(rows, at, m)
 
 
-def native_products(rows: Tensor, vectors: Sequence[Tensor]) -> Tensor:
-    """The products [n, m] of n vectors with all rows [m, P], in C."""
+def renewed(rows: Tensor, at: Tensor, scale: Tensor, updates: Tensor, m: Tensor) -> Tensor | None:
+    """`fade_and_add` and then `inner_products`, in one pass; None, and nothing changed, where that is not to be had."""
+    straight = all(t.stride(-1) == 1 and t.dtype == torch.float32 for t in (rows, updates, m))
+    if not long_products(rows) or not straight or library() is None:
+        return None
+    vectors = [*(rows[i] for i in at.tolist()), m]
+    return native_products(rows, vectors, scale.squeeze(-1).to(torch.float32).contiguous(), list(updates))
+
+
+def native_products(rows: Tensor, vectors: Sequence[Tensor], scale: Tensor, updates: Sequence[Tensor]) -> Tensor:
+    """The products [n, m] of n vectors with all rows [m, P], in C; the first of them are rows, which the updates are added to."""
     found = rows.new_empty(len(vectors), len(rows), dtype=torch.float64)
     failed = library().inner_products(  # type: ignore[union-attr]
         ctypes.c_long(len(rows)), ctypes.c_long(rows.shape[1]), address(rows), ctypes.c_long(rows.stride(0)),
-        ctypes.c_long(len(vectors)), addresses(vectors), address(found), ctypes.c_int(torch.get_num_threads()),
+        ctypes.c_long(len(vectors)), addresses(vectors), ctypes.c_long(len(updates)), address(scale), addresses(updates),
+        address(found), ctypes.c_int(torch.get_num_threads()),
     )  # fmt: skip
     if failed:
         raise MemoryError("no memory for a block of the vectors")
