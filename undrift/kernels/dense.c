@@ -16,7 +16,6 @@ enum { ROWS = 6, WIDE = 4, OUTER_ROWS = 8, OUTER_WIDE = 3 }; /* 24 sums in 32 re
 #else
 enum { ROWS = 6, WIDE = 2, OUTER_ROWS = 6, OUTER_WIDE = 2 }; /* 12 sums in 16 registers */
 #endif
-static long least(long a, long b) { return a < b ? a : b; }
 
 /* out[r][..] = bias[r] + sum_k w(r, k) in[k][..] for R rows and C vectors; w(r, k) lies at w[r * down + k * right]. */
 INLINED void panel(int R, int C, long n, const float *w, long down, long right, const float *in, const float *bias,

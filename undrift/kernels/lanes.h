@@ -14,5 +14,6 @@ typedef float anywhere __attribute__((vector_size(4 * LANES), aligned(4), may_al
 #define INLINED static inline __attribute__((always_inline))
 INLINED vector load(const float *p) { return *(const anywhere *)p; }
 INLINED void store(float *p, vector v) { *(anywhere *)p = v; }
+INLINED long least(long a, long b) { return a < b ? a : b; }
 
 #endif

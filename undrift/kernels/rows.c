@@ -1,21 +1,17 @@
 /* Passes over the rows [m][length] of a memory of hundreds of megabytes, called by rows.py, where the plain forms are. */
 
+#include "lanes.h"
 #include <stdlib.h>
 #include <string.h>
 
 #ifdef __AVX512F__
-enum { LANES = 16, ROWS = 4, VECTORS = 6 };             /* 24 sums in 32 registers */
+enum { ROWS = 4, VECTORS = 6 };                         /* 24 sums in 32 registers */
 #define IN_A_REGISTER(v) __asm__("" : "+v"(v))          /* not read again for every product */
 #else
-enum { LANES = 8, ROWS = 2, VECTORS = 6 };
+enum { ROWS = 2, VECTORS = 6 };
 #define IN_A_REGISTER(v)
 #endif
 enum { BLOCK = 4096 }; /* entries of a row that are summed in float32; a row's block and all vectors' fit in a core's cache */
-typedef float vector __attribute__((vector_size(4 * LANES)));
-typedef float anywhere __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
-
-#define INLINED static inline __attribute__((always_inline))
-static long least(long a, long b) { return a < b ? a : b; }
 
 INLINED double total(vector s) {
     float part[LANES];
@@ -34,7 +30,7 @@ INLINED void tile(int R, int V, const float *row, long apart, const float *v, lo
         for (int j = 0; j < V; j++) sum[i][j] = (vector){};
     for (long k = 0; k < length; k += LANES, v += LANES * V) {
         vector a[ROWS];
-        for (int i = 0; i < R; i++) a[i] = *(const anywhere *)(row + i * apart + k);
+        for (int i = 0; i < R; i++) a[i] = load(row + i * apart + k);
         for (int i = 0; i < ahead; i++) __builtin_prefetch(next + i * apart + k, 0, 2);
         for (int j = 0; j < V; j++) {
             vector b = *(const vector *)(v + LANES * j);
@@ -89,7 +85,7 @@ int inner_products(long m, long length, const float *rows, long apart, long coun
                 long V = least(VECTORS, count - j);
                 for (long q = 0; q < V; q++)
                     for (long k = 0; k < whole; k += LANES)
-                        *(vector *)(packed + j * BLOCK + k * V + q * LANES) = *(const anywhere *)(vectors[j + q] + at + k);
+                        *(vector *)(packed + j * BLOCK + k * V + q * LANES) = load(vectors[j + q] + at + k);
             }
             for (long i = 0; i < m; i += ROWS)
                 for (long j = 0; j < count; j += VECTORS) {
