@@ -28,6 +28,10 @@ class Block(NamedTuple):
     padding: int
     biased: bool
 
+    def leaves(self, high: int, wide: int) -> tuple[int, int]:
+        """Rows and columns of what comes out for so many with padding."""
+        return (high - self.kernel + 1) // 2, (wide - self.kernel + 1) // 2
+
 
 class Dense:
     """Linear layers one after another: `sizes` of the first input and of every output, which have biases, which a ReLU behind.
@@ -87,7 +91,7 @@ class Dense:
         for b in self.blocks:
             high, wide = high + 2 * b.padding, wide + 2 * b.padding
             found.append((b.channels, high, wide, b.outputs, b.kernel, b.padding, int(b.biased)))
-            high, wide = (high - b.kernel + 1) // 2, (wide - b.kernel + 1) // 2
+            high, wide = b.leaves(high, wide)
         return found
 
     def left(self, inputs: Tensor) -> int:
@@ -95,11 +99,11 @@ class Dense:
         if not self.blocks:
             return inputs.shape[-1]
         channels = inputs.shape[-3]
-        for taken, high, wide, outputs, kernel, *_ in self.shapes(inputs):
-            rows, columns = (high - kernel + 1) // 2, (wide - kernel + 1) // 2
-            if taken != channels or rows < 1 or columns < 1:
+        for b, (_, high, wide, *_) in zip(self.blocks, self.shapes(inputs), strict=True):
+            rows, columns = b.leaves(high, wide)
+            if b.channels != channels or rows < 1 or columns < 1:
                 return 0
-            channels = outputs
+            channels = b.outputs
         return channels * rows * columns
 
     def check(self, x: Tensor, inputs: Tensor, targets: Tensor, real: Tensor | None, rate: Rate | None) -> None:

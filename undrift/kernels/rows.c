@@ -109,7 +109,7 @@ int inner_products(long m, long length, const float *rows, long apart, long coun
 
 /* u = p + sum_j share[j] row[j] over `count` rows, summed in float64. */
 void combined(long length, const float *p, long count, const float *const *row, const double *share, float *u, int threads) {
-    enum { SHORT = 256 }; /* entries of a row; timed */
+    enum { SHORT = 256 }; /* entries of a row at a time; with 1024 it takes a quarter longer */
 #pragma omp parallel for num_threads(threads) schedule(static)
     for (long at = 0; at < length; at += SHORT) {
         long here = least(SHORT, length - at);

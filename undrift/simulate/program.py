@@ -419,8 +419,8 @@ class Program:
         dim = len(self.lead)
         # A mean over the clients is finite only where all of them are. Most servers take it anyway, so that a compiler reads the
         # vectors once for both.
-        told = [mean(t, now.weight) if fuses(t) else t for t in (*leaves(answers.up), answers.buffers)]
-        sums = torch.stack([t.flatten(dim).sum(-1) for t in told])
+        looked_at = [mean(t, now.weight) if fuses(t) else t for t in (*leaves(answers.up), answers.buffers)]
+        sums = torch.stack([t.flatten(dim).sum(-1) for t in looked_at])
         sent = nbytes(self.net.sent(answers.up)) + (nbytes(answers.buffers) if self.alg.buffers_up else 0)
         self.bytes_answered = sent // loss.numel()
         return answers, here.fine & sums.isfinite().all(0)
