@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from undrift.cone import combined, gram
-from undrift.kernels.rows import fade_and_add, inner_products, long_products
+from undrift.kernels.native import library
+from undrift.kernels.rows import fade_and_add, inner_products, long_products, renewed
 from undrift.memory import Memory
 
 
@@ -22,7 +23,7 @@ def test_rows_are_written_where_they_lie(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("threads", [1, 2])
-@pytest.mark.parametrize("few, rows, length", [(10, 100, 70_001), (0, 1, 1 << 16), (3, 7, 99_999)])
+@pytest.mark.parametrize("few, rows, length", [(10, 100, 70_001), (0, 1, 1 << 16), (3, 7, 99_999), (13, 130, 65_600)])
 def test_long_products_are_those_of_float64(threads: int, few: int, rows: int, length: int) -> None:
     """To the accuracy of float32 numbers, better than one long sum in float32; also for a part of longer rows."""
     torch.manual_seed(0)
@@ -40,6 +41,28 @@ def test_long_products_are_those_of_float64(threads: int, few: int, rows: int, l
     assert found.dtype == torch.float64
     torch.testing.assert_close(found, exact, rtol=2e-6, atol=2e-6 * length)
     torch.testing.assert_close(gram(v, r).double(), exact, rtol=1e-4, atol=1e-4 * length)
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+def test_rows_are_renewed_and_multiplied_in_one_pass(threads: int) -> None:
+    """More rows than are multiplied at a time, and those renewed at both ends of them."""
+    if library() is None:
+        pytest.skip("no C here")
+    torch.manual_seed(0)
+    rows, updates, m = torch.randn(270, 66_003), torch.randn(4, 66_003), torch.randn(66_003)
+    at, scale = torch.tensor([269, 0, 130, 127]), torch.tensor([[0.5], [0.0], [0.25], [1.0]])
+    expected = rows.clone()
+    fade_and_add(expected, at, scale, updates)
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        found = renewed(rows, at, scale, updates, m)
+    finally:
+        torch.set_num_threads(before)
+    torch.testing.assert_close(rows, expected)
+    exact = torch.cat([expected[at], m[None]]).double() @ expected.double().T
+    assert found is not None
+    torch.testing.assert_close(found, exact, rtol=2e-6, atol=2e-6 * 66_003)
 
 
 def test_a_memory_of_long_rows_knows_its_products() -> None:
@@ -70,7 +93,7 @@ def test_a_memory_of_long_rows_knows_its_products() -> None:
 def test_a_combination_is_summed_in_float64(dtype: torch.dtype) -> None:
     """More than one block of a CPU, one of them short; p stays as it is."""
     torch.manual_seed(0)
-    p, rows = torch.randn(150_000, dtype=dtype), torch.randn(5, 150_000, dtype=dtype)
+    p, rows = torch.randn(150_005, dtype=dtype), torch.randn(5, 150_005, dtype=dtype)
     index, share, before = torch.tensor([3, 0]), torch.tensor([1e4, 2.0], dtype=torch.float64), p.clone()
     expected = (p.double() + share @ rows[index].double()).to(dtype)
     assert torch.equal(combined(p, rows, index, share), expected) or dtype == torch.float64

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 
 from undrift.algorithms.base import Down, Momentum, Work
-from undrift.vec import clip, dot, leaves, map_leaves, mean, norm, where
+from undrift.vec import LONG, clip, dot, leaves, map_leaves, mean, norm, where
 
 
 def test_reductions_agree_over_leading_dimensions() -> None:
@@ -17,6 +18,15 @@ def test_reductions_agree_over_leading_dimensions() -> None:
             torch.testing.assert_close(norm(u)[r, s, 0], torch.linalg.vector_norm(u[r, s]))
     weight = torch.rand(2, 3, 1, dtype=torch.float64)
     torch.testing.assert_close(mean(u, weight)[1], sum(weight[1, s] * u[1, s] for s in range(3)))
+
+
+@pytest.mark.parametrize("length", [LONG + 8, LONG + 3])
+def test_long_means(length: int) -> None:
+    """Taken in pieces, where the length allows it, also of vectors that lie apart."""
+    v, weight = torch.randn(3, length + 5)[:, 2:-3], torch.tensor([[0.5], [0.25], [0.25]])
+    found = mean(v, weight)
+    assert found.shape == (length,)
+    torch.testing.assert_close(found, 0.5 * v[0] + 0.25 * v[1] + 0.25 * v[2])
 
 
 def test_clip_shortens_only_what_is_too_long() -> None:

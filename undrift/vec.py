@@ -11,6 +11,8 @@ from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
 T = TypeVar("T")
 
+LONG, PIECES = 1 << 16, 8  # one product of a vector with a matrix is made on one core; a long mean's pieces on all of them
+
 
 def dot(u: Tensor, v: Tensor) -> Tensor:
     """<u, v> as [..., 1].
@@ -39,6 +41,9 @@ def mean(v: Tensor, weight: Tensor) -> Tensor:
     if fuses(v):
         first, *more = (w * u for w, u in zip(weight.unbind(-2), v.unbind(-2), strict=True))
         return sum(more, start=first)
+    if v.dim() == 2 and v.device.type == "cpu" and v.shape[-1] >= LONG and v.shape[-1] % PIECES == 0:
+        pieces = v.unflatten(-1, (PIECES, -1)).transpose(0, 1)
+        return (weight.T @ pieces).flatten()
     return (weight.transpose(-1, -2) @ v).squeeze(-2)
 
 

@@ -5,52 +5,57 @@
 #include <string.h>
 
 #ifdef __AVX512F__
-enum { ROWS = 4, VECTORS = 6 };                         /* 24 sums in 32 registers */
-#define IN_A_REGISTER(v) __asm__("" : "+v"(v))          /* not read again for every product */
+enum { ROWS = 4, VECTORS = 6 };                /* 24 sums in 32 registers */
+#define IN_A_REGISTER(v) __asm__("" : "+v"(v)) /* not read again for every product */
 #else
 enum { ROWS = 2, VECTORS = 6 };
 #define IN_A_REGISTER(v)
 #endif
-enum { BLOCK = 4096 }; /* entries of a row that are summed in float32; a row's block and all vectors' fit in a core's cache */
+enum {
+    CHUNK = 512,       /* entries: VECTORS chunks stay in a core's first cache while all rows pass by */
+    BLOCK = 2 * CHUNK, /* entries: in the second cache are a block of all rows and, fetched meanwhile, the next one */
+    BAND = 128,        /* rows of which that is true */
+    SHORT_SUM = 4      /* blocks that are summed in float32 */
+};
+typedef float halved __attribute__((vector_size(2 * LANES)));
+typedef double wide __attribute__((vector_size(4 * LANES))); /* half as many lanes */
 
-INLINED double total(vector s) {
-    float part[LANES];
-    memcpy(part, &s, sizeof part);
-    for (int half = LANES / 2; half; half /= 2)
-        for (int i = 0; i < half; i++) part[i] += part[i + half];
-    return part[0];
+INLINED wide widened(const float *p) {
+    halved v;
+    memcpy(&v, p, sizeof v);
+    return __builtin_convertvector(v, wide);
 }
 
-/* out[j][i] += <row i, vector j> for R rows `apart` from each other and V vectors, interleaved in `v`, over `length` entries.
+/* sums[i][j] += row i * vector j for R rows `apart` from each other and V vectors, interleaved in `v`, over `length` entries.
    Meanwhile `ahead` rows from `next` on are fetched into the cache. */
-INLINED void tile(int R, int V, const float *row, long apart, const float *v, long length, double *out, long m,
+INLINED void tile(int R, int V, const float *row, long apart, const vector *v, long length, vector *sums, long count,
                   const float *next, int ahead) {
     vector sum[ROWS][VECTORS];
     for (int i = 0; i < R; i++)
-        for (int j = 0; j < V; j++) sum[i][j] = (vector){};
-    for (long k = 0; k < length; k += LANES, v += LANES * V) {
+        for (int j = 0; j < V; j++) sum[i][j] = sums[i * count + j];
+    for (long k = 0; k < length; k += LANES, v += V) {
         vector a[ROWS];
         for (int i = 0; i < R; i++) a[i] = load(row + i * apart + k);
         for (int i = 0; i < ahead; i++) __builtin_prefetch(next + i * apart + k, 0, 2);
         for (int j = 0; j < V; j++) {
-            vector b = *(const vector *)(v + LANES * j);
+            vector b = v[j];
             IN_A_REGISTER(b);
             for (int i = 0; i < R; i++) sum[i][j] += a[i] * b;
         }
     }
     for (int i = 0; i < R; i++)
-        for (int j = 0; j < V; j++) out[j * m + i] += total(sum[i][j]);
+        for (int j = 0; j < V; j++) sums[i * count + j] = sum[i][j];
 }
 
-static void some_vectors(int R, int V, const float *row, long apart, const float *v, long length, double *out, long m,
+static void some_vectors(int R, int V, const float *row, long apart, const vector *v, long length, vector *sums, long count,
                          const float *next, int ahead) {
-#define WITH(V)                                                                  \
-    if (R == ROWS) {                                                             \
-        tile(ROWS, V, row, apart, v, length, out, m, next, ahead);               \
-        break;                                                                   \
-    }                                                                            \
-    for (int i = 0; i < R; i++)                                                  \
-        tile(1, V, row + i * apart, apart, v, length, out + i, m, NULL, 0);      \
+#define WITH(V)                                                                             \
+    if (R == ROWS) {                                                                        \
+        tile(ROWS, V, row, apart, v, length, sums, count, next, ahead);                     \
+        break;                                                                              \
+    }                                                                                       \
+    for (int i = 0; i < R; i++)                                                             \
+        tile(1, V, row + i * apart, apart, v, length, sums + i * count, count, NULL, 0);    \
     break;
     switch (V) {
     case 1: WITH(1)
@@ -62,61 +67,92 @@ static void some_vectors(int R, int V, const float *row, long apart, const float
     }
 }
 
-/* out [count][m] = the products of `count` vectors with all rows, each row `apart` from the next; a block in float32, the
-   blocks' sums in float64. The first `renewed` vectors are themselves rows, and become scale[j] vectors[j] + updates[j] before.
+/* out [m][count] += the products of `count` vectors with a band of m rows over the entries from `first` to `end`.
+   The first `renewed` vectors become scale[j] vectors[j] + updates[j] before. Returns 1 for want of memory, else 0. */
+static int band(long m, const float *rows, long apart, long first, long end, long count, float *const *vectors, long renewed,
+                const float *scale, const float *const *updates, double *out) {
+    vector *sums = aligned_alloc(sizeof(vector), sizeof(vector) * m * count);
+    wide *sums_of_sums = aligned_alloc(sizeof(wide), sizeof(wide) * m * count);
+    int poor = !sums || !sums_of_sums, blocks = 0;
+    for (long e = 0; !poor && e < m * count; e++) sums[e] = (vector){}, sums_of_sums[e] = (wide){};
+    for (long at = first; !poor && at < end; at += BLOCK) {
+        long here = least(BLOCK, end - at), whole = here / LANES * LANES;
+        for (long j = 0; j < renewed; j++)
+            for (long k = at; k < at + here; k++) vectors[j][k] = scale[j] * vectors[j][k] + updates[j][k];
+        for (long c = at; c < at + whole; c += CHUNK)
+            for (long j = 0; j < count; j += VECTORS) {
+                long V = least(VECTORS, count - j), chunk = least(CHUNK, at + whole - c);
+                vector v[CHUNK / LANES * VECTORS];
+                for (long q = 0; q < V; q++)
+                    for (long k = 0; k < chunk; k += LANES) {
+                        v[k / LANES * V + q] = load(vectors[j + q] + c + k);
+                        if (j + q < renewed) __builtin_prefetch(updates[j + q] + c + k + BLOCK, 0, 2);
+                    }
+                int from = ROWS * j / count, to = ROWS * least(j + VECTORS, count) / count; /* this group's share */
+                for (long i = 0; i < m; i += ROWS) {
+                    const float *row = rows + i * apart + c;
+                    some_vectors(least(ROWS, m - i), V, row, apart, v, chunk, sums + i * count + j, count,
+                                 row + from * apart + BLOCK, to - from);
+                }
+            }
+        for (long k = at + whole; k < at + here; k++) /* what does not fill a vector */
+            for (long i = 0; i < m; i++)
+                for (long j = 0; j < count; j++) out[i * count + j] += (double)rows[i * apart + k] * vectors[j][k];
+        if (++blocks % SHORT_SUM == 0 || at + BLOCK >= end)
+            for (long e = 0; e < m * count; e++) {
+                halved half[2];
+                memcpy(half, sums + e, sizeof half);
+                sums_of_sums[e] += __builtin_convertvector(half[0] + half[1], wide);
+                sums[e] = (vector){};
+            }
+    }
+    for (long e = 0; !poor && e < m * count; e++)
+        for (int q = 0; q < LANES / 2; q++) out[e] += sums_of_sums[e][q];
+    free(sums);
+    free(sums_of_sums);
+    return poor;
+}
+
+/* out [count][m] = the products of `count` vectors with all rows, each row `apart` from the next; a few blocks in float32,
+   their sums in float64. The first `renewed` vectors are themselves rows, and become scale[j] vectors[j] + updates[j] before.
    Returns 1 for want of memory, else 0. */
 int inner_products(long m, long length, const float *rows, long apart, long count, float *const *vectors, long renewed,
                    const float *scale, const float *const *updates, double *out, int threads) {
     int poor = 0;
-    memset(out, 0, sizeof(double) * m * count);
     double *sums = calloc((size_t)threads * m * count, sizeof(double));
     if (!sums) return 1;
 #pragma omp parallel for num_threads(threads) schedule(static) reduction(| : poor)
     for (int thread = 0; thread < threads; thread++) {
-        float *packed = aligned_alloc(64, (size_t)count * BLOCK * sizeof(float));
-        double *mine = sums + (size_t)thread * m * count;
         long blocks = (length + BLOCK - 1) / BLOCK;
-        poor |= !packed;
-        for (long b = blocks * thread / threads; packed && b < blocks * (thread + 1) / threads; b++) {
-            long at = b * BLOCK, here = least(BLOCK, length - at), whole = here / LANES * LANES;
-            for (long j = 0; j < renewed; j++)
-                for (long k = at; k < at + here; k++) vectors[j][k] = scale[j] * vectors[j][k] + updates[j][k];
-            for (long j = 0; j < count; j += VECTORS) {
-                long V = least(VECTORS, count - j);
-                for (long q = 0; q < V; q++)
-                    for (long k = 0; k < whole; k += LANES)
-                        *(vector *)(packed + j * BLOCK + k * V + q * LANES) = load(vectors[j + q] + at + k);
-            }
-            for (long i = 0; i < m; i += ROWS)
-                for (long j = 0; j < count; j += VECTORS) {
-                    const float *row = rows + i * apart + at;
-                    int from = ROWS * j / count, to = ROWS * least(j + VECTORS, count) / count; /* this group's share */
-                    int ahead = i + 2 * ROWS <= m ? to - from : 0;
-                    some_vectors(least(ROWS, m - i), least(VECTORS, count - j), row, apart, packed + j * BLOCK, whole,
-                                 mine + j * m + i, m, row + (ROWS + from) * apart, ahead);
-                }
-            for (long k = whole; k < here; k++) /* what does not fill a vector */
-                for (long j = 0; j < count; j++)
-                    for (long i = 0; i < m; i++) mine[j * m + i] += (double)rows[i * apart + at + k] * vectors[j][at + k];
-        }
-        free(packed);
+        long first = blocks * thread / threads * BLOCK, end = least(blocks * (thread + 1) / threads * BLOCK, length);
+        for (long top = 0; top < m; top += BAND)
+            poor |= band(least(BAND, m - top), rows + top * apart, apart, first, end, count, vectors, top ? 0 : renewed, scale,
+                         updates, sums + (thread * m + top) * count);
     }
+    memset(out, 0, sizeof(double) * m * count);
     for (int thread = 0; thread < threads; thread++)
-        for (long e = 0; e < m * count; e++) out[e] += sums[(size_t)thread * m * count + e];
+        for (long i = 0; i < m; i++)
+            for (long j = 0; j < count; j++) out[j * m + i] += sums[(thread * m + i) * count + j];
     free(sums);
     return poor;
 }
 
 /* u = p + sum_j share[j] row[j] over `count` rows, summed in float64. */
 void combined(long length, const float *p, long count, const float *const *row, const double *share, float *u, int threads) {
-    enum { SHORT = 256 }; /* entries of a row at a time; with 1024 it takes a quarter longer */
+    enum { STEP = 2 * LANES }; /* entries that are summed in four registers */
+    long whole = length / STEP * STEP;
 #pragma omp parallel for num_threads(threads) schedule(static)
-    for (long at = 0; at < length; at += SHORT) {
-        long here = least(SHORT, length - at);
-        double sum[SHORT];
-        for (long k = 0; k < here; k++) sum[k] = p[at + k];
+    for (long at = 0; at < whole; at += STEP) {
+        wide sum[4];
+        for (int q = 0; q < 4; q++) sum[q] = widened(p + at + q * LANES / 2);
         for (long j = 0; j < count; j++)
-            for (long k = 0; k < here; k++) sum[k] += share[j] * row[j][at + k];
-        for (long k = 0; k < here; k++) u[at + k] = (float)sum[k];
+            for (int q = 0; q < 4; q++) sum[q] += share[j] * widened(row[j] + at + q * LANES / 2);
+        for (int q = 0; q < 4; q++)
+            for (int k = 0; k < LANES / 2; k++) u[at + q * LANES / 2 + k] = (float)sum[q][k];
+    }
+    for (long k = whole; k < length; k++) {
+        double sum = p[k];
+        for (long j = 0; j < count; j++) sum += share[j] * row[j][k];
+        u[k] = (float)sum;
     }
 }
