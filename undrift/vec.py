@@ -11,7 +11,8 @@ from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
 T = TypeVar("T")
 
-LONG, PIECES = 1 << 16, 8  # one product of a vector with a matrix is made on one core; a long mean's pieces on all of them
+# One product of a vector with a matrix is made on one core; the pieces of a long mean on all of them.
+LONG, PIECES = 1 << 16, 8
 
 
 def dot(u: Tensor, v: Tensor) -> Tensor:
@@ -43,7 +44,7 @@ def mean(v: Tensor, weight: Tensor) -> Tensor:
         return sum(more, start=first)
     if v.dim() == 2 and v.device.type == "cpu" and v.shape[-1] >= LONG and v.shape[-1] % PIECES == 0:
         pieces = v.unflatten(-1, (PIECES, -1)).transpose(0, 1)
-        return (weight.T @ pieces).flatten()
+        return torch.matmul(weight.T, pieces).flatten()
     return (weight.transpose(-1, -2) @ v).squeeze(-2)
 
 
