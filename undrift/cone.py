@@ -69,7 +69,7 @@ def project(
     along = gram(p.unsqueeze(0), rows).squeeze(0) if along is None else along
     if counts is not None and counts.device.type == "cuda":
         return Projection(*pivots.project(p, rows, products, along, rho, counts))
-    length = torch.linalg.vector_norm(p, dtype=torch.float64)
+    length = norm(p)
     on_host = torch.cat([products.double().flatten(), along.double(), length.view(1)]).cpu().numpy()  # one trip
     m = len(rows)
     named = np.ones(m, dtype=bool) if counts is None else counts.cpu().numpy()
@@ -98,6 +98,13 @@ def project(
     u = combined(p, rows, *(torch.from_numpy(v).to(p.device) for v in (index, share))) if straight is None else straight
     found = still.index_copy(0, torch.from_numpy(index), torch.from_numpy(share))
     return Projection(u, found, yes if solved else no)
+
+
+def norm(p: Tensor) -> Tensor:
+    """|p| in float64."""
+    if kernel_rows.long_products(p.unsqueeze(0)):  # as exact as the products beside it, in a quarter of the time
+        return kernel_rows.inner_products(p.unsqueeze(0), torch.arange(0), p).sqrt()
+    return torch.linalg.vector_norm(p, dtype=torch.float64)
 
 
 def combined(p: Tensor, rows: Tensor, index: Tensor, share: Tensor) -> Tensor:

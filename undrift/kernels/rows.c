@@ -5,17 +5,16 @@
 #include <string.h>
 
 #ifdef __AVX512F__
-enum { ROWS = 4, VECTORS = 6 };                /* 24 sums in 32 registers */
+enum { ROWS = 2, VECTORS = 11 };               /* 22 sums in 32 registers */
 #define IN_A_REGISTER(v) __asm__("" : "+v"(v)) /* not read again for every product */
 #else
-enum { ROWS = 2, VECTORS = 6 };
+enum { ROWS = 2, VECTORS = 6 }; /* 12 sums in 16 registers */
 #define IN_A_REGISTER(v)
 #endif
 enum {
-    CHUNK = 512,       /* entries: VECTORS chunks stay in a core's first cache while all rows pass by */
-    BLOCK = 2 * CHUNK, /* entries: in the second cache are a block of all rows and, fetched meanwhile, the next one */
-    BAND = 128,        /* rows of which that is true */
-    SHORT_SUM = 4      /* blocks that are summed in float32 */
+    BLOCK = 448,  /* entries: VECTORS blocks stay in a core's first cache while all rows pass by */
+    BAND = 128,   /* rows: the second cache holds a block of each and, fetched meanwhile, the next one */
+    SHORT_SUM = 9 /* blocks that are summed in float32 */
 };
 typedef float halved __attribute__((vector_size(2 * LANES)));
 typedef double wide __attribute__((vector_size(4 * LANES))); /* half as many lanes */
@@ -64,6 +63,13 @@ static void some_vectors(int R, int V, const float *row, long apart, const vecto
     case 4: WITH(4)
     case 5: WITH(5)
     case 6: WITH(6)
+#ifdef __AVX512F__
+    case 7: WITH(7)
+    case 8: WITH(8)
+    case 9: WITH(9)
+    case 10: WITH(10)
+    case 11: WITH(11)
+#endif
     }
 }
 
@@ -79,22 +85,21 @@ static int band(long m, const float *rows, long apart, long first, long end, lon
         long here = least(BLOCK, end - at), whole = here / LANES * LANES;
         for (long j = 0; j < renewed; j++)
             for (long k = at; k < at + here; k++) vectors[j][k] = scale[j] * vectors[j][k] + updates[j][k];
-        for (long c = at; c < at + whole; c += CHUNK)
-            for (long j = 0; j < count; j += VECTORS) {
-                long V = least(VECTORS, count - j), chunk = least(CHUNK, at + whole - c);
-                vector v[CHUNK / LANES * VECTORS];
-                for (long q = 0; q < V; q++)
-                    for (long k = 0; k < chunk; k += LANES) {
-                        v[k / LANES * V + q] = load(vectors[j + q] + c + k);
-                        if (j + q < renewed) __builtin_prefetch(updates[j + q] + c + k + BLOCK, 0, 2);
-                    }
-                int from = ROWS * j / count, to = ROWS * least(j + VECTORS, count) / count; /* this group's share */
-                for (long i = 0; i < m; i += ROWS) {
-                    const float *row = rows + i * apart + c;
-                    some_vectors(least(ROWS, m - i), V, row, apart, v, chunk, sums + i * count + j, count,
-                                 row + from * apart + BLOCK, to - from);
+        for (long j = 0; j < count; j += VECTORS) {
+            long V = least(VECTORS, count - j);
+            vector v[BLOCK / LANES * VECTORS];
+            for (long q = 0; q < V; q++)
+                for (long k = 0; k < whole; k += LANES) {
+                    v[k / LANES * V + q] = load(vectors[j + q] + at + k);
+                    __builtin_prefetch((j + q < renewed ? updates[j + q] : vectors[j + q]) + at + k + BLOCK, 0, 2);
                 }
+            int from = ROWS * j / count, to = ROWS * least(j + VECTORS, count) / count; /* this group's share */
+            for (long i = 0; i < m; i += ROWS) {
+                const float *row = rows + i * apart + at;
+                some_vectors(least(ROWS, m - i), V, row, apart, v, whole, sums + i * count + j, count,
+                             row + from * apart + BLOCK, to - from);
             }
+        }
         for (long k = at + whole; k < at + here; k++) /* what does not fill a vector */
             for (long i = 0; i < m; i++)
                 for (long j = 0; j < count; j++) out[i * count + j] += (double)rows[i * apart + k] * vectors[j][k];
