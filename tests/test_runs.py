@@ -667,8 +667,9 @@ def test_a_sweep_that_is_ended_says_how_to_go_on_and_leaves_no_process(tmp_path:
     for how, says in ((signal.SIGINT, "stopped; the same command again goes on"), (signal.SIGKILL, "")):
         out = tmp_path / how.name
         process = subprocess.Popen(
-            [*command, out], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, start_new_session=True
-        )
+            [*command, out], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, start_new_session=True,
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # a shell's background job ignores Ctrl-C
+        )  # fmt: skip
         while not list(out.glob("*/rounds.jsonl")) and process.poll() is None:
             time.sleep(0.05)
         (os.killpg if how == signal.SIGINT else os.kill)(process.pid, how)  # ^C reaches all, kill -9 only the first
