@@ -49,12 +49,12 @@ class Memory(NamedTuple):
     def mem_red(self, clients: list[int]) -> tuple[Memory, Tensor]:
         """Every client gets a row, in the order given; the least used one outside makes room. Also their rows [S]."""
         ids, age, uses, since = (t.tolist() for t in (self.ids, self.age, self.uses, self.since))
-        cohort, evictions = set(clients), 0
+        evictions = 0
         for i in clients:
             if i not in ids:
                 row = ids.index(-1) if -1 in ids else -1
                 if row < 0:  # argmin c(j) over those not in the cohort, the earliest let in first
-                    row = min((r for r in range(len(ids)) if ids[r] not in cohort), key=lambda r: (uses[r], since[r]))
+                    row = min((r for r in range(len(ids)) if ids[r] not in clients), key=lambda r: (uses[r], since[r]))
                     evictions += 1
                 ids[row], age[row], uses[row] = i, -1, 0
                 since[row] = max(since) + 1
