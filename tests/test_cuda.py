@@ -16,7 +16,7 @@ from undrift import cone
 from undrift.data.augment import Transform, lookup
 from undrift.folder import RunFolder
 from undrift.kernels import chain as chains
-from undrift.kernels import cross_entropy, pictures, spread, stepped
+from undrift.kernels import cross_entropy, few_channels, pictures, spread, stepped
 from undrift.parallel import run_parallel
 from undrift.registry import names
 from undrift.vec import descend, leaves, map_leaves
@@ -268,6 +268,43 @@ def test_turned_cross_entropy_is_the_plain_one(classes: int, batch: int, padded:
     wrong, d = cross_entropy.of_turned(outputs, targets, None)
     assert wrong[0].isnan() and not wrong[1:].isnan().any()
     assert d[0, :, 0].isnan().all() and not d[0, :, 1:].isnan().any()
+
+
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        (3, 64, 3, 32, 6, 5, 0, True),
+        (2, 7, 6, 14, 16, 5, 0, True),
+        (5, 3, 1, 9, 20, 3, 1, False),
+        (2, 40, 3, 32, 64, 5, 2, True),
+    ],
+)
+def test_a_narrow_convolution_of_stacked_clients_is_the_plain_one(sizes: tuple[int, ...]) -> None:
+    """Its outputs and the gradients of filters, biases and inputs, for filters that lie in longer vectors."""
+    S, B, C, side, filters, k, padding, biased = sizes
+    torch.manual_seed(0)
+    entries = filters * C * k * k
+    x = torch.randn(S, B, C, side, side, device="cuda", requires_grad=True)
+    v = torch.randn(S, entries + filters + 3, device="cuda", requires_grad=True)
+
+    def of(form: Any, x: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        w, b = v[:entries].view(filters, C, k, k), v[entries : entries + filters] if biased else None
+        assert few_channels.available(x, w)
+        return form(x, w, b)
+
+    def fast(x: torch.Tensor, w: torch.Tensor, b: torch.Tensor | None) -> torch.Tensor:
+        return few_channels.convolution(x, w, b, padding)
+
+    def plain(x: torch.Tensor, w: torch.Tensor, b: torch.Tensor | None) -> torch.Tensor:
+        return torch.conv2d(x.double(), w.double(), None if b is None else b.double(), padding=padding)
+
+    made, exact = (torch.vmap(lambda x, v, f=form: of(f, x, v))(x, v) for form in (fast, plain))
+    d = torch.randn_like(made)
+    torch.testing.assert_close(made.double(), exact, rtol=1e-5, atol=1e-4)
+    for found, wanted in zip(
+        torch.autograd.grad(made, (x, v), d), torch.autograd.grad(exact, (x, v), d.double()), strict=True
+    ):
+        torch.testing.assert_close(found, wanted, rtol=1e-4, atol=2e-5 * float(wanted.abs().max()))
 
 
 @pytest.mark.parametrize("precision, close", [("ieee", 1e-5), ("tf32", 5e-2)])

@@ -22,6 +22,7 @@ from torch.nn.modules.dropout import _DropoutNd
 from torch.nn.modules.instancenorm import _InstanceNorm
 
 from undrift.errors import BadSetting
+from undrift.kernels import few_channels
 from undrift.kernels.chain import Chain
 from undrift.kernels.linear import linear
 from undrift.layout import Layout
@@ -126,6 +127,22 @@ class StackedLinear(nn.Linear):
 
     def forward(self, x: Tensor) -> Tensor:
         return linear(x, self.weight, self.bias) if self.current.stacked else F.linear(x, self.weight, self.bias)
+
+
+class StackedConv2d(nn.Conv2d):
+    """A convolution with a faster form for stacked clients, where it is a narrow one."""
+
+    current: _Pass
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.current.stacked and x.dim() == 4 and self.simple and few_channels.available(x, self.weight):
+            return few_channels.convolution(x, self.weight, self.bias, int(self.padding[0]))
+        return super().forward(x)
+
+    @property
+    def simple(self) -> bool:
+        moves = (self.stride, self.dilation, self.groups) == ((1, 1), (1, 1), 1)
+        return moves and self.padding_mode == "zeros" and self.padding in ((0, 0), (1, 1), (2, 2), (3, 3))
 
 
 class _Using(nn.Module):
@@ -354,6 +371,9 @@ def _prepare(module: nn.Module, name: str, current: _Pass, training: bool, done:
         vars(module).update(name=name, current=current, frozen=frozen)
     elif type(module) is nn.Linear:
         module.__class__ = StackedLinear
+        vars(module).update(current=current)
+    elif type(module) is nn.Conv2d:
+        module.__class__ = StackedConv2d
         vars(module).update(current=current)
     elif isinstance(module, nn.AlphaDropout | nn.FeatureAlphaDropout):
         raise BadSetting(f"{type(module).__name__} cannot be drawn from seeded streams; use nn.Dropout or remove it")

@@ -30,9 +30,13 @@ def available(entries: int, dtype: torch.dtype, device: torch.device) -> bool:
 @functools.cache
 def cache(device: torch.device) -> float:
     """In bytes; infinite for a GPU without NVIDIA's TF32, which the kernel is written for."""
-    if torch.version.hip is not None or torch.cuda.get_device_capability(device) < (8, 0):
-        return math.inf
-    return float(torch.cuda.get_device_properties(device).L2_cache_size)
+    return float(torch.cuda.get_device_properties(device).L2_cache_size) if tensor_cores(device) else math.inf
+
+
+@functools.cache
+def tensor_cores(device: torch.device) -> bool:
+    """Whether the GPU has NVIDIA's TF32."""
+    return torch.version.hip is None and torch.cuda.get_device_capability(device) >= (8, 0)
 
 
 def stepped(x: Tensor, rate: float | Tensor, outs: list[Tensor], back: list[Tensor], biased: list[bool]) -> Tensor:
