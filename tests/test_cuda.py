@@ -280,7 +280,7 @@ def test_turned_cross_entropy_is_the_plain_one(classes: int, batch: int, padded:
     ],
 )
 def test_a_narrow_convolution_of_stacked_clients_is_the_plain_one(sizes: tuple[int, ...]) -> None:
-    """Its outputs and the gradients of filters, biases and inputs, for filters that lie in longer vectors."""
+    """Its outputs and the gradients of filters and biases in longer vectors, and of inputs, as far as cuDNN is exact."""
     S, B, C, side, filters, k, padding, biased = sizes
     torch.manual_seed(0)
     entries = filters * C * k * k
@@ -301,10 +301,9 @@ def test_a_narrow_convolution_of_stacked_clients_is_the_plain_one(sizes: tuple[i
     made, exact = (torch.vmap(lambda x, v, f=form: of(f, x, v))(x, v) for form in (fast, plain))
     d = torch.randn_like(made)
     torch.testing.assert_close(made.double(), exact, rtol=1e-5, atol=1e-4)
-    for found, wanted in zip(
-        torch.autograd.grad(made, (x, v), d), torch.autograd.grad(exact, (x, v), d.double()), strict=True
-    ):
-        torch.testing.assert_close(found, wanted, rtol=1e-4, atol=2e-5 * float(wanted.abs().max()))
+    found, wanted = torch.autograd.grad(made, (x, v), d), torch.autograd.grad(exact, (x, v), d.double())
+    for a, b, close in zip(found, wanted, (5e-3, 2e-5), strict=True):  # cuDNN takes TF32 for the inputs' gradient
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=close * float(b.abs().max()))
 
 
 @pytest.mark.parametrize("precision, close", [("ieee", 1e-5), ("tf32", 5e-2)])

@@ -22,14 +22,18 @@ try:
 except ImportError:  # no Triton here: the plain form serves
     triton = None
 
-OUTPUTS, TAPS = 64, 160  # filters, and entries of a filter: with more cuDNN is about as fast
+CHANNELS, OUTPUTS, TAPS = (
+    8,
+    64,
+    256,
+)  # of the inputs, filters, and entries of a filter: this is for the first layers of a model
 aten: Any = torch.ops.aten
 
 
 def available(x: Tensor, w: Tensor) -> bool:
     """Whether it is for inputs x [B, C, H, W] and filters w [O, C, k, k] of a client."""
     fits = triton is not None and x.device.type == "cuda" and x.dtype == w.dtype == torch.float32
-    small = len(w) <= OUTPUTS and w[0].numel() <= TAPS and w.shape[2] == w.shape[3]
+    small = x.shape[1] <= CHANNELS and len(w) <= OUTPUTS and w[0].numel() <= TAPS and w.shape[2] == w.shape[3]
     return fits and small and stepped.tensor_cores(x.device)
 
 
