@@ -22,11 +22,7 @@ try:
 except ImportError:  # no Triton here: the plain form serves
     triton = None
 
-CHANNELS, OUTPUTS, TAPS = (
-    8,
-    64,
-    256,
-)  # of the inputs, filters, and entries of a filter: this is for the first layers of a model
+CHANNELS, OUTPUTS, TAPS = 8, 64, 256  # at most: channels of the inputs, filters, and entries of a filter
 aten: Any = torch.ops.aten
 
 
