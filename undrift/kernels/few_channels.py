@@ -23,14 +23,15 @@ except ImportError:  # no Triton here: the plain form serves
     triton = None
 
 CHANNELS, OUTPUTS, TAPS = 8, 64, 256  # at most: channels of the inputs, filters, and entries of a filter
+PIXELS = 2**21  # at most, of a client's batch: a GPU takes only so many blocks of places
 aten: Any = torch.ops.aten
 
 
 def available(x: Tensor, w: Tensor) -> bool:
     """Whether it is for inputs x [B, C, H, W] and filters w [O, C, k, k] of a client."""
     fits = triton is not None and x.device.type == "cuda" and x.dtype == w.dtype == torch.float32
-    small = x.shape[1] <= CHANNELS and len(w) <= OUTPUTS and w[0].numel() <= TAPS and w.shape[2] == w.shape[3]
-    return fits and small and stepped.tensor_cores(x.device)
+    narrow = x.shape[1] <= CHANNELS and len(w) <= OUTPUTS and w[0].numel() <= TAPS and w.shape[2] == w.shape[3]
+    return fits and narrow and x[:, 0].numel() <= PIXELS and stepped.tensor_cores(x.device)
 
 
 def convolution(x: Tensor, w: Tensor, b: Tensor | None, padding: int) -> Tensor:
@@ -57,7 +58,7 @@ if triton is not None:
         at = (channel * (H * W) + down * W + right)[:, None] + (sample * (C * H * W) + row * W + column)[None, :]
         return tl.load(x + at, mask=there, other=0.0)
 
-    @triton.jit  # type: ignore[untyped-decorator]
+    @triton.jit(do_not_specialize=["apart", "b_apart"], do_not_specialize_on_alignment=["w", "b"])  # type: ignore[untyped-decorator]
     def _forward(  # type: ignore[no-untyped-def]
         x, w, b, out, apart, b_apart, places, FILTERS: tl.constexpr, M: tl.constexpr, TAPS: tl.constexpr, C: tl.constexpr,
         H: tl.constexpr, W: tl.constexpr, k: tl.constexpr, PAD: tl.constexpr, OH: tl.constexpr, OW: tl.constexpr,
