@@ -52,7 +52,7 @@ if triton is not None:
         value = tl.load(along + i, mask=real, other=0.0) * inverse / tl.where(long > 0.0, long, 1.0)
         value = tl.where(counted, value - tl.load(rho + i * 0), 0.0)  # w of the columns outside, z of those inside
         total = tl.sum(value, 0)
-        for first in tl.static_range(0, SIZE, ROWS):
+        for first in range(0, SIZE, ROWS):
             r = first + tl.arange(0, ROWS)
             diagonal = tl.load(products + r * (m + 1), mask=r < m, other=0.0)
             also = (tl.load(counts + r, mask=r < m, other=0) != 0) & (diagonal > 0.0)
@@ -78,7 +78,7 @@ if triton is not None:
             sure = tl.where(pivot < smallest, tl.where(leaves > 0, sure, 0), sure)  # else it depends on those inside
             share = tl.where(i == k, 1.0, row) / pivot
             tl.debug_barrier()
-            for first in tl.static_range(0, SIZE, ROWS):
+            for first in range(0, SIZE, ROWS):
                 r = first + tl.arange(0, ROWS)
                 at = table + r[:, None] * SIZE + i[None, :]
                 across = tl.load(table + r * SIZE + k)

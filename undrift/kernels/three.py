@@ -63,76 +63,6 @@ if triton is not None:
         return tl.where(y > 0.0, x / tl.where(y > 0.0, y, 1.0), 0.0)
 
     @triton.jit  # type: ignore[untyped-decorator]
-    def _better(  # type: ignore[no-untyped-def]
-        best, z0, z1, z2,
-        r00, r01, r02, r11, r12, r22, q0, q1, q2, there0, there1, there2, rho, tolerance,
-        ON0: tl.constexpr, ON1: tl.constexpr, ON2: tl.constexpr,
-    ):  # fmt: skip
-        """One set of active constraints: (gap, z) replaced where it is the first good one, or the best so far.
-
-        The columns of A are (r00, 0, 0), (r01, r11, 0) and (r02, r12, r22) in the rows' own basis. `best` is -1 once a good
-        set was found.
-        """
-        a00, a01, a02 = r00 * ON0, r01 * ON1, r02 * ON2
-        a11, a12, a22 = r11 * ON1, r12 * ON2, r22 * ON2
-        zero = r00 * 0.0
-        possible = zero == 0.0
-        if ON0:
-            possible = possible & there0
-        if ON1:
-            possible = possible & there1
-        if ON2:
-            possible = possible & there2
-        # A_on = E T with orthonormal E and triangular T; then T'T z = rho - A_on' q.
-        t00 = tl.abs(a00)
-        if ON0:
-            possible = possible & (t00 > 1e-12)
-        e00 = tl.where(t00 > 1e-12, a00 / tl.where(t00 > 1e-12, t00, 1.0), 0.0)
-        t00 = tl.where(t00 > 1e-12, t00, 1.0)
-        t01 = a01 * e00
-        v0, v1 = a01 - t01 * e00, a11
-        t11 = tl.sqrt(v0 * v0 + v1 * v1)
-        if ON1:
-            possible = possible & (t11 > 1e-12)
-        big1 = t11 > 1e-12
-        t11 = tl.where(big1, t11, 1.0)
-        e10, e11 = tl.where(big1, v0 / t11, 0.0), tl.where(big1, v1 / t11, 0.0)
-        t02 = a02 * e00
-        v0, v1, v2 = a02 - t02 * e00, a12, a22
-        t12 = v0 * e10 + v1 * e11
-        v0, v1 = v0 - t12 * e10, v1 - t12 * e11
-        t22 = tl.sqrt(v0 * v0 + v1 * v1 + v2 * v2)
-        if ON2:
-            possible = possible & (t22 > 1e-12)
-        t22 = tl.where(t22 > 1e-12, t22, 1.0)
-        y0 = (rho - a00 * q0) * ON0 / t00
-        y1 = ((rho - a01 * q0 - a11 * q1) * ON1 - t01 * y0) / t11
-        y2 = ((rho - a02 * q0 - a12 * q1 - a22 * q2) * ON2 - t02 * y0 - t12 * y1) / t22
-        x2 = tl.where(possible, y2 / t22, 0.0) * ON2
-        x1 = tl.where(possible, (y1 - t12 * x2) / t11, 0.0) * ON1
-        x0 = tl.where(possible, (y0 - t01 * x1 - t02 * x2) / t00, 0.0) * ON0
-        m0 = q0 + a00 * x0 + a01 * x1 + a02 * x2
-        m1 = q1 + a11 * x1 + a12 * x2
-        m2 = q2 + a22 * x2
-        w0 = r00 * m0 - rho
-        w1 = r01 * m0 + r11 * m1 - rho
-        w2 = r02 * m0 + r12 * m1 + r22 * m2 - rho
-        if ON0:
-            w0 = -tl.abs(w0)
-        if ON1:
-            w1 = -tl.abs(w1)
-        if ON2:
-            w2 = -tl.abs(w2)
-        gap = tl.maximum(tl.maximum(-x0, -x1), tl.maximum(-x2, zero))
-        gap = tl.maximum(gap, tl.where(there0, -w0, 0.0))
-        gap = tl.maximum(gap, tl.where(there1, -w1, 0.0))
-        gap = tl.maximum(gap, tl.where(there2, -w2, 0.0))
-        gap = tl.where(possible & (gap < 1e300), gap, 1e300)
-        gap = tl.where(gap <= tolerance, -1.0, gap)
-        taken = (best >= 0.0) & (gap < best)
-        return tl.where(taken, gap, best), tl.where(taken, x0, z0), tl.where(taken, x1, z1), tl.where(taken, x2, z2)
-
-    @triton.jit  # type: ignore[untyped-decorator]
     def _multipliers(sums, rho, share, active, blocks, tolerance, BLOCKS: tl.constexpr):  # type: ignore[no-untyped-def]
         row = tl.program_id(0).to(tl.int64)
         # [16]: the ten products of one client, each the sum over the blocks
@@ -144,7 +74,9 @@ if triton is not None:
             total += tl.sum(
                 tl.load(sums + (row * blocks + block)[:, None] * 10 + lane[None, :], mask=here, other=0.0), 0
             )
-        one, nought = tl.arange(0, 1), tl.zeros([1], tl.float64)  # numbers as vectors of one entry
+        # From here on vectors of eight entries: one for each set of active constraints, in the order of `small_cone.SETS`.
+        which = tl.arange(0, 8)
+        nought = tl.zeros([8], tl.float64)
         p00 = tl.sum(tl.where(lane == 0, total, 0.0), 0) + nought
         p01 = tl.sum(tl.where(lane == 1, total, 0.0), 0) + nought
         p02 = tl.sum(tl.where(lane == 2, total, 0.0), 0) + nought
@@ -160,7 +92,8 @@ if triton is not None:
         s0, s1 = tl.sqrt(tl.where(finite, p00, 0.0)), tl.sqrt(tl.where(finite, p11, 0.0))
         s2, s3 = tl.sqrt(tl.where(finite, p22, 0.0)), tl.sqrt(tl.where(finite, p33, 0.0))
         there0, there1, there2 = (s0 > 0.0) & (s3 > 0.0), (s1 > 0.0) & (s3 > 0.0), (s2 > 0.0) & (s3 > 0.0)
-        # Unit vectors; their products' Cholesky factor holds their coordinates.
+        # Unit vectors; their products' Cholesky factor holds their coordinates: the columns of A are (r00, 0, 0), (r01, r11, 0)
+        # and (r02, r12, r22) in the rows' own basis.
         g01, g02, g03 = _over(_over(p01, s0), s1), _over(_over(p02, s0), s2), _over(_over(p03, s0), s3)
         g12, g13, g23 = _over(_over(p12, s1), s2), _over(_over(p13, s1), s3), _over(_over(p23, s2), s3)
         r00 = _left(_over(_over(p00, s0), s0))
@@ -169,39 +102,66 @@ if triton is not None:
         r12, q1 = _over(g12 - r01 * r02, r11), _over(g13 - r01 * q0, r11)
         r22 = _left(_over(_over(p22, s2), s2) - r02 * r02 - r12 * r12)
         q2 = _over(g23 - r02 * q0 - r12 * q1, r22)
-        margin = tl.load(rho + row + one)
-        z0, z1, z2, best = nought, nought, nought, nought + 1e301
-        best, z0, z1, z2 = _better(
-            best, z0, z1, z2, r00, r01, r02, r11, r12, r22, q0, q1, q2, there0, there1, there2, margin, tolerance, 0, 0, 0
-        )  # fmt: skip
-        best, z0, z1, z2 = _better(
-            best, z0, z1, z2, r00, r01, r02, r11, r12, r22, q0, q1, q2, there0, there1, there2, margin, tolerance, 1, 0, 0
-        )  # fmt: skip
-        best, z0, z1, z2 = _better(
-            best, z0, z1, z2, r00, r01, r02, r11, r12, r22, q0, q1, q2, there0, there1, there2, margin, tolerance, 0, 1, 0
-        )  # fmt: skip
-        best, z0, z1, z2 = _better(
-            best, z0, z1, z2, r00, r01, r02, r11, r12, r22, q0, q1, q2, there0, there1, there2, margin, tolerance, 0, 0, 1
-        )  # fmt: skip
-        best, z0, z1, z2 = _better(
-            best, z0, z1, z2, r00, r01, r02, r11, r12, r22, q0, q1, q2, there0, there1, there2, margin, tolerance, 1, 1, 0
-        )  # fmt: skip
-        best, z0, z1, z2 = _better(
-            best, z0, z1, z2, r00, r01, r02, r11, r12, r22, q0, q1, q2, there0, there1, there2, margin, tolerance, 1, 0, 1
-        )  # fmt: skip
-        best, z0, z1, z2 = _better(
-            best, z0, z1, z2, r00, r01, r02, r11, r12, r22, q0, q1, q2, there0, there1, there2, margin, tolerance, 0, 1, 1
-        )  # fmt: skip
-        best, z0, z1, z2 = _better(
-            best, z0, z1, z2, r00, r01, r02, r11, r12, r22, q0, q1, q2, there0, there1, there2, margin, tolerance, 1, 1, 1
-        )  # fmt: skip
-        on0, on1, on2 = finite & (z0 > 0.0), finite & (z1 > 0.0), finite & (z2 > 0.0)
-        tl.store(share + row * 3 + one, tl.where(on0, _over(z0, s0) * s3, 0.0))
-        tl.store(share + row * 3 + 1 + one, tl.where(on1, _over(z1, s1) * s3, 0.0))
-        tl.store(share + row * 3 + 2 + one, tl.where(on2, _over(z2, s2) * s3, 0.0))
-        tl.store(active + row * 3 + one, on0.to(tl.int8))
-        tl.store(active + row * 3 + 1 + one, on1.to(tl.int8))
-        tl.store(active + row * 3 + 2 + one, on2.to(tl.int8))
+        margin = tl.load(rho + row)
+        # The sets {} 0 1 2 01 02 12 012.
+        on0, on1, on2 = (0b10110010 >> which) % 2 == 1, (0b11010100 >> which) % 2 == 1, (0b11101000 >> which) % 2 == 1
+        a00, a01, a02 = tl.where(on0, r00, 0.0), tl.where(on1, r01, 0.0), tl.where(on2, r02, 0.0)
+        a11, a12, a22 = tl.where(on1, r11, 0.0), tl.where(on2, r12, 0.0), tl.where(on2, r22, 0.0)
+        # A_on = E T with orthonormal E and triangular T; then T'T z = rho - A_on' q.
+        t00 = tl.abs(a00)
+        big0 = t00 > 1e-12
+        t00 = tl.where(big0, t00, 1.0)
+        e00 = tl.where(big0, a00 / t00, 0.0)
+        t01 = a01 * e00
+        v0, v1 = a01 - t01 * e00, a11
+        t11 = tl.sqrt(v0 * v0 + v1 * v1)
+        big1 = t11 > 1e-12
+        t11 = tl.where(big1, t11, 1.0)
+        e10, e11 = tl.where(big1, v0 / t11, 0.0), tl.where(big1, v1 / t11, 0.0)
+        t02 = a02 * e00
+        v0, v1, v2 = a02 - t02 * e00, a12, a22
+        t12 = v0 * e10 + v1 * e11
+        v0, v1 = v0 - t12 * e10, v1 - t12 * e11
+        t22 = tl.sqrt(v0 * v0 + v1 * v1 + v2 * v2)
+        big2 = t22 > 1e-12
+        t22 = tl.where(big2, t22, 1.0)
+        possible = ((there0 & big0) | (on0 == 0)) & ((there1 & big1) | (on1 == 0)) & ((there2 & big2) | (on2 == 0))
+        y0 = tl.where(on0, margin - a00 * q0, 0.0) / t00
+        y1 = (tl.where(on1, margin - a01 * q0 - a11 * q1, 0.0) - t01 * y0) / t11
+        y2 = (tl.where(on2, margin - a02 * q0 - a12 * q1 - a22 * q2, 0.0) - t02 * y0 - t12 * y1) / t22
+        z2 = tl.where(possible & on2, y2 / t22, 0.0)
+        z1 = tl.where(possible & on1, (y1 - t12 * z2) / t11, 0.0)
+        z0 = tl.where(possible & on0, (y0 - t01 * z1 - t02 * z2) / t00, 0.0)
+        m0 = q0 + a00 * z0 + a01 * z1 + a02 * z2
+        m1 = q1 + a11 * z1 + a12 * z2
+        m2 = q2 + a22 * z2
+        w0 = r00 * m0 - margin
+        w1 = r01 * m0 + r11 * m1 - margin
+        w2 = r02 * m0 + r12 * m1 + r22 * m2 - margin
+        # How far it is from z >= 0, w = 0 where active and w >= 0 elsewhere.
+        gap = tl.maximum(tl.maximum(-z0, -z1), tl.maximum(-z2, 0.0))
+        gap = tl.maximum(gap, tl.where(there0, tl.where(on0, tl.abs(w0), -w0), 0.0))
+        gap = tl.maximum(gap, tl.where(there1, tl.where(on1, tl.abs(w1), -w1), 0.0))
+        gap = tl.maximum(gap, tl.where(there2, tl.where(on2, tl.abs(w2), -w2), 0.0))
+        gap = tl.where(possible & (gap < 1e300), gap, 1e300)
+        # The first set that is good enough, or else the best.
+        best = which == tl.argmin(tl.where(gap <= tolerance, which - 8.0, gap), 0)
+        z0, z1, z2 = (
+            tl.where(best & (z0 > 0.0), z0, 0.0),
+            tl.where(best & (z1 > 0.0), z1, 0.0),
+            tl.where(best & (z2 > 0.0), z2, 0.0),
+        )
+        for_0, for_1, for_2 = (
+            tl.sum(_over(z0, s0) * s3, 0),
+            tl.sum(_over(z1, s1) * s3, 0),
+            tl.sum(_over(z2, s2) * s3, 0),
+        )
+        tl.store(share + row * 3, for_0)
+        tl.store(share + row * 3 + 1, for_1)
+        tl.store(share + row * 3 + 2, for_2)
+        tl.store(active + row * 3, (tl.max(z0, 0) > 0.0).to(tl.int8))
+        tl.store(active + row * 3 + 1, (tl.max(z1, 0) > 0.0).to(tl.int8))
+        tl.store(active + row * 3 + 2, (tl.max(z2, 0) > 0.0).to(tl.int8))
 
     @triton.jit  # type: ignore[untyped-decorator]
     def _combination(  # type: ignore[no-untyped-def]
