@@ -17,6 +17,8 @@ from undrift.data.augment import Transform, lookup
 from undrift.folder import RunFolder
 from undrift.kernels import chain as chains
 from undrift.kernels import cross_entropy, few_channels, pictures, spread, stepped
+from undrift.net import Net
+from undrift.oracle import Batch, Oracle, View
 from undrift.parallel import run_parallel
 from undrift.registry import names
 from undrift.vec import descend, leaves, map_leaves
@@ -289,7 +291,7 @@ def test_a_narrow_convolution_of_stacked_clients_is_the_plain_one(sizes: tuple[i
 
     def of(form: Any, x: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         w, b = v[:entries].view(filters, C, k, k), v[entries : entries + filters] if biased else None
-        assert few_channels.available(x, w)
+        assert few_channels.available(x, w, padding)
         return form(x, w, b)
 
     def fast(x: torch.Tensor, w: torch.Tensor, b: torch.Tensor | None) -> torch.Tensor:
@@ -304,6 +306,51 @@ def test_a_narrow_convolution_of_stacked_clients_is_the_plain_one(sizes: tuple[i
     found, wanted = torch.autograd.grad(made, (x, v), d), torch.autograd.grad(exact, (x, v), d.double())
     for a, b, close in zip(found, wanted, (5e-3, 2e-5), strict=True):  # cuDNN takes TF32 for the inputs' gradient
         torch.testing.assert_close(a, b, rtol=1e-4, atol=close * float(b.abs().max()))
+
+
+@pytest.mark.filterwarnings(
+    "ignore::DeprecationWarning"
+)  # of torch's own, when forward derivatives are first asked for
+def test_derivatives_inside_an_objective_on_the_gpu() -> None:
+    """torch.func.grad and jvp in an objective, and a gradient of a gradient, of a model with narrow convolutions."""
+    layers = torch.nn.Conv2d(3, 6, 5), torch.nn.Tanh(), torch.nn.Conv2d(6, 4, 3, padding=1), torch.nn.Flatten()
+    module = torch.nn.Sequential(*layers, torch.nn.Linear(256, 10))
+    torch.manual_seed(0)
+    x0, buffers = Net(module).start()
+    x, inputs = x0 + torch.randn(3, len(x0)) / 100, torch.randn(3, 4, 3, 12, 12)
+    targets = torch.randint(0, 10, (3, 4))
+
+    def penalty(model: View, x: torch.Tensor, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        g = torch.func.grad(lambda i: model.loss(model(x, i), targets).sum())(inputs)
+        return model.loss(model(x, inputs), targets) + g.flatten(1).square().sum(1)
+
+    def along(model: View, x: torch.Tensor, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        return torch.func.jvp(lambda v: model.loss(model(v, inputs), targets), (x,), (x,))[1]
+
+    def found(device: str, dtype: torch.dtype) -> list[torch.Tensor]:
+        net = Net(module, dtype=dtype).to(torch.device(device))
+        v = x.to(device, dtype)
+        batch = Batch(
+            inputs.to(device, dtype),
+            targets.to(device),
+            torch.ones(3, 4, device=device),
+            torch.arange(3, device=device),
+        )
+        oracle = Oracle(net, batch, buffers.to(device, dtype).expand(3, -1))
+        return [oracle.grad(v), oracle.grad(v, penalty), oracle.values(v, along), oracle.grad(v, along)]
+
+    for there, exact in zip(found("cuda", torch.float32), found("cpu", torch.float64), strict=True):
+        assert float((there.cpu() - exact).abs().max()) < 1e-2 * float(exact.abs().max())
+
+    def twice(form: Any, x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        made = torch.vmap(form)(x, w.requires_grad_()).tanh().sum()
+        (g,) = torch.autograd.grad(made, w, create_graph=True)
+        return torch.autograd.grad(g.square().sum(), w)[0]
+
+    w = torch.randn(3, 6, 3, 5, 5, device="cuda") / 5
+    fast = twice(lambda x, w: few_channels.convolution(x, w, None, 1), inputs.cuda(), w)
+    plain = twice(lambda x, w: torch.conv2d(x, w, padding=1), inputs.cuda().double(), w.detach().double())
+    assert float((fast - plain).abs().max()) < 1e-2 * float(plain.abs().max())
 
 
 @pytest.mark.parametrize("precision, close", [("ieee", 1e-5), ("tf32", 5e-2)])

@@ -135,8 +135,10 @@ class StackedConv2d(nn.Conv2d):
     current: _Pass
 
     def forward(self, x: Tensor) -> Tensor:
-        if self.current.stacked and x.dim() == 4 and self.simple and few_channels.available(x, self.weight):
-            return few_channels.convolution(x, self.weight, self.bias, int(self.padding[0]))
+        if self.current.stacked and x.dim() == 4 and self.simple:
+            padding = int(self.padding[0])
+            if few_channels.available(x, self.weight, padding):
+                return few_channels.convolution(x, self.weight, self.bias, padding)
         return super().forward(x)
 
     @property

@@ -23,15 +23,28 @@ except ImportError:  # no Triton here: the plain form serves
     triton = None
 
 CHANNELS, OUTPUTS, TAPS = 8, 64, 256  # at most: channels of the inputs, filters, and entries of a filter
-PIXELS = 2**21  # at most, of a client's batch: a GPU takes only so many blocks of places
+BLOCK = 128  # places of the outputs that a program makes
 aten: Any = torch.ops.aten
 
 
-def available(x: Tensor, w: Tensor) -> bool:
+def available(x: Tensor, w: Tensor, padding: int) -> bool:
     """Whether it is for inputs x [B, C, H, W] and filters w [O, C, k, k] of a client."""
     fits = triton is not None and x.device.type == "cuda" and x.dtype == w.dtype == torch.float32
-    narrow = x.shape[1] <= CHANNELS and len(w) <= OUTPUTS and w[0].numel() <= TAPS and w.shape[2] == w.shape[3]
-    return fits and narrow and x[:, 0].numel() <= PIXELS and stepped.tensor_cores(x.device)
+    return fits and suits(x.shape, w.shape, padding) and only_stacked() and stepped.tensor_cores(x.device)
+
+
+def suits(x: torch.Size, w: torch.Size, padding: int) -> bool:
+    (B, C, H, W), (filters, channels, k, across) = x, w
+    OH, OW = H + 2 * padding - k + 1, W + 2 * padding - k + 1
+    narrow = C == channels <= CHANNELS and filters <= OUTPUTS and C * k * k <= TAPS and k == across
+    return narrow and min(OH, OW) > 0 and B * OH * OW <= 65535 * BLOCK  # a GPU takes no more blocks
+
+
+def only_stacked() -> bool:
+    """Whether there are only stacked clients around: torch.func.grad and jvp inside a model would pass an operator by."""
+    levels = torch._C._functorch.get_interpreter_stack() or []
+    under_vmap = all(level.key() == torch._C._functorch.TransformType.Vmap for level in levels)
+    return under_vmap and torch.autograd.forward_ad._current_level < 0
 
 
 def convolution(x: Tensor, w: Tensor, b: Tensor | None, padding: int) -> Tensor:
@@ -123,9 +136,9 @@ if triton is not None:
         n = sizes(x, w, padding)
         out = x.new_empty(*x.shape[:2], n["FILTERS"], n["OH"], n["OW"])
         places = x.shape[1] * n["OH"] * n["OW"]
-        _forward[(len(x), triton.cdiv(places, 128))](
+        _forward[(len(x), triton.cdiv(places, BLOCK))](
             x, w, b, out, w.stride(0), 0 if b is None else b.stride(0), places, **n, BIASED=b is not None,
-            PRECISION=stepped.precision(), PLACES=128, SOME=32 if n["M"] == 16 else 16, num_warps=2,
+            PRECISION=stepped.precision(), PLACES=BLOCK, SOME=32 if n["M"] == 16 else 16, num_warps=2,
         )  # fmt: skip
         return out
 
@@ -163,12 +176,24 @@ if triton is not None:
         before = torch.vmap(_before, (0, 0, 0, None))(d, x, w, ctx.padding) if ctx.needs_input_grad[0] else None
         return before, g, d.sum((1, 3, 4)) if ctx.biased else None, None
 
+    def _keep_gradient(ctx: Any, inputs: Any, output: Tensor) -> None:
+        x, d, _, ctx.padding = inputs
+        ctx.save_for_backward(x, d)
+
+    def _backward_gradient(ctx: Any, dw: Tensor) -> Any:
+        """The filters' gradient is linear in x and in d: a convolution with dw instead of w gives back."""
+        x, d = ctx.saved_tensors
+        of_x = torch.vmap(_before, (0, 0, 0, None))(d, x, dw, ctx.padding) if ctx.needs_input_grad[0] else None
+        of_d = torch.ops.undrift.stacked_few_channels(x, dw, None, ctx.padding) if ctx.needs_input_grad[1] else None
+        return of_x, of_d, None, None
+
     def _before(d: Tensor, x: Tensor, w: Tensor, padding: int) -> Tensor:
         how = ((1, 1), (padding, padding), (1, 1), False, (0, 0), 1, (True, False, False))
         found: Tensor = aten.convolution_backward.default(d, x, w, None, *how)[0]
         return found
 
     _stacked.register_autograd(_backward, setup_context=_keep)
+    _gradient.register_autograd(_backward_gradient, setup_context=_keep_gradient)
 
     @torch.library.custom_op("undrift::few_channels", mutates_args=())
     def _op(x: Tensor, w: Tensor, b: Tensor | None, padding: int) -> Tensor:

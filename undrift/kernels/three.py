@@ -34,7 +34,7 @@ if triton is not None:
     def _products(  # type: ignore[no-untyped-def]
         a, b, c, d, a_apart, b_apart, c_apart, d_apart, out, length, blocks, WIDTH: tl.constexpr
     ):
-        row, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
+        block, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
         at = block * WIDTH + tl.arange(0, WIDTH)
         here = at < length
         a = tl.load(a + row * a_apart + at, mask=here, other=0.0).to(tl.float64)
@@ -167,8 +167,8 @@ if triton is not None:
     def _combination(  # type: ignore[no-untyped-def]
         share, a, b, c, d, a_apart, b_apart, c_apart, d_apart, out, length, WIDTH: tl.constexpr
     ):
-        row = tl.program_id(0).to(tl.int64)
-        at = tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)
+        row = tl.program_id(1).to(tl.int64)
+        at = tl.program_id(0) * WIDTH + tl.arange(0, WIDTH)
         here = at < length
         made = tl.load(d + row * d_apart + at, mask=here, other=0.0).to(tl.float64)
         z0, z1, z2 = tl.load(share + row * 3), tl.load(share + row * 3 + 1), tl.load(share + row * 3 + 2)
@@ -189,9 +189,9 @@ if triton is not None:
         sums = torch.empty((count, blocks, 10), dtype=torch.float64, device=p.device)
         share, active = sums.new_empty((count, 3)), sums.new_empty((count, 3), dtype=torch.int8)
         u = torch.empty_like(p, memory_format=torch.contiguous_format)
-        _products[(count, blocks)](*vectors, *apart, sums, length, blocks, WIDTH=WIDTH)
-        _multipliers[(count,)](sums, rho.double(), share, active, blocks, 1e-6, BLOCKS=64, num_warps=1)
-        _combination[(count, blocks)](share, *vectors, *apart, u, length, WIDTH=WIDTH)
+        _products[(blocks, count)](*vectors, *apart, sums, length, blocks, WIDTH=WIDTH)
+        _multipliers[(count,)](sums, rho.double().contiguous(), share, active, blocks, 1e-6, BLOCKS=64, num_warps=1)
+        _combination[(blocks, count)](share, *vectors, *apart, u, length, WIDTH=WIDTH)
         return u, active.bool()
 
     @project_three.register_fake
