@@ -360,7 +360,7 @@ def plain_cross_entropy(loss: Loss) -> bool:
 
 
 def _prepare(module: nn.Module, name: str, current: _Pass, training: bool, done: set[int]) -> None:
-    """Give every BatchNorm, Dropout and Linear its other forward; the module, its hooks and its tensors stay themselves.
+    """Give every BatchNorm, Dropout, Linear and Conv2d its other forward; the module, its hooks and its tensors stay themselves.
 
     `training` says that the whole model came in training mode, so that a part in evaluation mode is meant to be frozen.
     """

@@ -34,6 +34,7 @@ def available(x: Tensor, w: Tensor, padding: int) -> bool:
 
 
 def suits(x: torch.Size, w: torch.Size, padding: int) -> bool:
+    """Whether it is for inputs and filters of these sizes: narrow ones, and such as F.conv2d would take."""
     (B, C, H, W), (filters, channels, k, across) = x, w
     OH, OW = H + 2 * padding - k + 1, W + 2 * padding - k + 1
     narrow = C == channels <= CHANNELS and filters <= OUTPUTS and C * k * k <= TAPS and k == across
@@ -71,6 +72,7 @@ if triton is not None:
         at = (channel * (H * W) + down * W + right)[:, None] + (sample * (C * H * W) + row * W + column)[None, :]
         return tl.load(x + at, mask=there, other=0.0)
 
+    # Compiled once for the first step, in which all clients have the same filters, and the others.
     @triton.jit(do_not_specialize=["apart", "b_apart"], do_not_specialize_on_alignment=["w", "b"])  # type: ignore[untyped-decorator]
     def _forward(  # type: ignore[no-untyped-def]
         x, w, b, out, apart, b_apart, places, FILTERS: tl.constexpr, M: tl.constexpr, TAPS: tl.constexpr, C: tl.constexpr,

@@ -146,19 +146,12 @@ if triton is not None:
         gap = tl.where(possible & (gap < 1e300), gap, 1e300)
         # The first set that is good enough, or else the best.
         best = which == tl.argmin(tl.where(gap <= tolerance, which - 8.0, gap), 0)
-        z0, z1, z2 = (
-            tl.where(best & (z0 > 0.0), z0, 0.0),
-            tl.where(best & (z1 > 0.0), z1, 0.0),
-            tl.where(best & (z2 > 0.0), z2, 0.0),
-        )
-        for_0, for_1, for_2 = (
-            tl.sum(_over(z0, s0) * s3, 0),
-            tl.sum(_over(z1, s1) * s3, 0),
-            tl.sum(_over(z2, s2) * s3, 0),
-        )
-        tl.store(share + row * 3, for_0)
-        tl.store(share + row * 3 + 1, for_1)
-        tl.store(share + row * 3 + 2, for_2)
+        z0 = tl.where(best & (z0 > 0.0), z0, 0.0)
+        z1 = tl.where(best & (z1 > 0.0), z1, 0.0)
+        z2 = tl.where(best & (z2 > 0.0), z2, 0.0)
+        tl.store(share + row * 3, tl.sum(_over(z0, s0) * s3, 0))
+        tl.store(share + row * 3 + 1, tl.sum(_over(z1, s1) * s3, 0))
+        tl.store(share + row * 3 + 2, tl.sum(_over(z2, s2) * s3, 0))
         tl.store(active + row * 3, (tl.max(z0, 0) > 0.0).to(tl.int8))
         tl.store(active + row * 3 + 1, (tl.max(z1, 0) > 0.0).to(tl.int8))
         tl.store(active + row * 3 + 2, (tl.max(z2, 0) > 0.0).to(tl.int8))
