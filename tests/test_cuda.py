@@ -16,7 +16,7 @@ from undrift import cone
 from undrift.data.augment import Transform, lookup
 from undrift.folder import RunFolder
 from undrift.kernels import chain as chains
-from undrift.kernels import cross_entropy, few_channels, pictures, spread, stepped
+from undrift.kernels import cross_entropy, few_channels, launch, pictures, spread, stepped
 from undrift.net import Net
 from undrift.oracle import Batch, Oracle, View
 from undrift.parallel import run_parallel
@@ -463,3 +463,48 @@ def test_the_spread_of_long_vectors() -> None:
     wide = (part.double() for part in x.split(100_000, 1))
     expected = sum((part - part.mean(0)).square().sum() / S for part in wide)
     torch.testing.assert_close(spread.spread(x, share).double(), torch.as_tensor(expected), rtol=1e-5, atol=0)
+
+
+def test_a_rehearsal_compiles_what_is_asked_for_once_and_launches_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where a backward pass asks for it, in a thread of PyTorch's own."""
+    made: list[str] = []
+    make = launch.Rehearsal.make
+
+    def watched(self: launch.Rehearsal, kernel: Any, *given: Any) -> None:
+        make(self, kernel, *given)
+        made.append(kernel.fn.__name__)
+
+    monkeypatch.setattr(launch.Rehearsal, "make", watched)
+    device, (S, B, size) = torch.device("cuda"), (3, 5, 19)  # sizes that nothing else here has
+    x, w = torch.randn(S, B, 3, size, size).cuda(), torch.randn(S, 7, 3, 3, 3).cuda().requires_grad_()
+    table, index = torch.randn(3, 256).cuda(), torch.arange(B).cuda()
+    held, out = (
+        torch.randint(0, 256, (B, 3, size, size), dtype=torch.uint8).cuda(),
+        torch.zeros(B, 3, size, size).cuda(),
+    )
+
+    def look_up() -> None:
+        launch.launch(pictures._looked_up, (B, 2), held, index, table, out, 3 * size**2, size**2, WIDTH=1024)
+
+    def convolve() -> torch.Tensor:
+        return torch.ops.undrift.stacked_few_channels(x, w, None, 1)
+
+    with launch.rehearsal(device):
+        look_up()
+        look_up()
+        convolve().sum().backward()
+        assert launch.current is not None
+    assert launch.current is None and sorted(made) == ["_filters", "_forward", "_looked_up"]
+    assert not out.any()
+    look_up()
+    torch.testing.assert_close(out, table[torch.arange(3).view(-1, 1, 1).cuda(), held.long()])
+    torch.testing.assert_close(
+        convolve(), torch.vmap(lambda x, w: torch.conv2d(x, w, padding=1))(x, w), rtol=1e-2, atol=1e-2
+    )
+
+
+def test_a_kernel_that_cannot_be_compiled_ends_the_rehearsal() -> None:
+    given = [torch.zeros(8, dtype=torch.int64).cuda() for _ in range(4)]
+    with pytest.raises(Exception, match="power of 2"), launch.rehearsal(torch.device("cuda")):
+        launch.launch(pictures._looked_up, (1,), *given, 8, 8, WIDTH=3)
+    assert launch.current is None

@@ -6,6 +6,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from undrift.kernels.launch import launch
+
 try:
     import triton
     import triton.language as tl
@@ -66,9 +68,10 @@ if triton is not None:
         clients, classes, batch = outputs.shape
         loss, d = outputs.new_empty(clients), outputs.new_empty(outputs.shape)
         CLASSES, BATCH = triton.next_power_of_2(classes), triton.next_power_of_2(batch)
-        _cross_entropy[(clients,)](
-            outputs, targets, real, loss, d, classes, batch, REAL=real is not None, CLASSES=CLASSES, BATCH=BATCH
-        )
+        launch(
+            _cross_entropy, (clients,), outputs, targets, real, loss, d, classes, batch,
+            REAL=real is not None, CLASSES=CLASSES, BATCH=BATCH,
+        )  # fmt: skip
         return loss, d
 
     @_op.register_fake

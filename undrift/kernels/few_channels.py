@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from undrift.kernels import stepped
+from undrift.kernels.launch import launch
 
 try:
     import triton
@@ -138,7 +139,8 @@ if triton is not None:
         n = sizes(x, w, padding)
         out = x.new_empty(*x.shape[:2], n["FILTERS"], n["OH"], n["OW"])
         places = x.shape[1] * n["OH"] * n["OW"]
-        _forward[(len(x), triton.cdiv(places, BLOCK))](
+        launch(
+            _forward, (len(x), triton.cdiv(places, BLOCK)),
             x, w, b, out, w.stride(0), 0 if b is None else b.stride(0), places, **n, BIASED=b is not None,
             PRECISION=stepped.precision(), PLACES=BLOCK, SOME=32 if n["M"] == 16 else 16, num_warps=2,
         )  # fmt: skip
@@ -153,9 +155,10 @@ if triton is not None:
         parts = max(1, min(2048 // (len(x) * blocks), places // 512))  # enough to keep a GPU busy
         share = triton.cdiv(triton.cdiv(places, parts), 64) * 64
         out = x.new_empty(len(x), parts, *w.shape[1:])
-        _filters[(len(x), parts, blocks)](
-            x, d, out, places, share, **n, PRECISION=stepped.precision(), PLACES=64, SOME=some, num_warps=2
-        )
+        launch(
+            _filters, (len(x), parts, blocks),
+            x, d, out, places, share, **n, PRECISION=stepped.precision(), PLACES=64, SOME=some, num_warps=2,
+        )  # fmt: skip
         return out.sum(1)
 
     @_stacked.register_fake

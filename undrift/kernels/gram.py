@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from undrift.kernels.launch import launch
+
 try:
     import triton
     import triton.language as tl
@@ -54,7 +56,7 @@ if triton is not None:
         out = rows.new_empty(parts, a, b)
         grid = (parts, triton.cdiv(a, 16), triton.cdiv(b, 128))
         apart = rows.stride(0), others.stride(0)
-        _gram[grid](rows, others, out, *apart, a, b, length, STRETCH=STRETCH, A=16, B=128, DEPTH=32)
+        launch(_gram, grid, rows, others, out, *apart, a, b, length, STRETCH=STRETCH, A=16, B=128, DEPTH=32)
         return out
 
     @gram.register_fake

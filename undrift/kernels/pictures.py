@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from undrift.kernels.launch import launch
+
 try:
     import triton
     import triton.language as tl
@@ -50,7 +52,8 @@ if triton is not None:
         out = table.new_empty(len(index), *shape)
         size, plane = out[:1].numel() if len(out) else 0, shape[1] * shape[2]
         if len(out):
-            _looked_up[(len(index), triton.cdiv(size, WIDTH))](held, index, table, out, size, plane, WIDTH=WIDTH)
+            grid = len(index), triton.cdiv(size, WIDTH)
+            launch(_looked_up, grid, held, index, table, out, size, plane, WIDTH=WIDTH)
         return out
 
     @_op.register_fake
@@ -73,7 +76,7 @@ if triton is not None:
         size, plane = held[:1].numel(), held.shape[2] * held.shape[3]
         out = table.new_empty(clients, size, batch)
         grid = clients, triton.cdiv(size, PIXELS), triton.cdiv(batch, SIDE)
-        _turned[grid](held, index, table, out, batch, size, plane, PIXELS=PIXELS, SIDE=SIDE, num_warps=4)
+        launch(_turned, grid, held, index, table, out, batch, size, plane, PIXELS=PIXELS, SIDE=SIDE, num_warps=4)
         return out
 
     @_turned_op.register_fake

@@ -13,6 +13,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from undrift.kernels.launch import launch
+
 try:
     import triton
     import triton.language as tl
@@ -112,8 +114,8 @@ if triton is not None:
         z = torch.empty(m, dtype=torch.float64, device=along.device)
         table, solved = z.new_empty(MOST, MOST), torch.empty((), dtype=torch.int8, device=along.device)
         # Products of float32 rows carry about 1e-8 of noise, by which a pivot must not be drowned.
-        _pivots[(1,)](
-            products.double().contiguous(), along.double().contiguous(), length, counts.to(torch.int8),
+        launch(
+            _pivots, (1,), products.double().contiguous(), along.double().contiguous(), length, counts.to(torch.int8),
             z.new_full((1,), rho), table, z, solved, m, 1e-6 if single else 1e-12, 1e-5 if single else 1e-9,
             SIZE=MOST, ROWS=16, num_warps=8,
         )  # fmt: skip
@@ -142,7 +144,8 @@ if triton is not None:
         """p + z rows, in float64, reading only the rows whose z is not zero."""
         u = torch.empty_like(p)
         width = 512
-        _add_rows[(triton.cdiv(len(p), width),)](p, z, rows, u, len(p), rows.stride(0), len(rows), WIDTH=width)
+        grid = (triton.cdiv(len(p), width),)
+        launch(_add_rows, grid, p, z, rows, u, len(p), rows.stride(0), len(rows), WIDTH=width)
         return u
 
     @add_rows.register_fake

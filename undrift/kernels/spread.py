@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from undrift.kernels.launch import launch
+
 try:
     import triton
     import triton.language as tl
@@ -52,8 +54,8 @@ if triton is not None:
         width = ENTRIES // S
         blocks = triton.cdiv(length, width)
         out = x.new_empty(groups, blocks)
-        _spread[(blocks, groups)](
-            x, share, out, x.stride(0), x.stride(1), count, length, blocks, S=S, WIDTH=width
+        launch(
+            _spread, (blocks, groups), x, share, out, x.stride(0), x.stride(1), count, length, blocks, S=S, WIDTH=width
         )  # fmt: skip
         return out.sum(1)
 

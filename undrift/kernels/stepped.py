@@ -14,6 +14,8 @@ import math
 import torch
 from torch import Tensor
 
+from undrift.kernels.launch import launch
+
 try:
     import triton
     import triton.language as tl
@@ -120,7 +122,8 @@ if triton is not None:
         places = itertools.accumulate(((n + bias) * m for n, m, bias in layers), initial=0)
         aligned = math.gcd(x.stride(0), P, 4)
         tiles = list(itertools.accumulate((triton.cdiv(m, M) * triton.cdiv(n, N) for n, m, _ in layers), initial=0))
-        _stepped[(S * tiles[-1],)](
+        launch(
+            _stepped, (S * tiles[-1],),
             x, made, tuple(t.contiguous() for t in outs), tuple(t.contiguous() for t in back), rates, rate,
             x.stride(0) // aligned, P // aligned, B, P,
             SIZES=tuple(sizes), BIASED=tuple(biased), PLACES=tuple(places), TILES=tuple(tiles), RATES=rates is not None,

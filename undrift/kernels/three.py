@@ -10,6 +10,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from undrift.kernels.launch import launch
+
 try:
     import triton
     import triton.language as tl
@@ -182,9 +184,10 @@ if triton is not None:
         sums = torch.empty((count, blocks, 10), dtype=torch.float64, device=p.device)
         share, active = sums.new_empty((count, 3)), sums.new_empty((count, 3), dtype=torch.int8)
         u = torch.empty_like(p, memory_format=torch.contiguous_format)
-        _products[(blocks, count)](*vectors, *apart, sums, length, blocks, WIDTH=WIDTH)
-        _multipliers[(count,)](sums, rho.double().contiguous(), share, active, blocks, 1e-6, BLOCKS=64, num_warps=1)
-        _combination[(blocks, count)](share, *vectors, *apart, u, length, WIDTH=WIDTH)
+        launch(_products, (blocks, count), *vectors, *apart, sums, length, blocks, WIDTH=WIDTH)
+        rho = rho.double().contiguous()
+        launch(_multipliers, (count,), sums, rho, share, active, blocks, 1e-6, BLOCKS=64, num_warps=1)
+        launch(_combination, (blocks, count), share, *vectors, *apart, u, length, WIDTH=WIDTH)
         return u, active.bool()
 
     @project_three.register_fake

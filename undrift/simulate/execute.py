@@ -31,6 +31,7 @@ from undrift.data.batches import Table
 from undrift.data.federation import Federation
 from undrift.errors import BadData, BadSetting, UndriftError
 from undrift.kernels import pictures
+from undrift.kernels.launch import rehearsal
 from undrift.net import Net
 from undrift.oracle import Batch, Oracle, task_loss
 from undrift.round import Answers, client_part
@@ -387,7 +388,8 @@ def choose(
         return time.perf_counter() - before
 
     try:
-        seconds(stacked)  # warms up
+        with rehearsal(device):
+            seconds(stacked)  # warms up
     except RuntimeError as error:  # vmap has no rule for something the model does
         if isinstance(error, torch.cuda.OutOfMemoryError):
             raise

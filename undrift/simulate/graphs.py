@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 
+from undrift.kernels.launch import rehearsal
 from undrift.vec import leaves, map_leaves
 
 T = TypeVar("T")
@@ -31,7 +32,8 @@ def recorded(play: Callable[[], T], changed: Sequence[Tensor], device: torch.dev
             for tensor, old in zip(changed, before, strict=True):
                 tensor.copy_(old)
 
-    once()
+    with rehearsal(device):
+        once()
     if device.type != "cuda":
         return play
     aside = torch.cuda.Stream()
