@@ -6,7 +6,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from undrift.kernels.launch import launch
+from undrift.kernels.launch import launch, room
 
 try:
     import triton
@@ -66,7 +66,7 @@ if triton is not None:
         outputs, targets = outputs.contiguous(), targets.contiguous()
         real = None if real is None else real.to(outputs.dtype).contiguous()
         clients, classes, batch = outputs.shape
-        loss, d = outputs.new_empty(clients), outputs.new_empty(outputs.shape)
+        loss, d = room(outputs, clients), room(outputs, *outputs.shape)
         CLASSES, BATCH = triton.next_power_of_2(classes), triton.next_power_of_2(batch)
         launch(
             _cross_entropy, (clients,), outputs, targets, real, loss, d, classes, batch,

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from undrift.kernels import stepped
-from undrift.kernels.launch import launch
+from undrift.kernels.launch import current, joined, launch, room
 
 try:
     import triton
@@ -137,7 +137,7 @@ if triton is not None:
         x, w = x.contiguous(), w if w[0].is_contiguous() else w.contiguous()
         b = b if b is None or b.stride(1) == 1 else b.contiguous()
         n = sizes(x, w, padding)
-        out = x.new_empty(*x.shape[:2], n["FILTERS"], n["OH"], n["OW"])
+        out = room(x, *x.shape[:2], n["FILTERS"], n["OH"], n["OW"])
         places = x.shape[1] * n["OH"] * n["OW"]
         launch(
             _forward, (len(x), triton.cdiv(places, BLOCK)),
@@ -154,7 +154,7 @@ if triton is not None:
         places, blocks = x.shape[1] * n["OH"] * n["OW"], triton.cdiv(n["TAPS"], some)
         parts = max(1, min(2048 // (len(x) * blocks), places // 512))  # enough to keep a GPU busy
         share = triton.cdiv(triton.cdiv(places, parts), 64) * 64
-        out = x.new_empty(len(x), parts, *w.shape[1:])
+        out = room(x, len(x), parts, *w.shape[1:])
         launch(
             _filters, (len(x), parts, blocks),
             x, d, out, places, share, **n, PRECISION=stepped.precision(), PLACES=64, SOME=some, num_warps=2,
@@ -172,12 +172,13 @@ if triton is not None:
 
     def _keep(ctx: Any, inputs: Any, output: Tensor) -> None:
         x, w, b, ctx.padding = inputs
-        ctx.biased = b is not None
+        ctx.biased, ctx.rehearsal = b is not None, current.get()
         ctx.save_for_backward(x, w)
 
     def _backward(ctx: Any, d: Tensor) -> Any:
         x, w = ctx.saved_tensors
-        g = torch.ops.undrift.few_channels_gradient(x, d, w, ctx.padding)
+        with joined(ctx.rehearsal):
+            g = torch.ops.undrift.few_channels_gradient(x, d, w, ctx.padding)
         before = torch.vmap(_before, (0, 0, 0, None))(d, x, w, ctx.padding) if ctx.needs_input_grad[0] else None
         return before, g, d.sum((1, 3, 4)) if ctx.biased else None, None
 

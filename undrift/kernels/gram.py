@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from undrift.kernels.launch import launch
+from undrift.kernels.launch import launch, room
 
 try:
     import triton
@@ -53,7 +53,7 @@ if triton is not None:
         rows, others = (t if t.stride(1) == 1 else t.contiguous() for t in (rows, others))
         (a, length), b = rows.shape, len(others)
         parts = triton.cdiv(length, STRETCH)
-        out = rows.new_empty(parts, a, b)
+        out = room(rows, parts, a, b)
         grid = (parts, triton.cdiv(a, 16), triton.cdiv(b, 128))
         apart = rows.stride(0), others.stride(0)
         launch(_gram, grid, rows, others, out, *apart, a, b, length, STRETCH=STRETCH, A=16, B=128, DEPTH=32)

@@ -1,11 +1,12 @@
-"""Pictures taken out of a data set and normalised, on a GPU in one kernel: a byte has only 256 values, which a table holds."""
+"""Pictures taken out of a data set and normalised, on a GPU in one kernel: a byte has only 256 values, which a table holds.
+
+They are there in a rehearsal (`launch`) too, because a user's model may rely on what its inputs are like.
+"""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
-
-from undrift.kernels.launch import launch
 
 try:
     import triton
@@ -52,8 +53,7 @@ if triton is not None:
         out = table.new_empty(len(index), *shape)
         size, plane = out[:1].numel() if len(out) else 0, shape[1] * shape[2]
         if len(out):
-            grid = len(index), triton.cdiv(size, WIDTH)
-            launch(_looked_up, grid, held, index, table, out, size, plane, WIDTH=WIDTH)
+            _looked_up[(len(index), triton.cdiv(size, WIDTH))](held, index, table, out, size, plane, WIDTH=WIDTH)
         return out
 
     @_op.register_fake
@@ -76,7 +76,7 @@ if triton is not None:
         size, plane = held[:1].numel(), held.shape[2] * held.shape[3]
         out = table.new_empty(clients, size, batch)
         grid = clients, triton.cdiv(size, PIXELS), triton.cdiv(batch, SIDE)
-        launch(_turned, grid, held, index, table, out, batch, size, plane, PIXELS=PIXELS, SIDE=SIDE, num_warps=4)
+        _turned[grid](held, index, table, out, batch, size, plane, PIXELS=PIXELS, SIDE=SIDE, num_warps=4)
         return out
 
     @_turned_op.register_fake

@@ -13,7 +13,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from undrift.kernels.launch import launch
+from undrift.kernels.launch import launch, room
 
 try:
     import triton
@@ -111,8 +111,8 @@ if triton is not None:
         products: Tensor, along: Tensor, length: Tensor, counts: Tensor, rho: float, single: bool
     ) -> tuple[Tensor, Tensor]:
         m = len(along)
-        z = torch.empty(m, dtype=torch.float64, device=along.device)
-        table, solved = z.new_empty(MOST, MOST), torch.empty((), dtype=torch.int8, device=along.device)
+        z, solved = room(along, m, dtype=torch.float64), room(along, dtype=torch.int8)
+        table = z.new_empty(MOST, MOST)
         # Products of float32 rows carry about 1e-8 of noise, by which a pivot must not be drowned.
         launch(
             _pivots, (1,), products.double().contiguous(), along.double().contiguous(), length, counts.to(torch.int8),
@@ -142,7 +142,7 @@ if triton is not None:
     @torch.library.custom_op("undrift::add_rows", mutates_args=())
     def add_rows(p: Tensor, z: Tensor, rows: Tensor) -> Tensor:
         """p + z rows, in float64, reading only the rows whose z is not zero."""
-        u = torch.empty_like(p)
+        u = room(p, len(p))
         width = 512
         grid = (triton.cdiv(len(p), width),)
         launch(_add_rows, grid, p, z, rows, u, len(p), rows.stride(0), len(rows), WIDTH=width)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from undrift.kernels.launch import launch
+from undrift.kernels.launch import launch, room
 
 try:
     import triton
@@ -61,8 +61,8 @@ if triton is not None:
     @torch.library.custom_op("undrift::mem_red", mutates_args=())
     def mem_red(clients: Tensor, counters: Tensor, evictions: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """The counters [4, m] after clients [S] have got their rows, those rows [S], and the evictions so far."""
-        after, evicted, m = torch.empty_like(counters), torch.empty_like(evictions), counters.shape[1]
-        place = torch.zeros_like(clients)  # a rehearsal needs indices too
+        after, place, evicted = room(counters, *counters.shape), room(clients, len(clients)), room(evictions)
+        m = counters.shape[1]
         launch(
             _mem_red, (1,), clients.contiguous(), counters.contiguous(), after, place, evictions, evicted, len(clients), m,
             SIZE=triton.next_power_of_2(m),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from undrift.kernels.launch import launch
+from undrift.kernels.launch import launch, room
 
 try:
     import triton
@@ -53,7 +53,7 @@ if triton is not None:
         S = triton.next_power_of_2(count)
         width = ENTRIES // S
         blocks = triton.cdiv(length, width)
-        out = x.new_empty(groups, blocks)
+        out = room(x, groups, blocks)
         launch(
             _spread, (blocks, groups), x, share, out, x.stride(0), x.stride(1), count, length, blocks, S=S, WIDTH=width
         )  # fmt: skip

@@ -14,7 +14,7 @@ import math
 import torch
 from torch import Tensor
 
-from undrift.kernels.launch import launch
+from undrift.kernels.launch import launch, room
 
 try:
     import triton
@@ -116,7 +116,7 @@ if triton is not None:
         x: Tensor, rates: Tensor | None, rate: float, outs: list[Tensor], back: list[Tensor], biased: list[bool]
     ) -> Tensor:
         x, rates = x if x.stride(1) == 1 else x.contiguous(), None if rates is None else rates.contiguous()
-        made, (S, P), B = x.new_empty(x.shape), x.shape, outs[0].shape[2]
+        made, (S, P), B = room(x, *x.shape), x.shape, outs[0].shape[2]
         sizes = outs[0].shape[1], *(d.shape[1] for d in back)
         layers = list(zip(sizes, sizes[1:], biased, strict=False))
         places = itertools.accumulate(((n + bias) * m for n, m, bias in layers), initial=0)

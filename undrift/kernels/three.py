@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from undrift.kernels.launch import launch
+from undrift.kernels.launch import launch, room
 
 try:
     import triton
@@ -181,9 +181,8 @@ if triton is not None:
         apart = [v.stride(0) for v in vectors]
         count, length = p.shape
         blocks = triton.cdiv(length, WIDTH)
-        sums = torch.empty((count, blocks, 10), dtype=torch.float64, device=p.device)
-        share, active = sums.new_empty((count, 3)), sums.new_empty((count, 3), dtype=torch.int8)
-        u = torch.empty_like(p, memory_format=torch.contiguous_format)
+        sums = p.new_empty((count, blocks, 10), dtype=torch.float64)
+        share, active, u = sums.new_empty((count, 3)), room(p, count, 3, dtype=torch.int8), room(p, *p.shape)
         launch(_products, (blocks, count), *vectors, *apart, sums, length, blocks, WIDTH=WIDTH)
         rho = rho.double().contiguous()
         launch(_multipliers, (count,), sums, rho, share, active, blocks, 1e-6, BLOCKS=64, num_warps=1)
