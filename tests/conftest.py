@@ -1,4 +1,7 @@
-"""One thread a test process: two processes share two cores, and small tensors gain nothing from more."""
+"""One thread a test process: two processes share two cores, and small tensors gain nothing from more.
+
+Without a GPU Triton's kernels are interpreted, as far as they are called at all (test_interpreted).
+"""
 
 from __future__ import annotations
 
@@ -9,3 +12,5 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import torch
 
 torch.set_num_threads(1)
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")  # before any kernel is defined

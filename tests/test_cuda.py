@@ -465,46 +465,51 @@ def test_the_spread_of_long_vectors() -> None:
     torch.testing.assert_close(spread.spread(x, share).double(), torch.as_tensor(expected), rtol=1e-5, atol=0)
 
 
-def test_a_rehearsal_compiles_what_is_asked_for_once_and_launches_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also where a backward pass asks for it, in a thread of PyTorch's own."""
-    made: list[str] = []
-    make = launch.Rehearsal.make
-
-    def watched(self: launch.Rehearsal, kernel: Any, *given: Any) -> None:
-        make(self, kernel, *given)
-        made.append(kernel.fn.__name__)
-
-    monkeypatch.setattr(launch.Rehearsal, "make", watched)
+def test_a_rehearsal_makes_kernels_ready_and_launches_none() -> None:
+    """Also where a backward pass asks for one, in a thread of PyTorch's own."""
     device, (S, B, size) = torch.device("cuda"), (3, 5, 19)  # sizes that nothing else here has
     x, w = torch.randn(S, B, 3, size, size).cuda(), torch.randn(S, 7, 3, 3, 3).cuda().requires_grad_()
-    table, index = torch.randn(3, 256).cuda(), torch.arange(B).cuda()
-    held, out = (
-        torch.randint(0, 256, (B, 3, size, size), dtype=torch.uint8).cuda(),
-        torch.zeros(B, 3, size, size).cuda(),
-    )
+    kernels = few_channels._forward, few_channels._filters
 
-    def look_up() -> None:
-        launch.launch(pictures._looked_up, (B, 2), held, index, table, out, 3 * size**2, size**2, WIDTH=1024)
+    def convolved() -> list[torch.Tensor]:
+        made = torch.ops.undrift.stacked_few_channels(x, w, None, 1)
+        return [made, *torch.autograd.grad(made.square().sum(), w)]
 
-    def convolve() -> torch.Tensor:
-        return torch.ops.undrift.stacked_few_channels(x, w, None, 1)
+    def ready() -> list[Any]:
+        held = (kernel.device_caches[torch.cuda.current_device()][0] for kernel in kernels)
+        return [made for each in held for made in each.values() if made.module is not None]
 
+    before = len(ready())
     with launch.rehearsal(device):
-        look_up()
-        look_up()
-        convolve().sum().backward()
-        assert launch.current is not None
-    assert launch.current is None and sorted(made) == ["_filters", "_forward", "_looked_up"]
-    assert not out.any()
-    look_up()
-    torch.testing.assert_close(out, table[torch.arange(3).view(-1, 1, 1).cuda(), held.long()])
-    torch.testing.assert_close(
-        convolve(), torch.vmap(lambda x, w: torch.conv2d(x, w, padding=1))(x, w), rtol=1e-2, atol=1e-2
-    )
+        rehearsed = convolved()
+    assert len(ready()) == before + 2 and not any(t.any() for t in rehearsed)
+    found = convolved()
+    assert len(ready()) == before + 2
+    plain = torch.vmap(lambda x, w: torch.conv2d(x, w, padding=1))(x.double(), w.double())
+    (gradient,) = torch.autograd.grad(plain.square().sum(), w)
+    torch.testing.assert_close(found[0].double(), plain, rtol=1e-2, atol=1e-2)
+    torch.testing.assert_close(found[1], gradient, rtol=1e-2, atol=1e-2 * float(gradient.abs().max()))
 
 
-def test_a_kernel_that_cannot_be_compiled_ends_the_rehearsal() -> None:
-    given = [torch.zeros(8, dtype=torch.int64).cuda() for _ in range(4)]
-    with pytest.raises(Exception, match="power of 2"), launch.rehearsal(torch.device("cuda")):
-        launch.launch(pictures._looked_up, (1,), *given, 8, 8, WIDTH=3)
-    assert launch.current is None
+@pytest.mark.parametrize("how", [{"execution": "stacked"}, {"execution": "auto"}])
+def test_the_kernels_of_a_run_are_rehearsed(how: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """All but those that take pictures; and a loss that ends the program where its input is no probability never sees one."""
+    import numpy as np
+
+    asked: set[str] = set()
+    ask = launch.Rehearsal.ask
+
+    def watched(self: launch.Rehearsal, kernel: Any, *given: Any) -> None:
+        asked.add(kernel.fn.__name__)
+        ask(self, kernel, *given)
+
+    monkeypatch.setattr(launch.Rehearsal, "ask", watched)
+    random = np.random.default_rng(0)
+    images = random.integers(0, 256, (200, 12, 12, 3), dtype=np.uint8)
+    marks = random.integers(0, 2, (200, 4)).astype(np.float32)
+    data = undrift.Dataset("random", images, marks, images[:20], marks[:20], 4, (0.5,) * 3, (0.5,) * 3)
+    layers = torch.nn.Conv2d(3, 6, 5), torch.nn.ReLU(), torch.nn.Flatten(), torch.nn.Linear(384, 4), torch.nn.Sigmoid()
+    settings = QUICK | how | {"algorithm": "gradma", "device": "cuda", "partition": "iid", "deterministic": True}
+    result = undrift.run(settings, data=data, model=torch.nn.Sequential(*layers), loss=torch.nn.BCELoss())
+    assert {"_forward", "_filters", "_products", "_mem_red", "_pivots"} <= asked
+    assert all(t.isfinite().all() for t in result.model.values())
