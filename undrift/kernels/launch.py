@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
@@ -21,19 +21,20 @@ from torch import Tensor
 
 
 class Rehearsal:
-    """The kernels asked for so far, each with its compilation."""
+    """The kernels asked for so far, which are being compiled."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = torch.cuda.current_device() if device.index is None else device.index
         self.pool = ThreadPoolExecutor(os.cpu_count())
-        self.asked: dict[Any, Future[None]] = {}
+        self.asked: set[Any] = set()
 
     def ask(self, kernel: Any, grid: tuple[int, ...], given: tuple[Any, ...], sizes: dict[str, Any]) -> None:
         names = kernel.params[: len(given)]
         given = tuple(like(value, name.do_not_specialize) for value, name in zip(given, names, strict=True))
         key = kernel, given, tuple(sizes.items())
         if key not in self.asked:
-            self.asked[key] = self.pool.submit(self.make, kernel, grid, given, sizes)
+            self.asked.add(key)
+            self.pool.submit(self.make, kernel, grid, given, sizes)
 
     def make(self, kernel: Any, grid: tuple[int, ...], given: tuple[Any, ...], sizes: dict[str, Any]) -> None:
         with torch.cuda.device(self.device):
@@ -62,7 +63,10 @@ def room(beside: Tensor, *shape: int, dtype: torch.dtype | None = None) -> Tenso
 
 @contextlib.contextmanager
 def rehearsal(device: torch.device) -> Iterator[None]:
-    """Within it kernels are compiled for a GPU instead of being launched; when it is left, all of them are ready."""
+    """Within it kernels are compiled for a GPU instead of being launched; when it is left, all of them are ready.
+
+    One that cannot be compiled fails where it is launched.
+    """
     if device.type != "cuda":
         yield
         return
@@ -72,8 +76,6 @@ def rehearsal(device: torch.device) -> Iterator[None]:
             yield
     finally:
         mine.pool.shutdown()
-    for made in mine.asked.values():
-        made.result()
 
 
 @contextlib.contextmanager
