@@ -76,6 +76,8 @@ def main() -> None:
         )
     if args.json:
         found = {"device": args.device, "torch": torch.__version__, "commit": commit(), "first round, seconds": rows}
+        if args.device == "cuda":
+            found = {"gpu": torch.cuda.get_device_name(), **found}
         Path(args.json).write_text(json.dumps(found, indent=1) + "\n")
 
 
