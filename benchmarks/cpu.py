@@ -32,7 +32,8 @@ from undrift.net import Net
 from undrift.runs import commit
 from undrift.simulate.engine import Settings, Simulation
 
-RIVALS = {"undrift": "undrift", "plain loop": "torch", "pfl 0.6.0": "pfl", "Flower 1.41": "flwr"}  # and their packages
+# and the packages they need; ray comes with flwr[simulation], not with flwr alone
+RIVALS = {"undrift": "undrift", "plain loop": "torch", "pfl 0.6.0": "pfl", "Flower 1.41": "ray"}
 
 
 def undrift_rounds(model: str) -> tuple[Rounds, Simulation]:
