@@ -28,9 +28,9 @@ from rivals import BATCH, CLIENTS, COHORT, LR, MODELS, STEPS, Rounds
 from undrift.algorithms.fedavg import FedAvg
 from undrift.data.batches import Plan
 from undrift.data.federation import federate
-from undrift.net import Net
-from undrift.runs import commit
-from undrift.simulate.engine import Settings, Simulation
+from undrift.jobs.run import commit
+from undrift.oracle.net import Net
+from undrift.simulate.simulation import Settings, Simulation
 
 # and the packages they need; ray comes with flwr[simulation], not with flwr alone
 RIVALS = {"undrift": "undrift", "plain loop": "torch", "pfl 0.6.0": "pfl", "Flower 1.41": "ray"}

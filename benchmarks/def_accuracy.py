@@ -30,8 +30,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-from undrift.folder import RunFolder
-from undrift.parallel import run_parallel
+from undrift.dataparallel.command import run_parallel
+from undrift.jobs.folder import RunFolder
 
 COMMON: dict[str, Any] = {
     "dataset": "cifar10", "model": "resnet9", "workers": 16, "batch": 8, "rounds": 20, "lr": 0.05, "momentum": 0.9,

@@ -20,7 +20,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from undrift.folder import RunFolder
+from undrift.jobs.folder import RunFolder
 
 THESIS = {  # Table 1, ResNet-164 on CIFAR-10, best top-1 in per cent
     "bp": 94.41, "fr": 94.55, "dsp 1,1,0;4,2,0": 94.68, "dsp 2,2,0;6,3,0": 93.98, "dsp 3,3,0;10,5,0": 93.37,

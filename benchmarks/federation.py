@@ -22,7 +22,7 @@ from pathlib import Path
 
 from undrift.deploy.local import federation
 from undrift.deploy.settings import Plan
-from undrift.folder import RunFolder
+from undrift.jobs.folder import RunFolder
 
 SERVER, ADDRESS = "undrift-server", "10.77.0.1"
 

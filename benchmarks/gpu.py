@@ -29,14 +29,15 @@ from torch import nn
 
 import undrift
 from undrift.algorithms.base import Algorithm
+from undrift.core.names import names
 from undrift.data.batches import Plan
 from undrift.data.dataset import Dataset
 from undrift.data.federation import Federation, federate
+from undrift.jobs.registry import algorithm_class, build_model
+from undrift.jobs.run import commit
 from undrift.models import resnet20_gn
-from undrift.net import Net
-from undrift.registry import algorithm_class, build_model, names
-from undrift.runs import commit
-from undrift.simulate.engine import Settings, Simulation
+from undrift.oracle.net import Net
+from undrift.simulate.simulation import Settings, Simulation
 
 GPU = torch.device("cuda")
 

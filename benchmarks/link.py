@@ -190,7 +190,7 @@ def digits() -> Any:
     import torch
     import torch.nn.functional as F
 
-    from undrift.datasets import load_dataset
+    from undrift.data.load import load_dataset
 
     data = load_dataset("digits")
 

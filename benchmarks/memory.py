@@ -26,12 +26,12 @@ from torch import Tensor, nn
 
 from undrift.algorithms.base import Cohort, Nothing, Up
 from undrift.algorithms.gradma_s import GradMAS
-from undrift.net import Net
-from undrift.round import Answers, server_init, server_part
-from undrift.runs import commit
+from undrift.core.trees import leaves, map_leaves
+from undrift.jobs.run import commit
+from undrift.oracle.net import Net
+from undrift.round.order import Answers, server_init, server_part
 from undrift.simulate.execute import keep_freed_memory
 from undrift.simulate.graphs import recorded
-from undrift.vec import leaves, map_leaves
 
 CLIENTS, COHORT, SLOTS, SIDE, CLASSES = 150, 10, 100, 1000, 10  # 1000 * 1000 = 10^6 parameters
 

@@ -36,6 +36,7 @@ from link import link as limited
 from link import missing
 from torch import Tensor, nn
 
+from undrift.core import ranks
 from undrift.models._resnet import cifar_resnet
 from undrift.pipeline.block import Block
 from undrift.pipeline.methods import METHODS, engine, schedule_of
@@ -44,7 +45,6 @@ from undrift.pipeline.processes import Processes
 from undrift.pipeline.schedule import Schedule
 from undrift.pipeline.simulator import Simulator
 from undrift.pipeline.split import balanced, layers_of, parts
-from undrift.simulate import ranks
 
 CPU = torch.device("cpu")
 SIZES = {"mlp": (16, 128), "resnet20": (8, 64), "resnet56": (8, 64)}  # small and large batches

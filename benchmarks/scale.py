@@ -27,7 +27,7 @@ from typing import Any
 import torch
 
 import undrift
-from undrift.runs import commit
+from undrift.jobs.run import commit
 
 ROUNDS, CHECKPOINTS = 20, 5
 COMMON = {

@@ -22,7 +22,7 @@ import numpy as np
 import torch
 
 from undrift.data.dataset import Dataset
-from undrift.runs import commit
+from undrift.jobs.run import commit
 
 HERE = Path(__file__).resolve().parent
 SETTINGS = (

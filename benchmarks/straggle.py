@@ -24,6 +24,8 @@ import torch.nn.functional as F
 from pipe import launch
 from torch import Tensor, nn
 
+from undrift.core import ranks
+from undrift.core.streams import Purpose, stream
 from undrift.pipeline.block import Block
 from undrift.pipeline.methods import engine, schedule_of
 from undrift.pipeline.micro import MicroBatches
@@ -31,8 +33,6 @@ from undrift.pipeline.processes import Processes
 from undrift.pipeline.schedule import Schedule
 from undrift.pipeline.split import parts
 from undrift.pipeline.straggle import CHANCE, SLOWDOWNS, THESIS, increase
-from undrift.simulate import ranks
-from undrift.streams import Purpose, stream
 
 BLOCKS, SECONDS, MICRO = 3, 0.030, 3
 METHODS = ["fr", f"1f1b M={MICRO}", "1f1b M=6", *(f"dsp {queues}" for queues in THESIS if not queues.startswith("0"))]

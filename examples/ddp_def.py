@@ -12,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 import undrift
-from undrift.datasets import load_dataset
+from undrift.data.load import load_dataset
 
 
 def digits() -> tuple[TensorDataset, Tensor, Tensor]:

@@ -17,7 +17,7 @@ from federation import ADDRESS, check_can, crossed, links, within
 
 from undrift.deploy.local import federation
 from undrift.deploy.settings import Plan
-from undrift.folder import RunFolder
+from undrift.jobs.folder import RunFolder
 
 CLIENTS, MBIT, ROUNDS = 4, 20.0, 3
 

@@ -12,7 +12,7 @@ from typing import Any
 import undrift
 from undrift.algorithms.base import GradientOracle, Work, Worker
 from undrift.algorithms.fedavgm import ServerMomentum
-from undrift.vec import norm
+from undrift.core.vec import norm
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from undrift.datasets import load_dataset
+from undrift.data.load import load_dataset
 from undrift.pipeline import DSP, Schedule
 
 BLOCKS, EPOCHS, BATCH = 3, 20, 32

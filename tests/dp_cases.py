@@ -23,8 +23,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 import undrift
 from undrift import cli
-from undrift.errors import UndriftError
-from undrift.parallel import run_parallel
+from undrift.core.errors import UndriftError
+from undrift.dataparallel.command import run_parallel
 
 STEPS, LR, MOMENTUM, DECAY = 12, 0.2, 0.9, 0.01
 SHARED: dict[str, Any] = {"lr": LR, "momentum": MOMENTUM, "weight_decay": DECAY, "seed": 3}

@@ -14,11 +14,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import undrift
+from undrift.core import ranks
 from undrift.pipeline import SUM
 from undrift.pipeline.methods import METHODS, Engine, engine, schedule_of
 from undrift.pipeline.micro import MicroBatches
 from undrift.pipeline.split import Part
-from undrift.simulate import ranks
 
 BATCHES, STOP, FLUSH = 22, 9, 17  # a state is taken after STOP batches, and the queues are emptied after FLUSH
 CASES = [

@@ -12,11 +12,12 @@ from torch import nn
 
 import undrift
 from tests.small import federation, simulation
-from undrift import runs
-from undrift.registry import algorithm_class, names
-from undrift.simulate import ranks
-from undrift.simulate.engine import Simulation
+from undrift.core import ranks
+from undrift.core.names import names
+from undrift.jobs import run as runs
+from undrift.jobs.registry import algorithm_class
 from undrift.simulate.execute import Pool, Stacked
+from undrift.simulate.simulation import Simulation
 
 ROUNDS = 3
 

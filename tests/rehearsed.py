@@ -10,7 +10,12 @@ import torch
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 
-from undrift.kernels import cross_entropy, few_channels, launch, slots, spread, stepped
+from undrift.kernels import consistency_gpu as spread
+from undrift.kernels import conv_gpu as few_channels
+from undrift.kernels import cross_entropy_gpu as cross_entropy
+from undrift.kernels import dense_step_gpu as stepped
+from undrift.kernels import launch
+from undrift.kernels import memory_gpu as slots
 
 
 class Absent:

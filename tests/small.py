@@ -11,10 +11,10 @@ from torch import nn
 from undrift.data.batches import Plan
 from undrift.data.dataset import Dataset
 from undrift.data.federation import Federation, federate
-from undrift.data.own import dataset_from
-from undrift.net import Net
-from undrift.simulate.engine import Settings, Simulation
+from undrift.data.from_user import dataset_from
+from undrift.oracle.net import Net
 from undrift.simulate.evaluate import accuracy
+from undrift.simulate.simulation import Settings, Simulation
 
 CPU = torch.device("cpu")
 SIZES = (3, 20, 9, 33, 5, 14)  # unequal clients

@@ -14,11 +14,12 @@ from torch import Tensor
 from tests.small import SIZES, path, simulation
 from undrift.algorithms.base import Cohort, Served
 from undrift.algorithms.fedavg import FedAvg
-from undrift.layout import Layout
-from undrift.oracle import Objective
-from undrift.registry import algorithm_class, names
-from undrift.round import client_part
-from undrift.vec import leaves, map_leaves, nbytes
+from undrift.core.layout import Layout
+from undrift.core.names import names
+from undrift.core.trees import leaves, map_leaves, nbytes
+from undrift.jobs.registry import algorithm_class
+from undrift.oracle.oracle import Objective
+from undrift.round.order import client_part
 
 ALGORITHMS = names("algorithms")
 GOLDEN = Path(__file__).parent / "golden"

@@ -10,8 +10,8 @@ from tests.small import CPU, federation, path, simulation
 from undrift.algorithms.fedavg import FedAvg
 from undrift.kernels.chain import HALVES, Chain, halved
 from undrift.models import lenet5, logreg, mlp
-from undrift.net import Net
-from undrift.oracle import Batch, Oracle, task_loss
+from undrift.oracle.net import Net
+from undrift.oracle.oracle import Batch, Oracle, task_loss
 from undrift.simulate.execute import Pool
 
 WIDE = torch.float64

@@ -18,8 +18,8 @@ from torch import Tensor
 import undrift
 from tests.small import CPU, data, tiny_mlp
 from tests.test_runs import QUICK, timeless
-from undrift import runs
-from undrift.errors import BadRunFolder, BadSetting
+from undrift.core.errors import BadRunFolder, BadSetting
+from undrift.jobs import run as runs
 from undrift.simulate.client_store import DiskTable
 from undrift.simulate.clients import ClientTable
 

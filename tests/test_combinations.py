@@ -11,8 +11,9 @@ import torch
 
 from tests.small import path, simulation
 from undrift.algorithms.base import Server, Worker
-from undrift.errors import BadSetting, UnknownName
-from undrift.registry import algorithm_class, compose, half, names
+from undrift.core.errors import BadSetting, UnknownName
+from undrift.core.names import names
+from undrift.jobs.registry import algorithm_class, compose, half
 
 ALGORITHMS = names("algorithms")
 

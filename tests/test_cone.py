@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from scipy.optimize import nnls
 from torch import Tensor
 
-from undrift.cone import gram, project
+from undrift.algorithms.gradient_memory.cone import gram, project
 
 problems = st.tuples(
     st.integers(1, 20),

@@ -12,16 +12,22 @@ import pytest
 import torch
 
 import undrift
-from undrift import cone
+from undrift.algorithms.gradient_memory import cone
+from undrift.core.names import names
+from undrift.core.trees import leaves, map_leaves
+from undrift.core.vec import descend
 from undrift.data.augment import Transform, lookup
-from undrift.folder import RunFolder
+from undrift.dataparallel.command import run_parallel
+from undrift.jobs.folder import RunFolder
 from undrift.kernels import chain as chains
-from undrift.kernels import cross_entropy, few_channels, launch, pictures, spread, stepped
-from undrift.net import Net
-from undrift.oracle import Batch, Oracle, View
-from undrift.parallel import run_parallel
-from undrift.registry import names
-from undrift.vec import descend, leaves, map_leaves
+from undrift.kernels import consistency_gpu as spread
+from undrift.kernels import conv_gpu as few_channels
+from undrift.kernels import cross_entropy_gpu as cross_entropy
+from undrift.kernels import dense_step_gpu as stepped
+from undrift.kernels import launch
+from undrift.kernels import pictures_gpu as pictures
+from undrift.oracle.net import Net
+from undrift.oracle.oracle import Batch, Oracle, View
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 QUICK = {"clients": 20, "cohort": 6, "batch": 16, "rounds": 4, "eval_every": 2, "execution": "stacked"}
@@ -98,8 +104,8 @@ def test_chunks_shrink_when_memory_is_short(monkeypatch: pytest.MonkeyPatch) -> 
 def test_packed_runs_agree_with_the_cpu(name: str, replay: bool, tmp_path: Path) -> None:
     from safetensors.torch import load_file
 
-    from undrift import packs
-    from undrift.config import from_mapping
+    from undrift.jobs import packs
+    from undrift.jobs.config import from_mapping
 
     runs = [
         {"algorithm": name, "dtype": "float64", "seed": seed, "set": {"lr": lr}, "replay": replay}
@@ -159,7 +165,7 @@ def test_products_of_long_rows_keep_float32s_digits() -> None:
 def test_three_constraints_on_the_gpu_are_those_on_the_host() -> None:
     from tests.reference.test_small_cone import KINDS
     from tests.reference.test_small_cone import rows as made
-    from undrift.kernels.small_cone import project_three
+    from undrift.algorithms.gradient_memory.cone3 import project_three
 
     for kind in KINDS:
         for size in (3, 40, 5000):
@@ -173,7 +179,7 @@ def test_three_constraints_on_the_gpu_are_those_on_the_host() -> None:
 
 
 def test_who_is_remembered_on_the_gpu() -> None:
-    from undrift.memory import Memory
+    from undrift.algorithms.gradient_memory.memory import Memory
 
     generator = torch.Generator().manual_seed(0)
     host = Memory.empty(12, torch.zeros(8), 1)
@@ -410,8 +416,8 @@ def test_packed_runs_that_fill_the_cache_agree_with_single_ones(
 ) -> None:
     from safetensors.torch import load_file
 
-    from undrift import packs
-    from undrift.config import from_mapping
+    from undrift.jobs import packs
+    from undrift.jobs.config import from_mapping
 
     runs = [{"model": "mlp", "seed": seed, "set": {"lr": lr}} for seed, lr in ((0, 0.1), (1, 0.05), (2, 0.2))]
     alone = [run("cuda", **each).model for each in runs]

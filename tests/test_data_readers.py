@@ -21,6 +21,7 @@ import pytest
 from numpy.typing import NDArray
 from PIL import Image
 
+from undrift.core.errors import BadData, BadSetting, MissingData
 from undrift.data import (
     _image_files,
     _sources,
@@ -37,7 +38,6 @@ from undrift.data._formats import read_array_pickle, read_idx, read_pictures
 from undrift.data._image_files import ImageFiles
 from undrift.data._sources import Arrays
 from undrift.data.dataset import Dataset
-from undrift.errors import BadData, BadSetting, MissingData
 
 NPZ_SETS = (mnist, fashion_mnist, cifar10, cifar100, svhn, tiny_imagenet)
 

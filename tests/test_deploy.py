@@ -16,14 +16,15 @@ from torch import Tensor, nn
 
 from tests.small import SIZES, path, simulation
 from undrift.cli import main
+from undrift.core.errors import BadSetting
+from undrift.core.names import names
 from undrift.deploy.client import Client
 from undrift.deploy.messages import Encoded, Letter, Refused, decode, encode
 from undrift.deploy.server import Deployment, Remote, Visit
 from undrift.deploy.settings import Plan
 from undrift.deploy.state import Store
-from undrift.errors import BadSetting
-from undrift.registry import algorithm_class, names
-from undrift.simulate.engine import Simulation
+from undrift.jobs.registry import algorithm_class
+from undrift.simulate.simulation import Simulation
 
 NAMES = [str(id) for id in range(len(SIZES))]
 Make = Callable[[], Simulation]

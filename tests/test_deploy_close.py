@@ -15,10 +15,11 @@ from torch import Tensor, nn
 
 from tests.small import path, simulation
 from tests.test_deploy import FEDERATED, NAMES, Federation, Make, maker, normalised
+from undrift.core.trees import named_leaves, unstacked
 from undrift.deploy.client import CLOSE
-from undrift.registry import algorithm_class
-from undrift.simulate.engine import Simulation, named_leaves, unstacked
+from undrift.jobs.registry import algorithm_class
 from undrift.simulate.replay import Part
+from undrift.simulate.simulation import Simulation
 
 STATELESS = "per-fedavg"  # its personal model is made from the server's whenever it is needed
 PERSONAL = [name for name in FEDERATED if algorithm_class(name).personalises and name != STATELESS]
@@ -148,9 +149,9 @@ def test_the_apps_send_the_last_reply_and_record_it(tmp_path: Path, monkeypatch:
     from flwr.app import Context, RecordDict
 
     from tests.test_deploy_flower import Nodes, TaskIdentity, planned
-    from undrift.datasets import load_dataset
+    from undrift.data.load import load_dataset
     from undrift.deploy.flower import server_app
-    from undrift.runs import simulated as simulated_run
+    from undrift.jobs.run import simulated as simulated_run
 
     monkeypatch.setattr("undrift.deploy.flower.PAUSE", 0.0)
     TaskIdentity.run_id, TaskIdentity.node_id, TaskIdentity.task_id = 1, 1, 1

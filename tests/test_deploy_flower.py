@@ -17,13 +17,14 @@ from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Error, Message, 
 from flwr.supercore.task_identity import TaskIdentity  # noqa: E402
 
 from tests.test_deploy import without  # noqa: E402
-from undrift.datasets import load_dataset  # noqa: E402
+from undrift.core.errors import BadSetting  # noqa: E402
+from undrift.core.names import names  # noqa: E402
+from undrift.data.load import load_dataset  # noqa: E402
 from undrift.deploy.flower import GridPost, client_app, from_records, server_app, to_records  # noqa: E402
 from undrift.deploy.messages import Letter, Refused, encode  # noqa: E402
 from undrift.deploy.settings import Plan  # noqa: E402
-from undrift.errors import BadSetting  # noqa: E402
-from undrift.registry import algorithm_class, names  # noqa: E402
-from undrift.runs import simulated  # noqa: E402
+from undrift.jobs.registry import algorithm_class  # noqa: E402
+from undrift.jobs.run import simulated  # noqa: E402
 
 
 class Nodes:

@@ -19,16 +19,16 @@ from flwr.app import Context, Message, RecordDict  # noqa: E402
 
 from tests.test_deploy import without  # noqa: E402
 from tests.test_deploy_flower import Nodes, identity  # noqa: E402, F401
-from undrift.data._own_file import read_own  # noqa: E402
+from undrift.core.errors import BadData, BadSetting  # noqa: E402
+from undrift.data._user_file import read_own  # noqa: E402
 from undrift.data.dataset import Dataset  # noqa: E402
-from undrift.data.own import dataset_from  # noqa: E402
+from undrift.data.from_user import dataset_from  # noqa: E402
 from undrift.deploy.app import write_app  # noqa: E402
 from undrift.deploy.flower import server_app  # noqa: E402
 from undrift.deploy.local import files_of  # noqa: E402
 from undrift.deploy.settings import Plan  # noqa: E402
-from undrift.errors import BadData, BadSetting  # noqa: E402
-from undrift.runs import simulated  # noqa: E402
-from undrift.simulate.engine import Simulation  # noqa: E402
+from undrift.jobs.run import simulated  # noqa: E402
+from undrift.simulate.simulation import Simulation  # noqa: E402
 
 NAMES = ("east", "north", "west")
 SIZES = (7, 40, 23)

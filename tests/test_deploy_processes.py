@@ -23,14 +23,14 @@ from torch import Tensor
 pytest.importorskip("flwr")
 
 from tests.test_deploy import without
-from undrift.data.own import dataset_from
-from undrift.datasets import load_dataset
+from undrift.data.from_user import dataset_from
+from undrift.data.load import load_dataset
 from undrift.deploy.keys import write_client_key
 from undrift.deploy.local import LocalFederation, descended, federation, files_of
 from undrift.deploy.settings import Plan
-from undrift.folder import RunFolder
-from undrift.runs import simulated
-from undrift.simulate.engine import Simulation
+from undrift.jobs.folder import RunFolder
+from undrift.jobs.run import simulated
+from undrift.simulate.simulation import Simulation
 
 LONG = 400.0  # seconds after which a test gives up
 

@@ -10,12 +10,13 @@ from pathlib import Path
 
 import pytest
 
-from undrift import parallel
 from undrift.cli import parser
-from undrift.config import FIELDS, from_mapping, make_algorithm, parse_value
-from undrift.dp.methods import FILES
-from undrift.registry import algorithm_class, names
-from undrift.sweep import plan
+from undrift.core.names import names
+from undrift.dataparallel import command as parallel
+from undrift.dataparallel.methods import FILES
+from undrift.jobs.config import FIELDS, from_mapping, make_algorithm, parse_value
+from undrift.jobs.registry import algorithm_class
+from undrift.jobs.sweep import plan
 
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"

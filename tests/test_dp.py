@@ -38,9 +38,9 @@ from tests.dp_cases import (
 from tests.reference import dp as plain
 from undrift import cli
 from undrift.compress import Exchanged, LargestEntries, kept, make_compressor
-from undrift.dp.def_ import Detached, Rates
-from undrift.dp.workers import Ranks, Stacked
-from undrift.errors import BadRunFolder, BadSetting, UnknownName
+from undrift.core.errors import BadRunFolder, BadSetting, UnknownName
+from undrift.dataparallel.def_ import Detached, Rates
+from undrift.dataparallel.workers import Ranks, Stacked
 
 ROOT = Path(__file__).parent.parent
 SIZES = [p.numel() for p in network().parameters()]
@@ -531,5 +531,6 @@ def test_random_entries_are_drawn_evenly() -> None:
 
 
 def test_the_optimizers_are_there_without_being_imported_first() -> None:
-    code = "import undrift, sys; assert 'undrift.dp.optimizer' not in sys.modules; undrift.DEF; assert 'DEF' in undrift.__all__"
+    module = "undrift.dataparallel.optimizer"
+    code = f"import undrift, sys; assert {module!r} not in sys.modules; undrift.DEF; assert 'DEF' in undrift.__all__"
     subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)

@@ -14,10 +14,10 @@ from tests.small import CPU, SIZES, federation, path, simulation, tiny_mlp
 from undrift.algorithms.fedavg import FedAvg
 from undrift.algorithms.gradma_s import GradMAS
 from undrift.algorithms.scaffold import Scaffold
-from undrift.errors import BadSetting
-from undrift.kernels.linear import linear
-from undrift.net import Context, Net
-from undrift.oracle import Batch, Oracle, View
+from undrift.core.errors import BadSetting
+from undrift.kernels.linear_stacked import linear
+from undrift.oracle.net import Context, Net
+from undrift.oracle.oracle import Batch, Oracle, View
 from undrift.simulate.execute import Pool, Stacked
 
 
@@ -335,7 +335,7 @@ def test_targets_with_a_label_for_every_place() -> None:
     import numpy as np
 
     from undrift.data.federation import federate
-    from undrift.data.own import dataset_from
+    from undrift.data.from_user import dataset_from
 
     random = np.random.default_rng(0)
     parts = [(random.normal(size=(n, 5)), random.integers(0, 3, (n, 4))) for n in (4, 2, 7)]

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.autograd import forward_ad
 
-from undrift.kernels.few_channels import only_stacked, suits
+from undrift.kernels.conv_gpu import only_stacked, suits
 
 
 @pytest.mark.parametrize(

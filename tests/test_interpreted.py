@@ -16,11 +16,19 @@ if torch.cuda.is_available():
 
 from tests.reference.test_small_cone import KINDS
 from tests.reference.test_small_cone import rows as three_rows
-from undrift import cone
+from undrift.algorithms.gradient_memory import cone
+from undrift.algorithms.gradient_memory.cone3 import project_three
+from undrift.algorithms.gradient_memory.memory import Memory
 from undrift.kernels import chain as chains
-from undrift.kernels import cross_entropy, few_channels, gram, pictures, pivots, slots, spread, stepped, three
-from undrift.kernels.small_cone import project_three
-from undrift.memory import Memory
+from undrift.kernels import cone3_gpu as three
+from undrift.kernels import cone_gpu as pivots
+from undrift.kernels import consistency_gpu as spread
+from undrift.kernels import conv_gpu as few_channels
+from undrift.kernels import cross_entropy_gpu as cross_entropy
+from undrift.kernels import dense_step_gpu as stepped
+from undrift.kernels import gram_gpu as gram
+from undrift.kernels import memory_gpu as slots
+from undrift.kernels import pictures_gpu as pictures
 
 
 @pytest.mark.parametrize(

@@ -20,24 +20,21 @@ if torch.cuda.is_available():
     pytest.skip("with a GPU they are compiled, see test_cuda", allow_module_level=True)
 
 import undrift
-from undrift import cone
 from undrift.algorithms import gradma_s
-from undrift.kernels import (
-    chain,
-    cross_entropy,
-    few_channels,
-    gram,
-    launch,
-    pictures,
-    pivots,
-    slots,
-    spread,
-    stepped,
-    three,
-)
-from undrift.memory import Memory
+from undrift.algorithms.gradient_memory import cone
+from undrift.algorithms.gradient_memory.memory import Memory
+from undrift.kernels import chain, launch
+from undrift.kernels import cone3_gpu as three
+from undrift.kernels import cone_gpu as pivots
+from undrift.kernels import consistency_gpu as spread
+from undrift.kernels import conv_gpu as few_channels
+from undrift.kernels import cross_entropy_gpu as cross_entropy
+from undrift.kernels import dense_step_gpu as stepped
+from undrift.kernels import gram_gpu as gram
+from undrift.kernels import memory_gpu as slots
+from undrift.kernels import pictures_gpu as pictures
 from undrift.simulate import execute, graphs
-from undrift.simulate.engine import Simulation
+from undrift.simulate.simulation import Simulation
 
 SETTINGS = {
     "clients": 8,

@@ -10,10 +10,11 @@ import torch.nn.functional as F
 from tests import small
 from undrift.algorithms.fedavg import FedAvg
 from undrift.algorithms.gradma_w import GradMAW
-from undrift.registry import algorithm_class, names
+from undrift.core.names import names
+from undrift.core.streams import Purpose, sample, stream
+from undrift.jobs.registry import algorithm_class
 from undrift.simulate import evaluate
-from undrift.simulate.engine import Simulation
-from undrift.streams import Purpose, sample, stream
+from undrift.simulate.simulation import Simulation
 
 
 def outputs(run: Simulation, inputs: torch.Tensor) -> torch.Tensor:

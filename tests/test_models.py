@@ -11,7 +11,7 @@ from torch import nn
 from torch.func import functional_call, stack_module_state, vmap
 
 import undrift.models._blocks
-from undrift.errors import BadSetting, UnknownName
+from undrift.core.errors import BadSetting, UnknownName
 from undrift.models import resnet9
 from undrift.models._blocks import Blocks
 from undrift.models._resnet import ZeroPadShortcut

@@ -14,11 +14,13 @@ import torch
 from torch import Tensor, nn
 
 from undrift.algorithms.base import Average, LocalSGD, Momentum, Work
-from undrift.cone import combined
-from undrift.kernels import dense, native, rows
+from undrift.algorithms.gradient_memory.cone import combined
+from undrift.kernels import dense_cpu as dense
+from undrift.kernels import memory_cpu as rows
+from undrift.kernels import native
 from undrift.kernels.chain import Chain
-from undrift.net import Net
-from undrift.oracle import Batch, Oracle
+from undrift.oracle.net import Net
+from undrift.oracle.oracle import Batch, Oracle
 
 pytestmark = pytest.mark.skipif(native.library() is None, reason="needs gcc, Linux and AVX2")
 

@@ -17,17 +17,19 @@ from safetensors.torch import load_file
 from torch import nn
 
 from tests import small
-from undrift import cli, packs
-from undrift.config import RunConfig, from_mapping
+from undrift import cli
+from undrift.core.errors import BadSetting
+from undrift.core.names import names
 from undrift.data.federation import Federation, federate
-from undrift.errors import BadSetting
-from undrift.folder import RunFolder
-from undrift.registry import algorithm_class, names
-from undrift.round import RoundRecord
-from undrift.runs import Progress, run
-from undrift.simulate.engine import Simulation
+from undrift.jobs import packs
+from undrift.jobs.config import RunConfig, from_mapping
+from undrift.jobs.folder import RunFolder
+from undrift.jobs.registry import algorithm_class
+from undrift.jobs.run import Progress, run
+from undrift.jobs.sweep import Job, _programs, _run_program, plan
+from undrift.round.order import RoundRecord
 from undrift.simulate.packed import Pack, PackedProgram, may_differ, structure
-from undrift.sweep import Job, _programs, _run_program, plan
+from undrift.simulate.simulation import Simulation
 
 RUNS = 3  # and not as many as there are clients in a cohort, so that no dimension can be taken for another
 STRUCTURE: dict[str, dict[str, Any]] = {

@@ -11,12 +11,12 @@ import torch
 from torch import Tensor, nn
 
 from undrift import cli
+from undrift.core.errors import BadRunFolder, BadSetting, UndriftError, UnknownName
 from undrift.data.dataset import Dataset
-from undrift.errors import BadRunFolder, BadSetting, UndriftError, UnknownName
-from undrift.folder import RunFolder
-from undrift.parallel import from_mapping, made_of, resolved, run_parallel
-from undrift.runs import Result
-from undrift.sweep import plan
+from undrift.dataparallel.command import from_mapping, made_of, resolved, run_parallel
+from undrift.jobs.folder import RunFolder
+from undrift.jobs.run import Result
+from undrift.jobs.sweep import plan
 
 
 def apart(a: Tensor, b: Tensor) -> float:

@@ -12,7 +12,7 @@ from tests.small import SIZES, path, simulation
 from undrift.algorithms.fedavg import FedAvg
 from undrift.algorithms.gradma_s import GradMAS
 from undrift.algorithms.scaffold import Scaffold
-from undrift.errors import BadSetting
+from undrift.core.errors import BadSetting
 
 
 def test_bernoulli_cohorts_have_the_right_mean_and_are_never_empty() -> None:

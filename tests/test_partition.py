@@ -15,10 +15,10 @@ from numpy.typing import NDArray
 
 from tests.small import CPU
 from undrift.cli import main
+from undrift.core.errors import BadSetting, UnknownName
 from undrift.data.federation import federate
+from undrift.data.load import class_counts, load_dataset
 from undrift.data.partition import OWNER_RULES, PARTITIONS, STREAM, partition
-from undrift.datasets import class_counts, load_dataset
-from undrift.errors import BadSetting, UnknownName
 
 Labels = NDArray[np.int64]
 

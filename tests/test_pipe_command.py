@@ -17,7 +17,7 @@ import torch
 from safetensors.torch import load_file
 
 from undrift import cli
-from undrift.errors import BadRunFolder, BadSetting, UnknownName
+from undrift.core.errors import BadRunFolder, BadSetting, UnknownName
 from undrift.pipeline.methods import METHODS
 from undrift.pipeline.train import run_pipe
 

@@ -13,14 +13,14 @@ from torch import Tensor, nn
 
 from tests.pipeline_cases import batches, build, modules, nesterov, plain_sgd, rate, sgd
 from tests.reference.dsp import Reference
-from undrift.errors import BadSetting
+from undrift.core.errors import BadSetting
+from undrift.core.streams import Purpose, stream
 from undrift.pipeline import DSP, SUM, Schedule
 from undrift.pipeline.block import Block
 from undrift.pipeline.ddg import StashingBlock
 from undrift.pipeline.dni import SyntheticBlock, predictor
 from undrift.pipeline.methods import METHODS
 from undrift.pipeline.simulator import Simulator
-from undrift.streams import Purpose, stream
 
 CPU = torch.device("cpu")
 QUEUES = ["0,0,0;0,0,0", "0,0,0;2,1,0", "1,1,0;4,2,0", "2,2,0;6,3,0", "3,3,0;10,5,0", "1,1,0;5,3,1"]

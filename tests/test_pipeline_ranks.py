@@ -13,7 +13,7 @@ from torch import Tensor
 from tests.pipeline_cases import CASES, batches, modules, outcome, rate
 from tests.reference.dsp import Reference
 from tests.test_ranks import finished, torchrun
-from undrift.streams import Purpose, stream
+from undrift.core.streams import Purpose, stream
 
 
 def ran(folder: Path, blocks: int, replicas: int = 1) -> list[dict[str, Any]]:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from undrift.errors import BadSetting
+from undrift.core.errors import BadSetting
 from undrift.pipeline import Schedule
 from undrift.pipeline.schedule import Work, broken_rule, check, nearest
 

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from undrift.errors import BadSetting
+from undrift.core.errors import BadSetting
 from undrift.models import resnet20
 from undrift.pipeline import DSP
 from undrift.pipeline.split import balanced, layer_times, layers_of, min_max_cuts, parts

@@ -9,9 +9,10 @@ import torch
 from torch import nn
 
 from tests import small
-from undrift.registry import algorithm_class, names
-from undrift.round import RoundRecord
-from undrift.simulate.engine import Simulation
+from undrift.core.names import names
+from undrift.jobs.registry import algorithm_class
+from undrift.round.order import RoundRecord
+from undrift.simulate.simulation import Simulation
 
 
 def together(

@@ -21,7 +21,7 @@ from safetensors.torch import load_file
 
 from tests.ranks_cases import ROUNDS, cases, outcome
 from undrift import cli
-from undrift.simulate.ranks import shares
+from undrift.simulate.sharded import shares
 
 ROOT = Path(__file__).parent.parent
 SMALL = {"clients": 30, "cohort": 6, "steps": 2, "batch": 8, "model": "logreg", "eval_every": 10, "checkpoint_every": 7}
@@ -150,7 +150,7 @@ def test_an_error_of_one_rank_ends_all(tmp_path: Path) -> None:
     (tmp_path / "odd.py").write_text(
         "import os\n"
         "from torch import nn\n"
-        "from undrift.datasets import load_dataset\n"
+        "from undrift.data.load import load_dataset\n"
         "from undrift.models import logreg\n\n"
         "def data():\n"
         "    if os.environ['RANK'] == '1' and os.environ['WHEN'] == 'first':\n"

@@ -13,9 +13,9 @@ from undrift.algorithms.base import LocalSGD
 from undrift.algorithms.fedavg import FedAvg
 from undrift.algorithms.fedavgm import FedAvgM
 from undrift.algorithms.fedprox import FedProx, Proximal
+from undrift.algorithms.gradient_memory.cone import gram
 from undrift.algorithms.gradma_s import GradMAS, ServerMemory
 from undrift.algorithms.scaffold import ControlVariates, Scaffold
-from undrift.cone import gram
 from undrift.data.federation import federate
 
 EXACT = {"rtol": 1e-10, "atol": 1e-12}

@@ -14,10 +14,10 @@ import numpy as np
 import pytest
 import tomli_w
 
-from undrift.errors import BadRunFolder, BadSetting
+from undrift.core.errors import BadRunFolder, BadSetting
+from undrift.report.load import Group, grouped, load
 from undrift.report.page import html, write
 from undrift.report.pictures import partition_picture, partition_text
-from undrift.report.runs import Group, grouped, load
 from undrift.report.scores import default_target, ranked
 from undrift.report.summary import picked, summarise, verdict
 from undrift.report.text import more_table, table

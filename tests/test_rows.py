@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from undrift.cone import combined, gram
+from undrift.algorithms.gradient_memory.cone import combined, gram
+from undrift.algorithms.gradient_memory.memory import Memory
+from undrift.kernels.memory_cpu import fade_and_add, inner_products, long_products, renewed
 from undrift.kernels.native import library
-from undrift.kernels.rows import fade_and_add, inner_products, long_products, renewed
-from undrift.memory import Memory
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])

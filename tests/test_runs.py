@@ -27,9 +27,9 @@ from torch.utils.data import TensorDataset
 import undrift
 from tests.small import data, tiny_mlp
 from undrift import cli
-from undrift.errors import BadData, BadRunFolder, BadSetting, MissingData, UndriftError, UnknownName
-from undrift.registry import names
-from undrift.sweep import plan, run_all
+from undrift.core.errors import BadData, BadRunFolder, BadSetting, MissingData, UndriftError, UnknownName
+from undrift.core.names import names
+from undrift.jobs.sweep import plan, run_all
 
 QUICK = {"clients": 12, "cohort": 4, "steps": 2, "batch": 8, "model": "logreg", "eval_every": 3, "execution": "stacked"}
 DISK = "--client-state disk"
@@ -126,7 +126,7 @@ def test_validation_split_is_held_out_and_scored() -> None:
     result = undrift.run(rounds=3, val_fraction=0.2, **QUICK)
     assert 0 <= result.records[-1]["val_accuracy"] <= 1 and result.records[-1]["val_loss"] > 0
     from undrift.data.federation import federate
-    from undrift.datasets import load_dataset
+    from undrift.data.load import load_dataset
 
     fed = federate(load_dataset("digits"), "iid", 10, 0, torch.device("cpu"), 0.2)
     assert len(fed.validation) == round(0.2 * 1438)
@@ -601,11 +601,11 @@ def test_resume_is_not_for_another_method_model_or_data(
 
 
 def test_two_processes_cannot_run_in_one_folder(tmp_path: Path) -> None:
-    from undrift.folder import RunFolder
+    from undrift.jobs.folder import RunFolder
 
     undrift.run(QUICK | {"rounds": 2}, out=tmp_path)
     holder = subprocess.Popen(
-        [sys.executable, "-c", "import sys,time\nfrom pathlib import Path\nfrom undrift.folder import RunFolder\n"
+        [sys.executable, "-c", "import sys,time\nfrom pathlib import Path\nfrom undrift.jobs.folder import RunFolder\n"
          "with RunFolder(Path(sys.argv[1])).locked():\n    print('held', flush=True)\n    time.sleep(60)", str(tmp_path)],
         stdout=subprocess.PIPE, text=True,
     )  # fmt: skip

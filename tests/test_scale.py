@@ -13,8 +13,8 @@ from torch.utils._pytree import tree_leaves
 from tests.small import CPU, simulation
 from undrift.algorithms.fedavg import FedAvg
 from undrift.data.federation import federate
-from undrift.datasets import load_dataset
-from undrift.simulate.engine import Simulation
+from undrift.data.load import load_dataset
+from undrift.simulate.simulation import Simulation
 
 CLIENTS = 100_000
 

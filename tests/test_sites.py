@@ -14,19 +14,19 @@ from PIL import Image
 
 import undrift
 from undrift.cli import main
+from undrift.core.errors import BadData, BadRunFolder, BadSetting, MissingData, UnknownName
 from undrift.data import prostate, retina, synthetic_sites
 from undrift.data._sites import Site, dataset_of_sites, split_of
 from undrift.data.augment import Transform
 from undrift.data.federation import federate, hold_out_own
+from undrift.data.load import load_dataset
 from undrift.data.partition import Dealt
-from undrift.datasets import load_dataset
-from undrift.errors import BadData, BadRunFolder, BadSetting, MissingData, UnknownName
-from undrift.figures import look
 from undrift.models import small_cnn, unet
+from undrift.oracle.segmentation import dice_loss, dice_scores, metrics
+from undrift.personal.figures import look
 from undrift.report import sites
+from undrift.report.load import by_task, grouped, load
 from undrift.report.page import html
-from undrift.report.runs import by_task, grouped, load
-from undrift.segmentation import dice_loss, dice_scores, metrics
 
 CPU = torch.device("cpu")
 

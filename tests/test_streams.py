@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from undrift.streams import (
+from undrift.core.streams import (
     Purpose,
     below,
     fold,

@@ -15,12 +15,13 @@ from undrift import cli
 from undrift.algorithms.base import looks_at_single_uploads
 from undrift.algorithms.fedavg import FedAvg
 from undrift.algorithms.scaffold import Scaffold
-from undrift.config import from_mapping
-from undrift.errors import BadSetting, UnknownName
-from undrift.layout import Layout
-from undrift.registry import algorithm_class, names
+from undrift.core.errors import BadSetting, UnknownName
+from undrift.core.layout import Layout
+from undrift.core.names import names
+from undrift.jobs.config import from_mapping
+from undrift.jobs.registry import algorithm_class
+from undrift.round.compressed import Uplink
 from undrift.simulate.execute import Stacked
-from undrift.simulate.uplink import Uplink
 
 ROUNDS, SIZE = 6, 39  # of tests.small's network
 SPECS = ["rbgs:5", "randk:5", "topk:5", "fp16"]

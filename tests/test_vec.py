@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from undrift.algorithms.base import Down, Momentum, Work
-from undrift.vec import LONG, clip, dot, leaves, map_leaves, mean, norm, where
+from undrift.core.trees import leaves, map_leaves, where
+from undrift.core.vec import LONG, clip, dot, mean, norm
 
 
 def test_reductions_agree_over_leading_dimensions() -> None:

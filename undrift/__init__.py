@@ -2,14 +2,14 @@
 
 from typing import TYPE_CHECKING, Any
 
-from undrift.config import RunConfig
+from undrift.core.errors import UndriftError
 from undrift.data.dataset import Dataset
-from undrift.errors import UndriftError
-from undrift.runs import Result, run
-from undrift.supermodel import SuperModel
+from undrift.jobs.config import RunConfig
+from undrift.jobs.run import Result, run
+from undrift.personal.supermodel import SuperModel
 
 if TYPE_CHECKING:
-    from undrift.dp.optimizer import DEF, EF, EF21, SAEF, PSync
+    from undrift.dataparallel.optimizer import DEF, EF, EF21, SAEF, PSync
 
 __version__ = "0.1.0"
 __all__ = [
@@ -21,7 +21,7 @@ OPTIMIZERS = ("DEF", "EF", "EF21", "PSync", "SAEF")
 def __getattr__(name: str) -> Any:
     """The optimizers are imported when they are asked for."""
     if name in OPTIMIZERS:
-        import undrift.dp.optimizer
+        import undrift.dataparallel.optimizer
 
-        return getattr(undrift.dp.optimizer, name)
+        return getattr(undrift.dataparallel.optimizer, name)
     raise AttributeError(f"module 'undrift' has no attribute {name!r}")

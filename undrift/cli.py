@@ -16,13 +16,14 @@ from typing import Any, NoReturn
 
 from safetensors import SafetensorError
 
-from undrift import __version__, parallel
+from undrift import __version__
 from undrift.algorithms.base import looks_at_single_uploads
-from undrift.config import CHOICES, FIELDS, TYPES, RunConfig, parse_value, read_toml
+from undrift.core import ranks
+from undrift.core.errors import BadSetting, LostRank, UndriftError, UnknownName
+from undrift.dataparallel import command as parallel
 from undrift.deploy import settings as deployment
-from undrift.errors import BadSetting, LostRank, UndriftError, UnknownName
+from undrift.jobs.config import CHOICES, FIELDS, TYPES, RunConfig, parse_value, read_toml
 from undrift.pipeline import settings as pipeline
-from undrift.simulate import ranks
 
 KINDS = ("algorithms", "methods", "datasets", "models", "partitions")
 
@@ -209,7 +210,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def run_command(arguments: argparse.Namespace) -> None:
-    from undrift.runs import run
+    from undrift.jobs.run import run
 
     settings = {n: v for n in FIELDS if n != "set" and (v := getattr(arguments, n)) is not None}
     if arguments.local or arguments.server:
@@ -219,7 +220,7 @@ def run_command(arguments: argparse.Namespace) -> None:
     fields = set_fields(arguments.set)
     config: dict[str, Any] = {}
     if arguments.config is not None:
-        from undrift.config import from_toml
+        from undrift.jobs.config import from_toml
 
         config = from_toml(arguments.config)
     if "algorithm" in settings and settings["algorithm"] != config.get("algorithm"):
@@ -245,8 +246,8 @@ def set_fields(pairs: list[str] | None) -> dict[str, Any]:
 
 
 def deploy_command(arguments: argparse.Namespace) -> None:
-    from undrift.config import from_toml
     from undrift.deploy.command import deploy
+    from undrift.jobs.config import from_toml
 
     config = {} if arguments.config is None else from_toml(arguments.config)
     settings = {n: v for n in deployment.FLAGS if n != "set" and (v := getattr(arguments, n)) is not None}
@@ -256,7 +257,7 @@ def deploy_command(arguments: argparse.Namespace) -> None:
 
 
 def dp_command(arguments: argparse.Namespace) -> None:
-    from undrift.config import from_toml
+    from undrift.jobs.config import from_toml
 
     config = {} if arguments.config is None else from_toml(arguments.config)
     settings = {n: v for n in parallel.FIELDS if (v := getattr(arguments, n)) is not None}
@@ -267,7 +268,7 @@ def dp_command(arguments: argparse.Namespace) -> None:
 
 
 def pipe_command(arguments: argparse.Namespace) -> None:
-    from undrift.config import from_toml
+    from undrift.jobs.config import from_toml
     from undrift.pipeline.resolve import timeline
     from undrift.pipeline.train import run_pipe
 
@@ -310,8 +311,8 @@ def tell(name: str, out: Path, run: Callable[..., Any], resume: bool) -> None:
             text += f", {name} {last[name]:.4f} (mean over clients, each on its own samples)"
     print(f"{len(result.records)} rounds, {text}; stopped by {result.stopped}; written to {out}")
     if isinstance(result.config, RunConfig):
-        from undrift.config import make_algorithm
-        from undrift.registry import algorithm_class
+        from undrift.jobs.config import make_algorithm
+        from undrift.jobs.registry import algorithm_class
 
         name, fields = result.config.algorithm, result.config.set
         for remark in make_algorithm(algorithm_class(name), name, fields).remarks(
@@ -321,8 +322,8 @@ def tell(name: str, out: Path, run: Callable[..., Any], resume: bool) -> None:
 
 
 def sweep_command(arguments: argparse.Namespace) -> int:
+    from undrift.jobs.sweep import plan, run_all
     from undrift.report import page
-    from undrift.sweep import plan, run_all
 
     jobs, sweep = plan(arguments.file)
     if arguments.processes < 0:
@@ -356,7 +357,7 @@ def sweep_command(arguments: argparse.Namespace) -> int:
 
 def report_command(arguments: argparse.Namespace) -> None:
     from undrift.report import page
-    from undrift.report.runs import sweep_target
+    from undrift.report.load import sweep_target
 
     if arguments.out.suffix not in (".html", ".htm"):
         raise BadSetting(f"the report is an HTML page; give --out a name that ends in .html, not {arguments.out}")
@@ -370,7 +371,8 @@ def print_summary(folders: list[Path], target: float | None) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    from undrift.report import runs, scores, summary, text
+    from undrift.report import load as runs
+    from undrift.report import scores, summary, text
 
     console = Console(width=None if sys.stdout.isatty() else 120)
     for groups in runs.by_task(runs.grouped(runs.load(folders))):
@@ -395,9 +397,10 @@ def list_command(arguments: argparse.Namespace) -> None:
 
 def listed(kind: str) -> list[dict[str, Any]]:
     """What `undrift list KIND --json` prints."""
+    from undrift.core.names import describe, names
     from undrift.data.partition import PARTITIONS
-    from undrift.dp.methods import FILES
-    from undrift.registry import algorithm_class, describe, names
+    from undrift.dataparallel.methods import FILES
+    from undrift.jobs.registry import algorithm_class
 
     if kind not in KINDS:
         raise UnknownName("kind of list", kind, KINDS)
@@ -415,7 +418,7 @@ def listed(kind: str) -> list[dict[str, Any]]:
 
 
 def data_command(arguments: argparse.Namespace) -> None:
-    from undrift import datasets
+    from undrift.data import load as datasets
 
     root = datasets.data_root()
     if arguments.action == "list":
@@ -442,7 +445,7 @@ def data_command(arguments: argparse.Namespace) -> None:
 
 
 def predict_command(arguments: argparse.Namespace) -> None:
-    from undrift.supermodel import SuperModel, predict_folder, tune
+    from undrift.personal.supermodel import SuperModel, predict_folder, tune
 
     if arguments.tune_gamma:
         print(tune(arguments.super))
@@ -457,7 +460,7 @@ def predict_command(arguments: argparse.Namespace) -> None:
 
 
 def figures_command(arguments: argparse.Namespace) -> None:
-    from undrift.figures import look
+    from undrift.personal.figures import look
 
     for folder in arguments.folders:
         print(f"written to {look(folder)}; undrift report shows it", flush=True)
@@ -468,8 +471,8 @@ def figures_command(arguments: argparse.Namespace) -> None:
 
 
 def cite_command(arguments: argparse.Namespace) -> None:
-    from undrift.dp.methods import FILES
-    from undrift.registry import algorithm_class
+    from undrift.dataparallel.methods import FILES
+    from undrift.jobs.registry import algorithm_class
 
     print(FILES[arguments.name].PAPER if arguments.name in FILES else algorithm_class(arguments.name).paper)
 
@@ -493,7 +496,7 @@ def progress_bar() -> Any:
 def default_processes(device: str) -> int:
     import torch
 
-    from undrift.sweep import cores
+    from undrift.jobs.sweep import cores
 
     return 1 if device != "cpu" and torch.cuda.is_available() else cores()
 

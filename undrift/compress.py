@@ -18,8 +18,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from undrift.errors import BadSetting, UnknownName
-from undrift.streams import Purpose, sample, stream
+from undrift.core.errors import BadSetting, UnknownName
+from undrift.core.streams import Purpose, sample, stream
 
 COMPRESSORS = ("rbgs", "randk", "topk")
 BLOCKS = ("flat", "tensor", "shuffle")

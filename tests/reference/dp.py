@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from undrift.streams import Purpose, sample, stream
+from undrift.core.streams import Purpose, sample, stream
 
 Gradient = Callable[[int, int, Tensor], Tensor]  # iteration, worker, point -> gradient with weight decay
 Mask = Callable[[int, Tensor], Tensor]  # iteration, vector -> which entries are kept

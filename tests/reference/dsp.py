@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from undrift.streams import Purpose, stream
+from undrift.core.streams import Purpose, stream
 
 State = dict[str, Tensor]
 

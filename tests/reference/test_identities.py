@@ -34,7 +34,7 @@ from undrift.algorithms.gradma_w import GradMAW
 from undrift.algorithms.mifa import MIFA
 from undrift.algorithms.mifam import MIFAM
 from undrift.algorithms.mofedsam import MoFedSAM
-from undrift.simulate.engine import Simulation
+from undrift.simulate.simulation import Simulation
 
 N = len(SIZES)
 EXACT = {"rtol": 1e-10, "atol": 1e-12}

@@ -34,14 +34,14 @@ from tests.reference.test_reference import (
     federation,
     schedule,
 )
+from undrift.core.errors import BadSetting
 from undrift.data.batches import Plan
 from undrift.data.federation import federate
-from undrift.datasets import load_dataset
-from undrift.errors import BadSetting
-from undrift.net import Net
-from undrift.registry import algorithm_class
-from undrift.simulate.engine import Settings, Simulation
+from undrift.data.load import load_dataset
+from undrift.jobs.registry import algorithm_class
+from undrift.oracle.net import Net
 from undrift.simulate.execute import LocalWhole, RoundWork
+from undrift.simulate.simulation import Settings, Simulation
 
 CLASSES: dict[str, type[Any]] = {name: algorithm_class(name) for name in (*plain_more.ALGORITHMS, "fedavg")}
 REFERENCES: dict[str, type[plain.FedAvg]] = plain_more.ALGORITHMS | {"fedavg": plain.FedAvg}
@@ -449,8 +449,8 @@ METHODS = {
 }
 THROUGH = {  # parts of the engine, and the algorithms whose cases must notice
     "undrift.simulate.execute": ("LocalWhole Stacked Pool", ["mime", "mimelite"]),
-    "undrift.oracle": ("Oracle View", ["mime", "moon", "fedmlb"]),
-    "undrift.net": ("Net", ["fedmlb"]),
+    "undrift.oracle.oracle": ("Oracle View", ["mime", "moon", "fedmlb"]),
+    "undrift.oracle.net": ("Net", ["fedmlb"]),
 }
 EQUIVALENT = {
     ("moon", "objective", "dim=-1"): "the last of two dimensions",

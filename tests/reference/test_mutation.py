@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import pytest
 
 import undrift.algorithms.base as base
-import undrift.memory as memory
+import undrift.algorithms.gradient_memory.memory as memory
 from tests.reference.test_reference import CASES, CLASSES, Case, first_disagreement
 
 SHARED = {base.__name__: "fedavg", memory.__name__: "gradma-s"}  # files that algorithms build on, and one that does

@@ -14,13 +14,13 @@ from tests.reference import plain_personal as plain
 from tests.small import CPU, SIZES, federation
 from undrift.algorithms.base import Cohort
 from undrift.algorithms.softpull import pulled
+from undrift.core.layout import Layout
 from undrift.data.batches import Plan
-from undrift.layout import Layout
-from undrift.net import Net
-from undrift.registry import algorithm_class
-from undrift.simulate.engine import Settings, Simulation
+from undrift.jobs.registry import algorithm_class
+from undrift.oracle.net import Net
+from undrift.personal.scores import personal_models
 from undrift.simulate.evaluate import accuracy
-from undrift.simulate.own import personal_models
+from undrift.simulate.simulation import Settings, Simulation
 
 N = len(SIZES)
 PLAIN = {

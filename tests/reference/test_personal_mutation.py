@@ -10,7 +10,7 @@ import pytest
 
 from tests.reference.test_mutation import Site, compiled, flipped, mutated, tree
 from tests.reference.test_personal import CASES, agree
-from undrift.registry import algorithm_class
+from undrift.jobs.registry import algorithm_class
 
 FILES = ["softpull", "ft", "apfl", "per-fedavg", "pfedme", "fedsm"]
 METHODS = {"pulled", "gather", "local_end", "local_step", "client_init", "serves"}

@@ -18,12 +18,12 @@ from torch import Tensor, nn
 from tests.reference import plain
 from undrift.data.batches import Plan
 from undrift.data.federation import Federation, federate
-from undrift.data.own import dataset_from
-from undrift.datasets import load_dataset
-from undrift.net import Net
-from undrift.registry import algorithm_class
-from undrift.round import RoundRecord
-from undrift.simulate.engine import Settings, Simulation
+from undrift.data.from_user import dataset_from
+from undrift.data.load import load_dataset
+from undrift.jobs.registry import algorithm_class
+from undrift.oracle.net import Net
+from undrift.round.order import RoundRecord
+from undrift.simulate.simulation import Settings, Simulation
 
 ROUNDS = 5
 TOLERANCE = 1e-10

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from tests.reference import plain
-from undrift import cone
-from undrift.kernels.small_cone import project_three
+from undrift.algorithms.gradient_memory import cone
+from undrift.algorithms.gradient_memory.cone3 import project_three
 
 KINDS = (
     "random", "collinear", "twins", "antipodal", "antipodal and against p", "one zero", "two zeros", "all zero",

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from undrift.algorithms.base import Average, Served, Stream, Up, Worker, at_least
-from undrift.errors import BadSetting
-from undrift.oracle import GradientOracle, LocalData
-from undrift.vec import dot
+from undrift.core.errors import BadSetting
+from undrift.core.vec import dot
+from undrift.oracle.oracle import GradientOracle, LocalData
 
 
 @dataclass(frozen=True)

@@ -20,14 +20,12 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
-from undrift.errors import BadSetting, UnknownName
-from undrift.layout import Layout, weights
-from undrift.oracle import GradientOracle, LocalData
-from undrift.vec import clip, descend, mean, nbytes
-
-
-class Nothing(NamedTuple):
-    """A state with nothing in it."""
+from undrift.core.errors import BadSetting, UnknownName
+from undrift.core.layout import Layout, weights
+from undrift.core.trees import Nothing as Nothing
+from undrift.core.trees import nbytes
+from undrift.core.vec import clip, descend, mean
+from undrift.oracle.oracle import GradientOracle, LocalData
 
 
 class Down(NamedTuple):
@@ -213,7 +211,7 @@ class Worker(ABC):
         return True
 
     # Methods with a network that chooses among the models: its vector, and how it chooses.
-    chooses: ClassVar[str] = ""  # threshold, argmax or mix, see `undrift.choosing`
+    chooses: ClassVar[str] = ""  # threshold, argmax or mix, see `undrift.personal.choosing`
 
     def selects(self, rounds: int) -> bool:
         """Whether after so many rounds it has begun to learn; until then the server's model serves."""

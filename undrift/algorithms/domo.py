@@ -15,9 +15,10 @@ from torch import Tensor
 from undrift.algorithms.base import Cohort, Momentum, Worker
 from undrift.algorithms.fedavglm_z import FedAvgLMZ
 from undrift.algorithms.fedavgm import ServerMomentum
-from undrift.errors import BadSetting, UnknownName
-from undrift.oracle import GradientOracle
-from undrift.vec import mean, nbytes
+from undrift.core.errors import BadSetting, UnknownName
+from undrift.core.trees import nbytes
+from undrift.core.vec import mean
+from undrift.oracle.oracle import GradientOracle
 
 
 @dataclass(frozen=True)

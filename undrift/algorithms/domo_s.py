@@ -11,8 +11,8 @@ from typing import Any, ClassVar
 
 from undrift.algorithms.domo import DOMO, FusedMomentum
 from undrift.algorithms.fedavgm import ServerMomentum
-from undrift.oracle import GradientOracle
-from undrift.vec import descend
+from undrift.core.vec import descend
+from undrift.oracle.oracle import GradientOracle
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from undrift.algorithms.base import Average
 from undrift.algorithms.fedsm_extra import ThenSelector, of_all
-from undrift.oracle import View
+from undrift.oracle.oracle import View
 
 
 @dataclass(frozen=True)

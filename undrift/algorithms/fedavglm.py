@@ -13,8 +13,8 @@ from torch import Tensor
 
 from undrift.algorithms.base import Average, Cohort, LocalSGD, Momentum, Work
 from undrift.algorithms.fedavglm_z import FedAvgLMZ
-from undrift.errors import BadSetting
-from undrift.vec import mean
+from undrift.core.errors import BadSetting
+from undrift.core.vec import mean
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from undrift.algorithms.base import Average, LocalSGD
-from undrift.errors import BadSetting
+from undrift.core.errors import BadSetting
 
 
 @dataclass(frozen=True)

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from undrift.algorithms.base import Cohort, LocalSGD, Server, below_one
-from undrift.errors import BadSetting, UnknownName
-from undrift.layout import Layout
+from undrift.core.errors import BadSetting, UnknownName
+from undrift.core.layout import Layout
 
 
 @dataclass(frozen=True)

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from undrift.algorithms.base import Average, Cohort, Work, Worker
-from undrift.errors import BadSetting
-from undrift.oracle import GradientOracle
-from undrift.vec import mean
+from undrift.core.errors import BadSetting
+from undrift.core.vec import mean
+from undrift.oracle.oracle import GradientOracle
 
 
 @dataclass(frozen=True)

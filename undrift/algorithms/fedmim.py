@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from undrift.algorithms.base import Average, Cohort, Work, Worker
-from undrift.errors import BadSetting, UnknownName
-from undrift.oracle import GradientOracle
-from undrift.vec import nbytes
+from undrift.core.errors import BadSetting, UnknownName
+from undrift.core.trees import nbytes
+from undrift.oracle.oracle import GradientOracle
 
 
 @dataclass(frozen=True)

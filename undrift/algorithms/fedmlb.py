@@ -12,8 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from undrift.algorithms.base import Average, Work, Worker, at_least
-from undrift.errors import BadSetting
-from undrift.oracle import GradientOracle, View
+from undrift.core.errors import BadSetting
+from undrift.oracle.oracle import GradientOracle, View
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from undrift.algorithms.base import Average, Work, Worker, at_least
-from undrift.oracle import GradientOracle
+from undrift.oracle.oracle import GradientOracle
 
 
 @dataclass(frozen=True)

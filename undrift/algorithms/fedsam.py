@@ -11,8 +11,8 @@ from typing import Any, ClassVar
 from torch import Tensor
 
 from undrift.algorithms.base import Average, Work, Worker, at_least
-from undrift.oracle import GradientOracle
-from undrift.vec import norm
+from undrift.core.vec import norm
+from undrift.oracle.oracle import GradientOracle
 
 
 def sharp_gradient(oracle: GradientOracle, x: Tensor, radius: float) -> Tensor:

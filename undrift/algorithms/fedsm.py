@@ -20,9 +20,10 @@ from undrift.algorithms.ft import FineTuning
 from undrift.algorithms.per_fedavg import MetaSteps
 from undrift.algorithms.pfedme import MoreauEnvelope
 from undrift.algorithms.softpull import check_pull, pull_remarks, pulled
-from undrift.errors import BadSetting, UnknownName
-from undrift.oracle import GradientOracle, LocalData, View
-from undrift.vec import map_leaves, mean
+from undrift.core.errors import BadSetting, UnknownName
+from undrift.core.trees import map_leaves
+from undrift.core.vec import mean
+from undrift.oracle.oracle import GradientOracle, LocalData, View
 
 PERSONAL = ("softpull", "ft", "apfl", "per-fedavg", "pfedme")
 MODES = ("full_batch_synced", "per_batch")

@@ -16,8 +16,9 @@ from torch import Tensor
 
 from undrift.algorithms.base import Average, Cohort, LocalSGD, Served, Stream, at_least, standing_still
 from undrift.algorithms.fedsm import GlobalAndPulled
-from undrift.oracle import GradientOracle, View
-from undrift.vec import mean, nbytes
+from undrift.core.trees import nbytes
+from undrift.core.vec import mean
+from undrift.oracle.oracle import GradientOracle, View
 
 
 @dataclass(frozen=True)

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from undrift.algorithms.base import Average, Cohort, Served, Up, Worker, at_least, standing_still
-from undrift.oracle import GradientOracle, LocalData
-from undrift.vec import nbytes
+from undrift.core.trees import nbytes
+from undrift.oracle.oracle import GradientOracle, LocalData
 
 
 @dataclass(frozen=True)

@@ -13,11 +13,11 @@ import torch
 from torch import Tensor
 
 from undrift.algorithms.base import Cohort, LocalSGD, Server, at_least, below_one
-from undrift.cone import project
-from undrift.errors import BadSetting, UnknownName
-from undrift.kernels import pivots
-from undrift.layout import Layout
-from undrift.memory import Memory
+from undrift.algorithms.gradient_memory.cone import project
+from undrift.algorithms.gradient_memory.memory import Memory
+from undrift.core.errors import BadSetting, UnknownName
+from undrift.core.layout import Layout
+from undrift.kernels import cone_gpu as pivots
 
 
 @dataclass(frozen=True)

@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 
 from undrift.algorithms.base import Average, Cohort, Up, Worker, at_least
+from undrift.algorithms.gradient_memory.cone3 import project_three
 from undrift.algorithms.gradma_s import GradMAS
-from undrift.errors import UnknownName
-from undrift.kernels.small_cone import project_three
-from undrift.oracle import GradientOracle
+from undrift.core.errors import UnknownName
+from undrift.oracle.oracle import GradientOracle
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from undrift.algorithms.base import Average, Cohort, Served, Worker, standing_still
-from undrift.oracle import GradientOracle, LocalData
+from undrift.oracle.oracle import GradientOracle, LocalData
 
 
 @dataclass(frozen=True)

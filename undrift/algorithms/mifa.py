@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from undrift.algorithms.base import Average, Cohort, LocalSGD, Up, Work
-from undrift.vec import mean
+from undrift.core.vec import mean
 
 
 @dataclass(frozen=True)

@@ -14,8 +14,8 @@ from torch import Tensor
 
 from undrift.algorithms.base import Average, Cohort, Up, Work
 from undrift.algorithms.mimelite import FrozenMomentum, MimeLite
-from undrift.oracle import GradientOracle
-from undrift.vec import mean
+from undrift.core.vec import mean
+from undrift.oracle.oracle import GradientOracle
 
 
 @dataclass(frozen=True)

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from undrift.algorithms.base import Average, Cohort, Worker, below_one
-from undrift.oracle import GradientOracle, LocalData
-from undrift.vec import mean
+from undrift.core.vec import mean
+from undrift.oracle.oracle import GradientOracle, LocalData
 
 
 @dataclass(frozen=True)

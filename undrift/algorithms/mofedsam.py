@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 from undrift.algorithms.base import Average, Work, at_least
 from undrift.algorithms.fedcm import LastDirection
 from undrift.algorithms.fedsam import FedSAM, sharp_gradient
-from undrift.oracle import GradientOracle
+from undrift.oracle.oracle import GradientOracle
 
 
 @dataclass(frozen=True)

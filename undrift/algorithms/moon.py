@@ -13,8 +13,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from undrift.algorithms.base import Average, Up, Worker, at_least
-from undrift.errors import BadSetting
-from undrift.oracle import GradientOracle, LocalData, View
+from undrift.core.errors import BadSetting
+from undrift.oracle.oracle import GradientOracle, LocalData, View
 
 
 @dataclass(frozen=True)

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from undrift.algorithms.base import Average, Served, Work, Worker, at_least
-from undrift.errors import BadSetting
-from undrift.oracle import GradientOracle, LocalData
-from undrift.vec import descend
+from undrift.core.errors import BadSetting
+from undrift.core.vec import descend
+from undrift.oracle.oracle import GradientOracle, LocalData
 
 
 @dataclass(frozen=True)

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from undrift.algorithms.base import Average, Served, Up, Worker, at_least
-from undrift.errors import BadSetting
-from undrift.oracle import GradientOracle, LocalData
+from undrift.core.errors import BadSetting
+from undrift.oracle.oracle import GradientOracle, LocalData
 
 
 @dataclass(frozen=True)

@@ -14,9 +14,9 @@ from torch import Tensor
 
 from undrift.algorithms.base import Cohort, Worker
 from undrift.algorithms.fedavgm import ServerMomentum
-from undrift.errors import BadSetting
-from undrift.oracle import GradientOracle, LocalData
-from undrift.vec import mean
+from undrift.core.errors import BadSetting
+from undrift.core.vec import mean
+from undrift.oracle.oracle import GradientOracle, LocalData
 
 
 @dataclass(frozen=True)

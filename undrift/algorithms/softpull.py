@@ -14,8 +14,9 @@ from torch import Tensor
 
 from undrift.algorithms.base import Average, Cohort, Worker, at_least
 from undrift.algorithms.local import Alone
-from undrift.errors import BadSetting
-from undrift.vec import mean, nbytes
+from undrift.core.errors import BadSetting
+from undrift.core.trees import nbytes
+from undrift.core.vec import mean
 
 
 def pulled(v: Tensor, lam: float, cohort: Cohort) -> Tensor:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from undrift.errors import BadData, MissingData
+from undrift.core.errors import BadData, MissingData
 
 if TYPE_CHECKING:
     from PIL.Image import Image

@@ -11,8 +11,8 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from undrift.core.errors import BadData
 from undrift.data._formats import open_picture
-from undrift.errors import BadData
 
 SUFFIXES = {".jpg", ".jpeg", ".png", ".bmp", ".gif", ".webp", ".tif", ".tiff", ".ppm"}
 BATCHES_AHEAD = 8  # prefetched batches that may wait; an older one that nobody came for is given up

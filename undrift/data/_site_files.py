@@ -16,9 +16,9 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from undrift.core.errors import BadData, MissingData
 from undrift.data._image_files import SUFFIXES
 from undrift.data._sites import Site
-from undrift.errors import BadData, MissingData
 
 
 def read_sites(root: Path | None, name: str, size: int, structures: int) -> list[Site]:

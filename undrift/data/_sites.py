@@ -7,8 +7,8 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
+from undrift.core.errors import BadData, BadSetting
 from undrift.data.dataset import Dataset
-from undrift.errors import BadData, BadSetting
 
 SHARES = (0.5, 0.25, 0.25)  # training, validation and test
 SPLITS = ("train", "val", "test")

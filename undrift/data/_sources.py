@@ -16,8 +16,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from undrift.core.errors import BadData, MissingData
 from undrift.data._formats import all_present, read_idx, stack_pictures
-from undrift.errors import BadData, MissingData
 
 IDX_FILES = (
     "train-images-idx3-ubyte",

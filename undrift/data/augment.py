@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from undrift.streams import Purpose, below, fold, stream, uniform, words
+from undrift.core.streams import Purpose, below, fold, stream, uniform, words
 
 
 @functools.cache

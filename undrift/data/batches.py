@@ -13,7 +13,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from undrift.streams import Purpose, fold, signed, stream
+from undrift.core.streams import Purpose, fold, signed, stream
 
 Counts = NDArray[np.int64]
 

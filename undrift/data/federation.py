@@ -11,12 +11,12 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from undrift.core.errors import BadData, BadSetting
+from undrift.core.streams import Purpose, stream
 from undrift.data.augment import Transform
 from undrift.data.batches import Plan, Table, table
 from undrift.data.dataset import Dataset, Samples
 from undrift.data.partition import Dealt, deal
-from undrift.errors import BadData, BadSetting
-from undrift.streams import Purpose, stream
 
 Ids = NDArray[np.int64]
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from undrift.core.errors import BadData, BadSetting, MissingData
 from undrift.data._image_files import ImageFiles, list_pictures
 from undrift.data.dataset import Dataset
-from undrift.errors import BadData, BadSetting, MissingData
 
 
 def load(root: Path | None, path: str = "") -> Dataset:

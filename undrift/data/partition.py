@@ -16,8 +16,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from undrift.errors import BadSetting, UnknownName
-from undrift.streams import Purpose, below, fold, stream
+from undrift.core.errors import BadSetting, UnknownName
+from undrift.core.streams import Purpose, below, fold, stream
 
 STREAM = 0x9A27  # keeps these random numbers apart from everything else that has the same seed
 

@@ -13,9 +13,9 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from undrift.core.errors import BadSetting
 from undrift.data._sites import Site, dataset_of_sites
 from undrift.data.dataset import Dataset
-from undrift.errors import BadSetting
 
 PATIENTS = (24, 48, 24, 96, 36, 144)  # of the sites in turn: the thesis' retinal sites in proportion, about
 STREAM = 0xD15C

@@ -8,10 +8,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from undrift.core.errors import BadData
 from undrift.data._formats import all_present, read_pictures
 from undrift.data._sources import Arrays, Source, fetch
 from undrift.data.dataset import Dataset
-from undrift.errors import BadData
 
 ANNOTATIONS = "val/val_annotations.txt"  # file name, WordNet id and a bounding box a line
 

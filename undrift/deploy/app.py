@@ -7,8 +7,8 @@ from pathlib import Path
 import tomli_w
 
 from undrift import __version__
+from undrift.core.errors import BadSetting
 from undrift.deploy.settings import Plan
-from undrift.errors import BadSetting
 
 SERVER = '''"""The server: seeded cohorts, rounds, checkpoints and records, by undrift."""
 

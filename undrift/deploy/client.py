@@ -15,13 +15,13 @@ import torch
 from torch import Tensor
 
 from undrift.algorithms.base import Algorithm, Cohort, Nothing
+from undrift.core.trees import leaves, map_leaves, named_leaves, unstacked
 from undrift.deploy.messages import Fact, Letter, Refused, pack, unpack
 from undrift.deploy.state import Store
-from undrift.round import Answers, begin, client_part, end, received
-from undrift.simulate.engine import Simulation, named_leaves, unstacked
+from undrift.round.order import Answers, begin, client_part, end, received
 from undrift.simulate.execute import Execution, LocalWhole
 from undrift.simulate.replay import Part
-from undrift.vec import leaves, map_leaves
+from undrift.simulate.simulation import Simulation
 
 MEASURE, TRAIN = "measure", "train"  # the exchanges of a round
 CLOSE = "close"  # and one after the last round, for whom a reply is still to be sent

@@ -9,9 +9,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from undrift.config import RunConfig
+from undrift.core.errors import BadSetting, UnknownName
 from undrift.deploy.settings import Plan, named
-from undrift.errors import BadSetting, UnknownName
+from undrift.jobs.config import RunConfig
 
 ACTIONS = ("init", "local", "keys")
 

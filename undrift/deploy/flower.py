@@ -11,12 +11,12 @@ from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Message, RecordD
 from flwr.clientapp import ClientApp
 from flwr.serverapp import Grid, ServerApp
 
+from undrift.core.errors import UndriftError, UnknownName
 from undrift.deploy.messages import Encoded, Fact, Letter, Refused
 from undrift.deploy.node import name_of, this_client
-from undrift.deploy.own import Report, check_fits, own_path, own_report
 from undrift.deploy.run import Roster, deploy
 from undrift.deploy.settings import Plan
-from undrift.errors import UndriftError, UnknownName
+from undrift.deploy.site_files import Report, check_fits, own_path, own_report
 
 NPY = "numpy.ndarray"  # Flower's name for a .npy file
 PAUSE = 1.0  # seconds between two looks at who is there

@@ -19,11 +19,11 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 
+from undrift.core.errors import BadSetting, UndriftError
 from undrift.deploy.app import write_app
 from undrift.deploy.keys import write_keys
 from undrift.deploy.settings import Plan
-from undrift.errors import BadSetting, UndriftError
-from undrift.folder import RunFolder
+from undrift.jobs.folder import RunFolder
 
 HOST = "127.0.0.1"
 MARK = "UNDRIFT_DEPLOY_PART"  # names, in a process's environment, what it belongs to

@@ -17,10 +17,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from undrift.errors import UndriftError
-from undrift.net import Net
-from undrift.simulate.engine import named_leaves
-from undrift.vec import leaves, map_leaves
+from undrift.core.errors import UndriftError
+from undrift.core.trees import leaves, map_leaves, named_leaves
+from undrift.oracle.net import Net
 
 T = TypeVar("T")
 Fact = bool | int | float | str

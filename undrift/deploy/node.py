@@ -12,12 +12,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from undrift.datasets import load_dataset
+from undrift.core.arithmetic import pick_device
+from undrift.core.errors import BadSetting
+from undrift.data.load import load_dataset
 from undrift.deploy.client import Client
-from undrift.deploy.own import own_federation, own_path
 from undrift.deploy.settings import Plan
-from undrift.errors import BadSetting
-from undrift.runs import pick_device, simulated, simulated_on
+from undrift.deploy.site_files import own_federation, own_path
+from undrift.jobs.run import simulated, simulated_on
 
 
 def name_of(node: Mapping[str, Any]) -> str:

@@ -18,10 +18,11 @@ import torch
 from torch import Tensor
 
 from undrift.algorithms.base import Cohort, Worker, looks_at_single_uploads
+from undrift.core.errors import BadSetting
+from undrift.core.trees import leaves
+from undrift.core.vec import norm
 from undrift.deploy.settings import Plan
-from undrift.errors import BadSetting
-from undrift.net import Net
-from undrift.vec import leaves, norm
+from undrift.oracle.net import Net
 
 UNLIKELY = 0.01  # of delta: how likely a cohort of nobody, which is drawn again, may be in the whole run
 

@@ -10,15 +10,16 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from undrift.datasets import load_dataset
+from undrift.core.arithmetic import arithmetic, pick_device
+from undrift.core.errors import BadRunFolder
+from undrift.data.load import load_dataset
 from undrift.deploy.client import CLOSE
-from undrift.deploy.own import server_federation
 from undrift.deploy.privacy import check_private, epsilon, made_private
 from undrift.deploy.server import Deployment, Post, Remote, Visit
 from undrift.deploy.settings import Plan
-from undrift.errors import BadRunFolder
-from undrift.folder import RunFolder
-from undrift.runs import Course, Result, arithmetic, check_same_run, drive, pick_device, simulated, simulated_on
+from undrift.deploy.site_files import server_federation
+from undrift.jobs.folder import RunFolder
+from undrift.jobs.run import Course, Result, check_same_run, drive, simulated, simulated_on
 
 
 class Roster(NamedTuple):

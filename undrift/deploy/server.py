@@ -17,12 +17,12 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from undrift.algorithms.base import Algorithm, Nothing
+from undrift.core.trees import map_leaves, named_leaves, unstacked
 from undrift.deploy.client import CLOSE, MEASURE, TRAIN, Measured, Reply, Request, answer_like
 from undrift.deploy.messages import Encoded, Fact, Letter, Refused, check_finite, encode, pack, unpack
-from undrift.round import Answers, RoundRecord
-from undrift.simulate.engine import Simulation, named_leaves, unstacked
+from undrift.round.order import Answers, RoundRecord
 from undrift.simulate.execute import Execution, RoundWork
-from undrift.vec import map_leaves
+from undrift.simulate.simulation import Simulation
 
 
 class Post(Protocol):

@@ -12,9 +12,9 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any, get_type_hints
 
-from undrift.config import FIELDS, RunConfig, from_mapping, make_algorithm, parse_value, typed
-from undrift.errors import BadSetting
-from undrift.registry import algorithm_class
+from undrift.core.errors import BadSetting
+from undrift.jobs.config import FIELDS, RunConfig, from_mapping, make_algorithm, parse_value, typed
+from undrift.jobs.registry import algorithm_class
 
 NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,63}")  # of a client or a run: it becomes the name of a folder
 OWN = "own"  # the dataset, and the partition, of a run whose clients have samples of their own

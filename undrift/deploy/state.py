@@ -17,9 +17,9 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from undrift.core.files import sync
 from undrift.deploy.messages import Refused
 from undrift.deploy.settings import NAME
-from undrift.simulate.client_store import sync
 
 
 class Store:

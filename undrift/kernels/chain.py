@@ -17,9 +17,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from undrift.kernels import cross_entropy as fused_loss
-from undrift.kernels import stepped
-from undrift.kernels.dense import Block, Dense
+from undrift.kernels import cross_entropy_gpu as fused_loss
+from undrift.kernels import dense_step_gpu as stepped
+from undrift.kernels.dense_cpu import Block, Dense
 
 aten: Any = torch.ops.aten
 NARROW = 32  # channels: more are better computed by oneDNN

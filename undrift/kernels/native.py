@@ -20,8 +20,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-SOURCES = [Path(__file__).with_name(name) for name in ("dense.c", "pooled.c", "rows.c")]
-HEADERS = [Path(__file__).with_name(name) for name in ("lanes.h", "pooled.h")]
+SOURCES = [Path(__file__).with_name(name) for name in ("dense_cpu.c", "conv_cpu.c", "memory_cpu.c")]
+HEADERS = [Path(__file__).with_name(name) for name in ("lanes.h", "conv_cpu.h")]
 FLAGS = ["-std=gnu11", "-O3", "-march=native", "-fno-math-errno", "-fopenmp", "-fPIC", "-shared"]
 
 

@@ -8,7 +8,7 @@ from typing import TypeVar, final
 
 from torch import Tensor, nn
 
-from undrift.errors import BadSetting
+from undrift.core.errors import BadSetting
 
 Model = TypeVar("Model", bound=nn.Module)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from undrift.errors import BadSetting
+from undrift.core.errors import BadSetting
 from undrift.models._blocks import image_shape
 
 # 32 -> 28 -> 14 -> 10 -> 5 through two rounds of 5x5 convolution and halving.

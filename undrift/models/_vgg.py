@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import nn
 
-from undrift.errors import BadSetting
+from undrift.core.errors import BadSetting
 from undrift.models._blocks import Blocks, convolution, global_pooling, he_initialised, image_shape
 
 VGG11 = ((64,), (128,), (256, 256), (512, 512), (512, 512))

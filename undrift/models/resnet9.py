@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 from torch import Tensor, nn
 
-from undrift.errors import UnknownName
+from undrift.core.errors import UnknownName
 from undrift.models._blocks import Blocks, convolution, global_pooling, he_initialised, image_shape
 from undrift.models._resnet import group_norm
 

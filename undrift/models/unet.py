@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from undrift.errors import BadSetting, UnknownName
+from undrift.core.errors import BadSetting, UnknownName
 from undrift.models._blocks import convolution, he_initialised, image_shape
 
 NORMS = ("group", "batch", "instance", "none")

@@ -20,8 +20,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
-from undrift.errors import BadSetting
-from undrift.streams import Purpose, stream
+from undrift.core.errors import BadSetting
+from undrift.core.streams import Purpose, stream
 
 Loss = Callable[[Tensor, Tensor], Tensor]
 MakeOptimizer = Callable[[list[nn.Parameter]], torch.optim.Optimizer]

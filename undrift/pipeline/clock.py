@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from undrift.errors import BadSetting
+from undrift.core.errors import BadSetting
 from undrift.pipeline.schedule import Schedule, Work, written
 
 

@@ -12,12 +12,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from undrift.errors import BadSetting
+from undrift.core import ranks
+from undrift.core.errors import BadSetting
 from undrift.pipeline.block import Block, Loss, MakeOptimizer, Rate
 from undrift.pipeline.methods import engine
 from undrift.pipeline.schedule import Schedule
 from undrift.pipeline.split import Balance, Part, balanced, parts
-from undrift.simulate import ranks
 
 Batch = tuple[Tensor, Tensor]
 T = TypeVar("T")

@@ -8,9 +8,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from undrift.core.errors import BadSetting
+from undrift.core.streams import Purpose, fold, stream
 from undrift.data.federation import Federation, Split
-from undrift.errors import BadSetting
-from undrift.streams import Purpose, fold, stream
 
 EVALUATED = 1000  # samples of a batch in evaluation
 

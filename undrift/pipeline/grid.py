@@ -9,9 +9,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from undrift.errors import BadSetting
+from undrift.core import ranks
+from undrift.core.errors import BadSetting
 from undrift.pipeline.links import on_the_wire
-from undrift.simulate import ranks
 
 
 @dataclass

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from undrift.errors import BadSetting
+from undrift.core.errors import BadSetting
 
 Group = Any  # torch's ProcessGroup, or None where distributed is not built in
 DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.uint8)

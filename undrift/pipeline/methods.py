@@ -9,7 +9,9 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-from undrift.errors import BadSetting
+from undrift.core import ranks
+from undrift.core.errors import BadSetting
+from undrift.core.streams import Purpose, stream
 from undrift.pipeline.block import Block, Loss, MakeOptimizer, Rate
 from undrift.pipeline.ddg import StashingBlock
 from undrift.pipeline.dni import SyntheticBlock
@@ -20,8 +22,6 @@ from undrift.pipeline.processes import Processes
 from undrift.pipeline.schedule import Schedule
 from undrift.pipeline.simulator import Simulator
 from undrift.pipeline.split import Part
-from undrift.simulate import ranks
-from undrift.streams import Purpose, stream
 
 Engine = Simulator | Processes | MicroBatches
 Joint = Callable[[list[nn.Parameter], Group], torch.optim.Optimizer]  # of a block's replicas, over their process group

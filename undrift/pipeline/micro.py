@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from undrift.errors import BadSetting
+from undrift.core.errors import BadSetting
 from undrift.pipeline.block import Block, Loss
 from undrift.pipeline.evaluate import evaluation
 from undrift.pipeline.links import on_the_wire, receive_form, send_form

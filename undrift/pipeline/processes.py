@@ -14,7 +14,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from undrift.errors import BadSetting, LostRank
+from undrift.core import ranks
+from undrift.core.errors import BadSetting, LostRank
 from undrift.pipeline.block import Block, below, by_batch, fresh, size
 from undrift.pipeline.clock import Clock
 from undrift.pipeline.difference import Probe
@@ -22,7 +23,6 @@ from undrift.pipeline.evaluate import Scores, evaluation
 from undrift.pipeline.grid import Grid
 from undrift.pipeline.links import Form, Inbox, LostNeighbour, Outbox, receive_whole, send_whole
 from undrift.pipeline.schedule import Schedule
-from undrift.simulate import ranks
 
 
 class Processes:

@@ -8,12 +8,12 @@ from dataclasses import replace
 import torch.nn.functional as F
 from torch import nn
 
-from undrift.errors import BadSetting
+from undrift.core import ranks
+from undrift.core.errors import BadSetting
 from undrift.pipeline.feed import Feed
 from undrift.pipeline.methods import METHODS, schedule_of
 from undrift.pipeline.settings import PipeConfig
 from undrift.pipeline.split import balanced
-from undrift.simulate import ranks
 
 TIMED = 32  # samples on which layers are timed: enough for their proportions
 

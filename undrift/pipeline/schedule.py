@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import NamedTuple
 
-from undrift.errors import BadSetting
+from undrift.core.errors import BadSetting
 
 
 class Work(NamedTuple):

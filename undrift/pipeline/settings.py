@@ -7,9 +7,9 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any, get_type_hints
 
-from undrift.config import as_type, check_choices, check_numbers, parse_drops, parse_stop
-from undrift.dp.methods import number_or_auto
-from undrift.errors import BadSetting, UnknownName
+from undrift.core.errors import BadSetting, UnknownName
+from undrift.dataparallel.methods import number_or_auto
+from undrift.jobs.config import as_type, check_choices, check_numbers, parse_drops, parse_stop
 from undrift.pipeline.methods import METHODS
 from undrift.pipeline.schedule import Schedule
 

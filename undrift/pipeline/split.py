@@ -11,9 +11,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from undrift.errors import BadSetting
+from undrift.core import ranks
+from undrift.core.errors import BadSetting
 from undrift.pipeline.block import Loss
-from undrift.simulate import ranks
 
 
 @dataclass(frozen=True)

@@ -19,13 +19,17 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import undrift.data.federation as federation
-from undrift.config import from_toml, parse_stop
+from undrift.core import ranks
+from undrift.core.arithmetic import arithmetic, pick_device
+from undrift.core.errors import BadRunFolder, BadSetting
 from undrift.data.dataset import Dataset
-from undrift.datasets import load_dataset
-from undrift.dp.methods import number_or_auto
-from undrift.dp.optimizer import DEF
-from undrift.errors import BadRunFolder, BadSetting
-from undrift.folder import ReadOnlyFolder, RunFolder
+from undrift.data.load import load_dataset
+from undrift.dataparallel.methods import number_or_auto
+from undrift.dataparallel.optimizer import DEF
+from undrift.jobs.config import from_toml, parse_stop
+from undrift.jobs.folder import ReadOnlyFolder, RunFolder
+from undrift.jobs.registry import build_model
+from undrift.jobs.run import Progress, Result, check_same_run, commit
 from undrift.pipeline.dsp import whole_model
 from undrift.pipeline.feed import Feed
 from undrift.pipeline.links import Group
@@ -35,10 +39,7 @@ from undrift.pipeline.processes import Processes
 from undrift.pipeline.resolve import cut_names, resolved
 from undrift.pipeline.settings import PipeConfig, as_toml, from_mapping
 from undrift.pipeline.split import Part, parts
-from undrift.registry import build_model
-from undrift.round import RoundRecord
-from undrift.runs import Progress, Result, arithmetic, check_same_run, commit, pick_device
-from undrift.simulate import ranks
+from undrift.round.order import RoundRecord
 from undrift.simulate.execute import keep_freed_memory
 
 

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from undrift.report.runs import Group, Run, number
+from undrift.report.load import Group, Run, number
 from undrift.report.scores import traffic
 
 Floats = NDArray[np.float64]

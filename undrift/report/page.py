@@ -9,10 +9,11 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-from undrift.errors import UndriftError
-from undrift.report import figures, sites
+from undrift.core.errors import UndriftError
+from undrift.report import drawings as figures
+from undrift.report import sites
 from undrift.report.charts import Curve, chart, colour, dash, over_megabytes, over_network_seconds, over_rounds
-from undrift.report.runs import Group, Run, by_task, differing, grouped, load, number, shown, sweep_target
+from undrift.report.load import Group, Run, by_task, differing, grouped, load, number, shown, sweep_target
 from undrift.report.scores import metric_of, ranked
 from undrift.report.summary import picked, verdict
 from undrift.report.text import more_table, table

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from undrift.errors import BadSetting, UndriftError
+from undrift.core.errors import BadSetting, UndriftError
 
 MOST_CLIENTS = 100  # that one picture shows
 POINTS = 72  # an inch

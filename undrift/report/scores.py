@@ -7,7 +7,7 @@ import statistics
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from undrift.report.runs import Group, Run, number
+from undrift.report.load import Group, Run, number
 
 
 class Spread(NamedTuple):

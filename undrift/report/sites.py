@@ -7,7 +7,7 @@ from __future__ import annotations
 import statistics
 from typing import Any, NamedTuple
 
-from undrift.report.runs import Group, Run, number
+from undrift.report.load import Group, Run, number
 from undrift.report.scores import Metric, best_record, metric_of
 
 KINDS = ("global", "personal", "super")

@@ -7,7 +7,7 @@ import statistics
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from undrift.report.runs import Group, Run, by_task, number
+from undrift.report.load import Group, Run, by_task, number
 from undrift.report.scores import (
     Metric,
     Spread,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from undrift.report.runs import Group
+from undrift.report.load import Group
 from undrift.report.scores import (
     Spread,
     at_validation_name,

@@ -21,8 +21,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from undrift.errors import BadRunFolder
-from undrift.vec import leaves, map_leaves
+from undrift.core.errors import BadRunFolder
+from undrift.core.files import sync
+from undrift.core.trees import leaves, map_leaves
 
 T = TypeVar("T")
 Ids = NDArray[np.int64]
@@ -241,12 +242,3 @@ def marks_of(rows: Rows) -> NDArray[np.uint64]:
 def mark(client: int, row: Rows) -> int:
     """What stands before a row that is whole, and is this client's."""
     return WRITTEN + zlib.crc32(row[MARK.size :].data, client)
-
-
-def sync(path: Path) -> None:
-    """Wait until a file, or the names in a folder, are on the disk."""
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

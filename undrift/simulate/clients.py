@@ -7,7 +7,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from undrift.vec import leaves, map_leaves
+from undrift.core.trees import leaves, map_leaves
 
 T = TypeVar("T")
 

@@ -8,10 +8,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from undrift.core.streams import Purpose, sample, stream
 from undrift.data.augment import Transform
 from undrift.data.federation import Federation, Split
-from undrift.net import Net
-from undrift.streams import Purpose, sample, stream
+from undrift.oracle.net import Net
 
 Metric = Callable[[Tensor, Tensor], Tensor]
 QUANTILES = (0.1, 0.5, 0.9)

@@ -26,17 +26,17 @@ from torch import Tensor, nn
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
 from undrift.algorithms.base import Algorithm
+from undrift.core.errors import BadData, BadSetting, UndriftError
+from undrift.core.streams import Purpose, fold, stream
+from undrift.core.trees import map_leaves
 from undrift.data.augment import lookup
 from undrift.data.batches import Table
 from undrift.data.federation import Federation
-from undrift.errors import BadData, BadSetting, UndriftError
-from undrift.kernels import pictures
+from undrift.kernels import pictures_gpu as pictures
 from undrift.kernels.launch import rehearsal
-from undrift.net import Net
-from undrift.oracle import Batch, Oracle, task_loss
-from undrift.round import Answers, client_part
-from undrift.streams import Purpose, fold, stream
-from undrift.vec import map_leaves
+from undrift.oracle.net import Net
+from undrift.oracle.oracle import Batch, Oracle, task_loss
+from undrift.round.order import Answers, client_part
 
 
 @dataclass

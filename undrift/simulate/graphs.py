@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 
+from undrift.core.trees import leaves, map_leaves
 from undrift.kernels.launch import rehearsal
-from undrift.vec import leaves, map_leaves
 
 T = TypeVar("T")
 WARM_UPS = 2

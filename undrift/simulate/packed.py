@@ -19,15 +19,15 @@ import torch
 from torch import Tensor
 
 from undrift.algorithms.base import Algorithm, Cohort
+from undrift.core.errors import BadSetting
+from undrift.core.trees import leaves, map_leaves
 from undrift.data.federation import Federation, Ids
-from undrift.errors import BadSetting
-from undrift.net import Net
-from undrift.round import Answers, RoundRecord, State, server_part
+from undrift.oracle.net import Net
+from undrift.round.order import Answers, RoundRecord, State, server_part
 from undrift.simulate.clients import ClientTable
-from undrift.simulate.engine import Simulation
 from undrift.simulate.program import COMPILED_FROM, Now, Program, Shape
 from undrift.simulate.replay import Block, Outlook, Part, Replay, filled, laid_out
-from undrift.vec import leaves, map_leaves
+from undrift.simulate.simulation import Simulation
 
 BRANCHED = ("weight_decay", "clip")  # real fields that every method asks whether they are zero
 

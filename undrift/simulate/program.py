@@ -20,13 +20,14 @@ import torch
 from torch import Tensor
 
 from undrift.algorithms.base import Algorithm, Cohort, Server, Worker
+from undrift.core.trees import leaves, map_leaves, nbytes
+from undrift.core.vec import fuses, mean
 from undrift.data.federation import Federation
-from undrift.net import Net
-from undrift.oracle import Oracle
-from undrift.round import Answers, State, begin, client_init, consistency, end, replied, server_part, step
+from undrift.oracle.net import Net
+from undrift.oracle.oracle import Oracle
+from undrift.round.order import Answers, State, begin, client_init, consistency, end, replied, server_part, step
 from undrift.simulate.execute import LocalWhole, mini_batch
 from undrift.simulate.graphs import fused, recorded
-from undrift.vec import fuses, leaves, map_leaves, mean, nbytes
 
 T = TypeVar("T")
 COMPILED_FROM = 64  # round: compiling takes twenty seconds, in which somebody would wait for the first one

@@ -11,17 +11,17 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from undrift.core.streams import Purpose, fold, stream
+from undrift.core.trees import map_leaves, nbytes
 from undrift.data.batches import table
 from undrift.data.federation import Federation, Ids
-from undrift.round import RoundRecord
+from undrift.round.order import RoundRecord
 from undrift.simulate.clients import ClientTable
 from undrift.simulate.execute import Stacked, available_memory
 from undrift.simulate.program import COMPILED_FROM, LONGEST_UNROLLED, Ahead, Program, Shape, uses_whole
-from undrift.streams import Purpose, fold, stream
-from undrift.vec import map_leaves, nbytes
 
 if TYPE_CHECKING:
-    from undrift.simulate.engine import Settings, Simulation
+    from undrift.simulate.simulation import Settings, Simulation
 
 LONGEST = 128  # rounds at most that are laid out together
 TOGETHER = 512  # of all runs of a pack, so that it does not take longer than the device takes for the rounds before

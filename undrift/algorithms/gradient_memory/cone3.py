@@ -1,0 +1,141 @@
+"""Projection on a cone of at most three constraints, for all clients at once and without a branch on data.
+
+The eight sets of active constraints are tried together; of those that meet the Karush-Kuhn-Tucker conditions the smallest
+is the solution (spec II.2). A set whose rows depend on one another is left out: where it solves the programme, so does a
+part of it. Everything is worked out in float64 on the coordinates of the three rows and p in an orthonormal basis of
+their span, so that nothing is lost by squaring nearly antipodal rows. `cone.project`, one client at a time, is
+its plain form.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from undrift.algorithms.gradient_memory.wide import combination, inner_products
+from undrift.kernels import cone3_gpu as three
+
+SETS = [[i in s for i in range(3)] for size in range(4) for s in itertools.combinations(range(3), size)]
+
+
+def project_three(p: Tensor, rows: Sequence[Tensor], rho: float | Tensor = 0.0) -> tuple[Tensor, Tensor]:
+    """The nearest u to p [..., P] with <u, M_i> >= rho |p| |M_i| for three rows M_i [..., P]; also who is active [..., 3].
+
+    rho is a number, or [..., 1] like every number that meets vectors.
+
+    Rows that are exactly zero do not count. Where nothing is active, or the input is not finite, u is p bit for bit.
+    """
+    if three.available(p):
+        flat = [v.expand(p.shape).reshape(-1, p.shape[-1]) for v in (p, *rows)]
+        each = rho.expand(*p.shape[:-1], 1).reshape(-1) if isinstance(rho, Tensor) else p.new_full((len(flat[0]),), rho)
+        u, active = three.project(flat[0], flat[1:], each)
+        return u.view(p.shape), active.view(*p.shape[:-1], 3)
+    vectors = torch.stack([*rows, p], -2)
+    R, size, finite = coordinates(vectors)  # [..., 4, 4], its columns are the unit rows and p; [..., 4]; [..., 1]
+    there = size > 0
+    there = there[..., :3] & there[..., 3:]
+    margin = rho.unsqueeze(-1) if isinstance(rho, Tensor) else rho  # against the eight sets [..., 8, 3]
+    z = multipliers(R[..., :3], R[..., 3], there, margin, 1e-9 if p.dtype == torch.float64 else 1e-6)
+    active = (z > 0) & finite
+    share = torch.where(active, z / torch.where(there, size[..., :3], 1.0), 0.0) * size[..., 3:]
+    moved = combination(share, vectors)
+    return torch.where(active.any(-1, keepdim=True), moved, p), active
+
+
+@functools.cache
+def sets(device: torch.device) -> Tensor:
+    """SETS on the device: made once, because a CUDA graph cannot hold a copy from the host."""
+    return torch.tensor(SETS, device=device)
+
+
+def multipliers(A: Tensor, q: Tensor, there: Tensor, rho: float | Tensor, tolerance: float) -> Tensor:
+    """z [..., 3] >= 0 with w = A'(q + A z) - rho >= 0 and z w = 0, for columns A [..., 4, 3] of length one or zero."""
+    on = sets(A.device)  # [8, 3]
+    possible = (there.unsqueeze(-2) | ~on).all(-1)  # [..., 8]
+    # A_on = E T with orthonormal E and triangular T, for the eight sets at once; then T'T z = rho - A_on' q.
+    columns = torch.where(on.unsqueeze(-2), A.unsqueeze(-3), 0.0)  # [..., 8, 4, 3]
+    E: list[Tensor] = []
+    T: dict[tuple[int, int], Tensor] = {}
+    for j in range(3):
+        v = columns[..., j]
+        for i, e in enumerate(E):
+            T[i, j] = (v * e).sum(-1)
+            v = v - T[i, j].unsqueeze(-1) * e
+        left = v.norm(dim=-1)
+        independent = left > 1e-12
+        possible = possible & (independent | ~on[:, j])
+        T[j, j] = torch.where(independent, left, 1.0)
+        E.append(v / T[j, j].unsqueeze(-1))
+    right = torch.where(on, rho - (columns.mT @ q[..., None, :, None]).squeeze(-1), 0.0)  # [..., 8, 3]
+    y0 = right[..., 0] / T[0, 0]
+    y1 = (right[..., 1] - T[0, 1] * y0) / T[1, 1]
+    y2 = (right[..., 2] - T[0, 2] * y0 - T[1, 2] * y1) / T[2, 2]
+    z2 = y2 / T[2, 2]
+    z1 = (y1 - T[1, 2] * z2) / T[1, 1]
+    z0 = (y0 - T[0, 1] * z1 - T[0, 2] * z2) / T[0, 0]
+    z = torch.where(on & possible.unsqueeze(-1), torch.stack([z0, z1, z2], -1), 0.0)
+    moved = q.unsqueeze(-2) + (columns @ z.unsqueeze(-1)).squeeze(-1)
+    w = (A.mT.unsqueeze(-3) @ moved.unsqueeze(-1)).squeeze(-1) - rho
+    broken = torch.where(there.unsqueeze(-2), torch.where(on, w.abs(), -w), 0.0)  # on: w = 0; off: w >= 0
+    gap = torch.maximum((-z).amax(-1), broken.amax(-1)).clamp(min=0)
+    gap = torch.where(possible & gap.isfinite(), gap, torch.inf)
+    # The first set that is good enough, or else the best; good ones count as better than all others, in their order.
+    order = torch.arange(len(SETS), device=A.device, dtype=A.dtype) - len(SETS)
+    best = torch.where(gap <= tolerance, order, gap).argmin(-1, keepdim=True)
+    return z.gather(-2, best.unsqueeze(-1).expand(*best.shape, 3)).squeeze(-2).clamp(min=0)
+
+
+def coordinates(vectors: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """R [..., k, k] whose columns are unit (or zero) vectors in an orthonormal basis of their span, for vectors [..., k, P].
+
+    Also their lengths [..., k] and whether all is finite [..., 1]; what is not finite counts as zero.
+    """
+    products = inner_products(vectors)  # [..., k, k]
+    finite = products.isfinite().all(-1).all(-1, keepdim=True)
+    size = torch.where(finite, products.diagonal(dim1=-2, dim2=-1), 0.0).sqrt()
+    inverse = torch.where(size > 0, 1 / torch.where(size > 0, size, 1.0), 0.0)
+    if vectors.dtype == torch.float64:
+        scaled = torch.where(finite.unsqueeze(-1), vectors, 0.0) * inverse.unsqueeze(-1)
+        return orthogonalised(scaled), size, finite
+    # Of float32 vectors, products in float64 tell all there is to know: R is their Cholesky factor.
+    G = torch.where(finite.unsqueeze(-1), products, 0.0) * inverse.unsqueeze(-1) * inverse.unsqueeze(-2)
+    return cholesky(G), size, finite
+
+
+def orthogonalised(vectors: Tensor) -> Tensor:
+    """R by Gram-Schmidt, each vector twice."""
+    count = vectors.shape[-2]
+    basis: list[Tensor] = []
+    columns = []
+    for j in range(count):
+        v = vectors[..., j, :]
+        column = [torch.zeros_like(v[..., 0]) for _ in range(count)]
+        for i, e in [*enumerate(basis), *enumerate(basis)]:
+            along = (v * e).sum(-1)
+            v = v - along.unsqueeze(-1) * e
+            column[i] = column[i] + along
+        left = v.norm(dim=-1)
+        left = torch.where(left > 1e-14, left, 0.0)  # unit vectors: less is round-off of a vector in the others' span
+        column[j] = left
+        basis.append(torch.where(left.unsqueeze(-1) > 0, v / torch.where(left > 0, left, 1.0).unsqueeze(-1), 0.0))
+        columns.append(torch.stack(column, -1))
+    return torch.stack(columns, -1)
+
+
+def cholesky(G: Tensor) -> Tensor:
+    """R [..., k, k], upper triangular, with R'R = G for unit vectors; a vector in the span of those before it adds nothing."""
+    count = G.shape[-1]
+    R: list[list[Tensor]] = []  # rows
+    for i in range(count):
+        row = [torch.zeros_like(G[..., 0, 0])] * i
+        left = G[..., i, i] - sum((R[h][i] ** 2 for h in range(i)), torch.zeros_like(G[..., 0, 0]))
+        pivot = torch.where(left > 1e-14, left, 0.0).sqrt()
+        for j in range(i, count):
+            rest = G[..., i, j] - sum((R[h][i] * R[h][j] for h in range(i)), torch.zeros_like(pivot))
+            row.append(torch.where(pivot > 0, rest / torch.where(pivot > 0, pivot, 1.0), 0.0))
+        R.append(row)
+    return torch.stack([torch.stack(row, -1) for row in R], -2)

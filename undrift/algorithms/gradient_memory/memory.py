@@ -1,0 +1,96 @@
+"""The server's memory of the clients' updates: GradMA's D, with mem_red's rule for who is remembered.
+
+Luo, Li, Lan, Gao: GradMA, CVPR 2023, Algorithm 3 and equation (7). The paper's sets of counters are keyed by client.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from undrift.algorithms.gradient_memory.cone import gram
+from undrift.kernels import memory_gpu as slots
+from undrift.kernels.memory_cpu import fade_and_add, inner_products, long_products, renewed
+
+
+class Memory(NamedTuple):
+    """D[i] for up to m clients, as D[i] = beta_2^age rows[i]: the scale apart, so that an old direction never underflows.
+
+    The rows may be hundreds of megabytes, so `remember` writes into them: a memory is of no use after its successor is made.
+    What decides who is remembered stays on the host, but for a server whose steps are recorded as a CUDA graph.
+    """
+
+    rows: Tensor  # [m, P]
+    ids: Tensor  # [m] whose row it is, -1: free
+    age: Tensor  # [m] rounds since the row was written, -1: nothing written yet
+    uses: Tensor  # [m] c(i), how often the client took part since it was let in
+    since: Tensor  # [m] when it was let in, a running number
+    products: Tensor  # [T, m, m] the rows' Gram matrix in float64, one for each tensor of the model or one for all
+    evictions: Tensor  # [] so far
+
+    @classmethod
+    def empty(cls, m: int, x0: Tensor, parts: int) -> Memory:
+        """Room for m updates like x0 [P], compared in `parts` parts."""
+        none = torch.zeros(m, dtype=torch.int64)
+        products = x0.new_zeros(parts, m, m, dtype=torch.float64)
+        return cls(x0.new_zeros(m, len(x0)), none - 1, none, none, none, products, none.sum())
+
+    def let_in(self, clients: Tensor) -> tuple[Memory, Tensor]:
+        """Every client [S] gets a row, by mem_red; also their rows [S]."""
+        if self.ids.device.type != "cuda":
+            return self.mem_red(clients.tolist())
+        counters = torch.stack([self.ids, self.age, self.uses, self.since])
+        counters, place, evictions = slots.mem_red(clients, counters, self.evictions)
+        ids, age, uses, since = counters.unbind()
+        return self._replace(ids=ids, age=age, uses=uses, since=since, evictions=evictions), place
+
+    def mem_red(self, clients: list[int]) -> tuple[Memory, Tensor]:
+        """Every client gets a row, in the order given; the least used one outside makes room. Also their rows [S]."""
+        ids, age, uses, since = (t.tolist() for t in (self.ids, self.age, self.uses, self.since))
+        evictions = 0
+        for i in clients:
+            if i not in ids:
+                row = ids.index(-1) if -1 in ids else -1
+                if row < 0:  # argmin c(j) over those not in the cohort, the earliest let in first
+                    row = min((r for r in range(len(ids)) if ids[r] not in clients), key=lambda r: (uses[r], since[r]))
+                    evictions += 1
+                ids[row], age[row], uses[row] = i, -1, 0
+                since[row] = max(since) + 1
+            uses[ids.index(i)] += 1
+        as_tensor = self.ids.new_tensor
+        kept = self._replace(ids=as_tensor(ids), age=as_tensor(age), uses=as_tensor(uses), since=as_tensor(since))
+        return kept._replace(evictions=self.evictions + evictions), as_tensor([ids.index(i) for i in clients])
+
+    def remember(
+        self, place: Tensor, updates: Tensor, beta2: float, segments: list[slice], m: Tensor
+    ) -> tuple[Memory, Tensor]:
+        """D[i] <- d_i for a new client, beta_2 D[i] + d_i for a known one, beta_2 D[i] for an absent one.
+
+        Also the products [T, m] of the vector m with the rows.
+        """
+        age, at = self.age[place].unsqueeze(-1), place.to(updates.device)
+        scale = torch.where(age < 0, 0.0, beta2 ** (age + 1).to(updates.dtype)).to(updates)
+        # D[i] <- scale D[i] + d_i. Only the cohort's rows and columns of the Gram matrix change: S m d operations, not m m d, in
+        # one reading.
+        new = torch.stack([renewed_products(self.rows[:, s], at, scale, updates[:, s], m[s]) for s in segments])
+        new, along = new[:, :-1].to(self.products), new[:, -1]
+        products = self.products.index_copy(1, at, new).index_copy(2, at, new.transpose(1, 2))
+        age = (self.age + 1).index_fill(0, place, 0)
+        return self._replace(age=age, products=products), along
+
+    def constrains(self, beta2: float) -> Tensor:
+        """[m] which rows are directions not to hurt: a column's length does not matter, but beta_2 = 0 wipes the absent."""
+        return (self.ids >= 0) & ((self.age == 0) | (beta2 > 0))
+
+
+def renewed_products(rows: Tensor, at: Tensor, scale: Tensor, updates: Tensor, m: Tensor) -> Tensor:
+    """rows[at] <- scale rows[at] + updates, and the products [S + 1, m] of rows[at] and m with all rows [m, P], in float64 as far
+    as they were summed up so."""
+    if (found := renewed(rows, at, scale, updates, m)) is not None:
+        return found
+    fade_and_add(rows, at, scale, updates)
+    if long_products(rows):
+        return inner_products(rows, at, m)
+    return gram(torch.cat([rows.index_select(0, at), m[None]]), rows).double()

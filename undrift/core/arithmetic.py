@@ -1,0 +1,36 @@
+"""Which device computes, and with which of PyTorch's switches."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator
+
+import torch
+
+from undrift.core.errors import BadSetting
+
+
+def pick_device(name: str) -> torch.device:
+    if name == "cuda" and not torch.cuda.is_available():
+        raise BadSetting("device cuda was asked for, but this PyTorch sees no GPU; use --device cpu or auto")
+    return torch.device("cuda" if name != "cpu" and torch.cuda.is_available() else "cpu")
+
+
+@contextlib.contextmanager
+def arithmetic(precision: str, deterministic: bool) -> Iterator[None]:
+    """PyTorch's switches for how a GPU computes, as the settings want them; afterwards as they were."""
+    products, convolutions = torch.backends.cuda.matmul, torch.backends.cudnn.conv  # type: ignore[attr-defined]
+    before = torch.are_deterministic_algorithms_enabled(), torch.backends.cudnn.benchmark
+    precisions = products.fp32_precision, convolutions.fp32_precision
+    if deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        torch.use_deterministic_algorithms(True)
+    products.fp32_precision = convolutions.fp32_precision = "tf32" if precision == "tf32" else "ieee"
+    torch.backends.cudnn.benchmark = not deterministic  # time the convolutions and take the fastest
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before[0])
+        torch.backends.cudnn.benchmark = before[1]
+        products.fp32_precision, convolutions.fp32_precision = precisions

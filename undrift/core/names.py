@@ -1,0 +1,122 @@
+"""Names to things: the file name is the registered name, and `package.module:attribute` reaches anything else."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import pkgutil
+import sys
+import tomllib
+from pathlib import Path
+from typing import Any
+
+from undrift.core.errors import BadSetting, UnknownName
+
+PACKAGES = {"algorithms": "undrift.algorithms", "datasets": "undrift.data", "models": "undrift.models"}
+
+
+def names(kind: str) -> list[str]:
+    """The registered names of a kind: the files of its folder that define an algorithm, `load` or `build`.
+
+    >>> "gradma-s" in names("algorithms")
+    True
+    """
+    package = importlib.import_module(PACKAGES[kind])
+    files = [m.name for m in pkgutil.iter_modules(package.__path__) if not m.name.startswith("_")]
+    return sorted(
+        f.replace("_", "-") for f in files if _registers(kind, importlib.import_module(f"{PACKAGES[kind]}.{f}"))
+    )
+
+
+def describe(kind: str, name: str) -> str:
+    """The first line of a registered file's docstring."""
+    module = importlib.import_module(f"{PACKAGES[kind]}.{name.replace('-', '_')}")
+    return (inspect.getdoc(module) or "").splitlines()[0]
+
+
+def with_options(spec: str) -> tuple[str, dict[str, Any]]:
+    """A name and the options behind it in brackets.
+
+    >>> with_options("unet(depth=3, norm=batch)"), with_options("mlp")
+    (('unet', {'depth': 3, 'norm': 'batch'}), ('mlp', {}))
+    """
+    name, bracket, rest = spec.partition("(")
+    options: dict[str, Any] = {}
+    if bracket and not rest.endswith(")"):
+        raise BadSetting(f"{spec!r} opens a bracket and does not end in one; write name(option=value, option=value)")
+    for part in filter(str.strip, rest.removesuffix(")").split(",")):
+        option, equals, value = (text.strip() for text in part.partition("="))
+        if not equals:
+            raise BadSetting(
+                f"{part.strip()!r} in {spec!r} is not option=value; write name(option=value, option=value)"
+            )
+        options[option] = parse_value(value)
+    return name.strip(), options
+
+
+def parse_value(text: str) -> Any:
+    """A value as TOML would read it, and text where TOML would not.
+
+    >>> parse_value("0.5"), parse_value(".5"), parse_value("True"), parse_value("tensor"), parse_value("[0.6, 0.3]")
+    (0.5, 0.5, True, 'tensor', [0.6, 0.3])
+    """
+    for form in (text, text.lower(), f"0{text}"):  # also True, and .5
+        try:
+            return tomllib.loads(f"value = {form}")["value"]
+        except tomllib.TOMLDecodeError:
+            continue
+    return text
+
+
+def call_with_options(function: Any, given: tuple[Any, ...], spec: str) -> Any:
+    """function(*given, **options of the spec), where an option that it does not have is an error that says so."""
+    name, options = with_options(spec)
+    if not options:
+        return function(*given)
+    known = list(inspect.signature(function).parameters)[len(given) :]
+    for option, value in options.items():
+        if option not in known:
+            raise UnknownName(f"option of {name}", option, known) if known else BadSetting(f"{name} takes no options")
+        default = inspect.signature(function).parameters[option].default
+        if isinstance(default, float) and type(value) is int:
+            options[option] = float(value)
+        elif type(value) is not type(default):
+            raise BadSetting(f"option {option} of {name} must be {type(default).__name__}, not {value!r}")
+    return function(*given, **options)
+
+
+def module_of(kind: str, name: str) -> Any:
+    """The module registered under a name, whatever options stand behind it in brackets."""
+    name = name.partition("(")[0].strip()
+    if name not in names(kind):
+        raise UnknownName(kind.removesuffix("s"), name, names(kind))
+    return importlib.import_module(f"{PACKAGES[kind]}.{name.replace('-', '_')}")
+
+
+def attribute(reference: str) -> Any:
+    """What `package.module:attribute` names; the current folder is searched too."""
+    path, _, name = reference.partition(":")
+    here = str(Path.cwd())
+    if here not in sys.path:
+        sys.path.insert(0, here)
+    try:
+        module = importlib.import_module(path)
+    except Exception as error:  # whatever the user's module raises while it is imported
+        raise BadSetting(f"cannot import {path!r} of {reference!r}: {error}") from error
+    try:
+        return getattr(module, name)
+    except AttributeError:
+        public = [n for n in vars(module) if not n.startswith("_")]
+        raise UnknownName(f"attribute of {path}", name, public) from None
+
+
+def _registers(kind: str, module: Any) -> bool:
+    if kind == "algorithms":
+        return bool(algorithms_of(module))
+    return hasattr(module, "load" if kind == "datasets" else "build")
+
+
+def algorithms_of(module: Any) -> list[type[Any]]:
+    """The classes defined in a module that join a worker part and a server part."""
+    here = [c for c in vars(module).values() if inspect.isclass(c) and c.__module__ == module.__name__]
+    return [c for c in here if hasattr(c, "local_step") and hasattr(c, "server_step") and not inspect.isabstract(c)]

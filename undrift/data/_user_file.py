@@ -1,0 +1,50 @@
+"""The file of one client that has samples which nobody else has: an .npz of plain arrays.
+
+It holds x_train and y_train, and if wanted x_test and y_test; or x and y, and if wanted split [n], which says train, val or test
+for each sample. Pictures are uint8 [n, height, width] or [n, height, width, channels]; other
+inputs are numbers [n, ...]. Targets are class labels [n], or masks [n, height, width].
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+
+from undrift.core.errors import BadData
+from undrift.data._sources import UNREADABLE
+from undrift.data.from_user import Arrays, pair
+
+
+def read_own(path: Path, masks: bool, part: str = "train") -> Arrays:
+    """The inputs and targets of one part, train or test; where the file does not tell them apart, all of them."""
+    both = (f"x_{part}", f"y_{part}")
+    try:
+        with path.open("rb") as file, np.load(file, allow_pickle=False) as archive:
+            found = {key: archive[key] for key in (*both, "x", "y", "split") if key in archive.files}
+            held = ", ".join(archive.files) or "nothing"
+    except UNREADABLE as error:
+        raise BadData(f"{path}: cannot be read as an .npz file of plain arrays ({error})") from error
+    if found.keys() >= set(both):
+        x, y = pair(*(found[key] for key in both))
+    elif {"x", "y"} <= found.keys():
+        x, y = pair(found["x"], found["y"])
+        if "split" in found:
+            split = found["split"].astype(str)
+            if split.shape != (len(y),):
+                raise BadData(f"{path}: split has shape {list(split.shape)}, but there are {len(y)} samples")
+            x, y = x[split == part], y[split == part]
+    else:
+        raise BadData(f"{path}: holds {held}; expected {both[0]} and {both[1]}, or x and y")
+    if x.dtype == np.uint8 and x.ndim == 3:
+        x = x[..., np.newaxis]
+    if not len(y):
+        raise BadData(f"{path}: holds no samples for {part}; expected at least one")
+    if y.dtype.kind not in "iu" or y.ndim != (3 if masks else 1) or int(y.min()) < 0:
+        wanted = "masks [n, height, width]" if masks else "class labels [n]"
+        raise BadData(f"{path}: expected {wanted} of whole numbers from 0 on, found {y.dtype} {list(y.shape)}")
+    if masks and (x.ndim != 4 or x.shape[:3] != y.shape):
+        raise BadData(
+            f"{path}: has inputs {list(x.shape)} but masks {list(y.shape)}; give each picture one of its size"
+        )
+    return x, y

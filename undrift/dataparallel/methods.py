@@ -1,0 +1,42 @@
+"""The methods of `undrift dp` by name."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from undrift.core.errors import BadSetting, UnknownName
+from undrift.dataparallel import def_, ef, ef21, psync, saef, sgd
+from undrift.dataparallel.def_ import Detached
+from undrift.dataparallel.ef21 import EF21Method
+from undrift.dataparallel.sgd import SGDMethod
+
+Method = Detached | EF21Method | SGDMethod
+METHODS: dict[str, Method] = {
+    "sgd": sgd.METHOD,
+    "ef": ef.METHOD,
+    "saef": saef.METHOD,
+    "psync": psync.METHOD,
+    "ef21": ef21.METHOD,
+    "def": Detached(returns="y"),
+    "def-a": Detached(returns="x"),
+}
+FILES = {"sgd": sgd, "ef": ef, "saef": saef, "psync": psync, "ef21": ef21, "def": def_, "def-a": def_}
+
+
+def method(name: str, lam: str, average_every: int) -> Method:
+    """The method of that name; `lam` is for DEF and DEF-A, `average_every` for SAEF."""
+    if name not in METHODS:
+        raise UnknownName("method", name, METHODS)
+    if average_every and name != "saef":
+        raise BadSetting(f"average_every is SAEF's; {name} does not average errors")
+    found = METHODS[name]
+    if isinstance(found, Detached) and name.startswith("def"):
+        return replace(found, lam=number_or_auto(lam))
+    return replace(found, average_every=average_every) if isinstance(found, Detached) else found
+
+
+def number_or_auto(lam: str) -> float | str:
+    try:
+        return lam if lam == "auto" else float(lam)
+    except ValueError:
+        raise BadSetting(f"lam must lie in [0, 1] or be 'auto', not {lam!r}") from None

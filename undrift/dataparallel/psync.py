@@ -1,0 +1,23 @@
+"""Partial synchronisation with error assimilation (CSEA): workers train local models and average one block a step.
+
+Xie, Zheng, Koyejo, Gupta, Li, Lin: CSER: Communication-efficient SGD with Error Reset, NeurIPS 2020. As written there,
+worker k has a model x_k and an error e'_k of the opposite sign:
+
+    x_k <- x_k - eta m_k;   e'_k <- e'_k - eta m_k
+    x_k <- x_k - C(e'_k) + mean_j C(e'_j);   e'_k <- e'_k - C(e'_k)
+
+With x_k = x - e_k it is detached error feedback with lambda = 1, line by line, and its model, the mean of the x_k, is y.
+"""
+
+from __future__ import annotations
+
+from undrift.dataparallel.def_ import Detached
+
+METHOD = Detached(lam=1.0, returns="y")
+PAPER = """@inproceedings{xie2020cser,
+  title={{CSER}: Communication-efficient {SGD} with Error Reset},
+  author={Xie, Cong and Zheng, Shuai and Koyejo, Oluwasanmi and Gupta, Indranil and Li, Mu and Lin, Haibin},
+  booktitle={Advances in Neural Information Processing Systems},
+  volume={33},
+  year={2020}
+}"""

@@ -1,0 +1,100 @@
+"""What W workers do together: simulated ones stacked in one process, or real ranks of a process group."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from undrift.core.errors import LostRank
+
+
+class Stacked:
+    """Simulated workers: the first dimension of every vector [W, ...]."""
+
+    def __init__(self, count: int) -> None:
+        self.count = count
+        self.overlap = False
+        self.lead: tuple[int, ...] = (count,)
+        self.sent = 0  # bytes that all workers sent, as a ring would send them
+
+    def mean(self, v: Tensor) -> Tensor:
+        self.sent += ring_all_reduce(v[0], self.count)
+        return v.sum(0) / self.count
+
+    def mean_later(self, v: Tensor) -> Callable[[], Tensor]:
+        mean = self.mean(v)
+        return lambda: mean
+
+    def gather(self, v: Tensor) -> Tensor:
+        self.sent += ring_all_gather(v[0], self.count)
+        return v
+
+
+class Ranks:
+    """This process is one worker of a process group; without a group it is alone."""
+
+    def __init__(self, group: dist.ProcessGroup | None = None) -> None:
+        self.joined = dist.is_available() and dist.is_initialized()
+        self.group = group
+        self.count = dist.get_world_size(group) if self.joined else 1
+        self.rank = dist.get_rank(group) if self.joined else 0
+        self.overlap = self.count > 1
+        self.lead: tuple[int, ...] = ()
+        self.sent = 0  # bytes that all workers sent, as a ring sends them
+
+    def mean(self, v: Tensor) -> Tensor:
+        return self.mean_later(v)()
+
+    def mean_later(self, v: Tensor) -> Callable[[], Tensor]:
+        self.sent += ring_all_reduce(v, self.count)
+        if not self.joined:
+            return lambda: v / self.count
+        whole = v.contiguous()
+        begun = self.together(lambda: dist.all_reduce(whole, group=self.group, async_op=True))
+
+        def finished() -> Tensor:
+            self.together(begun.wait)
+            return whole / self.count
+
+        return finished
+
+    def gather(self, v: Tensor) -> Tensor:
+        self.sent += ring_all_gather(v, self.count)
+        if not self.joined:
+            return v.unsqueeze(0)
+        rows = [torch.empty_like(v) for _ in range(self.count)]
+        self.together(lambda: dist.all_gather(rows, v.contiguous(), group=self.group))
+        return torch.stack(rows)
+
+    def from_first(self, v: Tensor) -> None:
+        """Rank 0's values, in place."""
+        if self.joined:
+            self.together(lambda: dist.broadcast(v, group=self.group, group_src=0))
+
+    def together(self, collective: Callable[[], Any]) -> Any:
+        """What only all ranks can do; a rank that is gone is named as the reason."""
+        try:
+            return collective()
+        except RuntimeError as error:
+            first = str(error).partition("\n")[0]
+            raise LostRank(
+                f"rank {self.rank} lost touch with the other {self.count - 1} ({first}); "
+                "if one of them was ended, start all again from their last checkpoint"
+            ) from error
+
+
+Workers = Stacked | Ranks
+
+
+def ring_all_reduce(v: Tensor, workers: int) -> int:
+    """Bytes that all workers together send to sum a vector: 2 (W - 1) / W of it each."""
+    return 2 * (workers - 1) * v.numel() * v.element_size()
+
+
+def ring_all_gather(v: Tensor, workers: int) -> int:
+    """Bytes that all workers together send so that everybody has everybody's vector."""
+    return workers * (workers - 1) * v.numel() * v.element_size()

@@ -1,0 +1,121 @@
+"""Clients with samples of their own: a node reads its file, and the server is told how many there are and what they are like.
+
+The server counts on as many samples as a client has reported. It never has them: its federation holds no training samples, and
+a node's holds those of one client.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from undrift.core.errors import BadData, BadSetting, UnknownName
+from undrift.data._user_file import read_own
+from undrift.data.augment import Transform
+from undrift.data.federation import Federation, Split, as_split, hold_out_own
+from undrift.data.from_user import Arrays
+from undrift.data.partition import Dealt, own_order
+from undrift.deploy.messages import Letter
+from undrift.deploy.settings import Plan
+
+
+class Report(NamedTuple):
+    """What a client says of its samples."""
+
+    samples: int  # that it trains on
+    shape: str  # of one input as the model sees it, such as 1,28,28
+    classes: int  # its highest label and one more; of masks, the highest structure
+
+    @classmethod
+    def of(cls, letter: Letter) -> Report:
+        return cls(letter.fact("samples", int), letter.fact("shape", str), letter.fact("classes", int))
+
+
+def check_fits(report: Report, plan: Plan) -> None:
+    """Raise BadData unless the run's model can learn from these samples."""
+    shape = ",".join(str(n) for n in plan.shape)
+    if report.samples < 1:
+        raise BadData("it has no training samples")
+    if report.shape != shape:
+        raise BadData(f"its inputs have the shape {report.shape[:60]}, but the run's model takes {shape}")
+    if report.classes > plan.classes:
+        raise BadData(f"its targets go up to {report.classes} classes, but the run's model has {plan.classes}")
+
+
+def own_path(plan: Plan, node: Mapping[str, Any]) -> Path | None:
+    """The node's file, None in a run where every client takes a partition of one data set."""
+    path = str(node.get("data", ""))
+    if path and not plan.own:
+        raise BadSetting(
+            f"this node has data={path!r}, but the run's dataset is {plan.run.dataset}, of which each client takes a part; "
+            "start the run with --dataset own, or the node without data"
+        )
+    if plan.own and not path:
+        raise BadSetting('each client of this run has a file of its own; start the node with data="/path/to/its.npz"')
+    return Path(path) if path else None
+
+
+def own_report(plan: Plan, path: Path) -> Report:
+    """What this node says of the samples in its file."""
+    return described(plan, read_own(path, bool(plan.structures)))
+
+
+def described(plan: Plan, arrays: Arrays) -> Report:
+    x, y = arrays
+    one = as_split(x[:1], y[:1], torch.device("cpu")).take(torch.zeros(1, dtype=torch.int64))
+    highest = int(y.max()) + (0 if plan.structures else 1)
+    return Report(len(training_rows(plan, len(y), 0)), ",".join(str(n) for n in one.shape[1:]), highest)
+
+
+def training_rows(plan: Plan, samples: int, id: int) -> NDArray[np.int64]:
+    """The rows that client `id` trains on, in its order; the share `own_test` is held out."""
+    order = Dealt(own_order(samples, plan.run.seed, id), np.array([samples]))
+    return hold_out_own(order, plan.run.own_test)[0].members
+
+
+def own_federation(plan: Plan, name: str, path: Path, device: torch.device) -> Federation:
+    """The federation as this client sees it: nobody but itself has samples."""
+    if name not in plan.names:
+        raise UnknownName("client", name, plan.names)
+    id, (x, y) = plan.names.index(name), read_own(path, bool(plan.structures))
+    try:
+        check_fits(described(plan, (x, y)), plan)
+    except BadData as error:
+        raise BadData(f"{path} does not fit: {error}") from error
+    rows = training_rows(plan, len(y), id)
+    made = federation_of(plan, as_split(x, y, device), nothing(plan, device), torch.from_numpy(rows).to(device))
+    sizes = np.zeros(plan.run.clients, np.int64)
+    sizes[id] = len(rows)
+    return replace(made, sizes=sizes)
+
+
+def server_federation(plan: Plan, device: torch.device) -> Federation:
+    """The federation as the server sees it: a test set if it was given one; how much each client has is told later."""
+    test = nothing(plan, device)
+    if plan.deploy.test:
+        found = read_own(Path(plan.deploy.test), bool(plan.structures), "test")
+        try:
+            check_fits(described(plan, found), plan)
+        except BadData as error:
+            raise BadData(f"{plan.deploy.test} does not fit: {error}") from error
+        test = as_split(*found, device)
+    return federation_of(plan, nothing(plan, device), test, torch.zeros(1, dtype=torch.int64, device=device))
+
+
+def federation_of(plan: Plan, train: Split, test: Split, members: torch.Tensor) -> Federation:
+    run, everybody = plan.run, plan.run.clients
+    return Federation(
+        train, test, np.zeros(0, np.int64), members, np.zeros(everybody, np.int64), np.ones(everybody, np.int64),
+        Transform(colour=run.colour, seed=run.seed), plan.classes, plan.shape, masks=bool(plan.structures),
+    )  # fmt: skip
+
+
+def nothing(plan: Plan, device: torch.device) -> Split:
+    """No samples."""
+    return as_split(np.zeros((0, *plan.shape), np.float32), np.zeros(0, np.int64), device)

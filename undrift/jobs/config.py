@@ -1,0 +1,271 @@
+"""The settings of a run: one frozen dataclass, the same names in Python, in TOML and on the command line."""
+
+from __future__ import annotations
+
+import dataclasses
+import tomllib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, get_type_hints
+
+from undrift.core.errors import BadSetting, UnknownName
+from undrift.core.names import parse_value as parse_value
+
+
+@dataclass(frozen=True)
+class RunConfig:
+    """Everything that decides a run's result, and how it is run. Each field is a flag of `undrift run`."""
+
+    algorithm: str = field(default="fedavg", metadata={"help": "a listed name, LOCAL+SERVER, or package.module:Class"})
+    dataset: str = field(
+        default="digits", metadata={"help": "a listed name, imagefolder:PATH, or package.module:function"}
+    )
+    model: str = field(default="mlp", metadata={"help": "a listed name, or package.module:function"})
+    partition: str = field(default="dirichlet:0.1", metadata={"help": "how the samples are dealt out to clients"})
+    clients: int = field(default=100, metadata={"help": "N"})
+    cohort: int = field(default=10, metadata={"help": "S, clients a round"})
+    sampling: str = field(default="fixed", metadata={"help": "fixed: S clients; bernoulli: each with probability S/N"})
+    steps: int = field(default=0, metadata={"help": "K, local steps a round (default 5 unless --epochs is given)"})
+    epochs: float = field(default=0.0, metadata={"help": "E, passes over the local data a round, instead of --steps"})
+    batch: int = field(default=64, metadata={"help": "B, local batch size"})
+    batches: str = field(default="", metadata={"help": "persistent (with --steps) or fresh (a new shuffle each round)"})
+    rounds: int = field(default=100, metadata={"help": "T"})
+    seed: int = field(default=0, metadata={"help": "of everything random"})
+    lr_decay: float = field(default=1.0, metadata={"help": "multiplies the local rate after every round"})
+    lr_drops: str = field(default="", metadata={"help": "rounds after which the local rate drops, such as 120,160"})
+    lr_drop: float = field(default=0.1, metadata={"help": "what it is multiplied by at each of --lr-drops"})
+    compress: str = field(
+        default="", metadata={"help": "of what clients send, with error feedback: rbgs:64, randk:64, topk:64 or fp16"}
+    )
+    weights: str = field(default="uniform", metadata={"help": "of the clients' updates: uniform or size"})
+    dropout_rate: float = field(default=0.0, metadata={"help": "probability that an invited client fails to answer"})
+    slow: str = field(
+        default="", metadata={"help": "P,F: with probability P a client makes only a share F of its steps"}
+    )
+    bandwidth: float = field(
+        default=0.0, metadata={"help": "of each client's link in Mbit/s, for simulated seconds; 0: none"}
+    )
+    latency: float = field(default=0.0, metadata={"help": "of each message in seconds, for simulated seconds"})
+    val_fraction: float = field(default=0.0, metadata={"help": "share of the training samples held out for validation"})
+    own_test: float = field(
+        default=0.0, metadata={"help": "share of each client's own samples held out to test what serves it"}
+    )
+    colour: float = field(default=0.0, metadata={"help": "strength of the client-correlated colour perturbation"})
+    device: str = field(default="auto", metadata={"help": "auto, cpu or cuda"})
+    dtype: str = field(default="float32", metadata={"help": "float32 or float64"})
+    execution: str = field(default="auto", metadata={"help": "auto (timed), stacked or pool"})
+    chunk: int = field(default=0, metadata={"help": "clients stacked at a time; 0: as many as fit in memory"})
+    replay: bool = field(default=True, metadata={"help": "on a GPU, replay rounds as CUDA graphs: much faster"})
+    compile: str = field(
+        default="auto", metadata={"help": "compile what is replayed: auto (where the rounds repay it), on or off"}
+    )
+    precision: str = field(default="fp32", metadata={"help": "of products on a GPU: fp32, or tf32 (10 bits, faster)"})
+    deterministic: bool = field(default=False, metadata={"help": "make CUDA runs repeatable"})
+    eval_every: int = field(default=5, metadata={"help": "rounds between evaluations"})
+    client_eval_every: int = field(
+        default=0, metadata={"help": "rounds between scores on the clients' own samples; 0: only in the last round"}
+    )
+    client_state: str = field(
+        default="auto", metadata={"help": "where it is kept: memory, disk, or auto (disk if it would fill the memory)"}
+    )
+    checkpoint_every: int = field(default=50, metadata={"help": "rounds between checkpoints"})
+    stop_at: str = field(default="", metadata={"help": "accuracy=0.9 or time=10m (s, m, h), or both with a comma"})
+    set: dict[str, Any] = field(
+        default_factory=dict, metadata={"help": "FIELD=VALUE, a field of the algorithm; repeatable"}
+    )
+
+    def __post_init__(self) -> None:
+        if self.steps and self.epochs:
+            raise BadSetting(f"give steps or epochs, not both (steps={self.steps}, epochs={self.epochs:g})")
+        if not self.steps and not self.epochs:
+            object.__setattr__(self, "steps", 5)
+        if not self.batches:
+            object.__setattr__(self, "batches", "persistent" if self.steps else "fresh")
+        check_numbers(
+            self,
+            least=dict(clients=1, cohort=1, batch=1, rounds=0, eval_every=1, client_eval_every=0, checkpoint_every=1)
+            | dict(steps=0, seed=0, chunk=0),
+            not_negative=("epochs", "val_fraction", "colour", "bandwidth", "latency"),
+            positive=("lr_decay", "lr_drop"),
+        )
+        if not 0.0 <= self.dropout_rate < 1.0:
+            raise BadSetting(f"dropout_rate must lie in [0, 1), not {self.dropout_rate}")
+        parse_slow(self.slow)
+        check_compress(self.compress)
+        check_choices(self, CHOICES)
+        if self.batches == "persistent" and self.epochs:
+            raise BadSetting("persistent batches count steps; use --steps, or --batches fresh with --epochs")
+        if self.cohort > self.clients:
+            raise BadSetting(
+                f"a cohort of {self.cohort} cannot be drawn from {self.clients} clients; lower cohort or raise clients"
+            )
+        parse_drops(self.lr_drops)
+        parse_stop(self.stop_at)
+
+
+def check_numbers(
+    settings: object, least: Mapping[str, int], not_negative: Sequence[str], positive: Sequence[str]
+) -> None:
+    """Raise BadSetting for a whole number below its least value, and for one that must be finite and at least, or above, 0."""
+    for name, lowest in least.items():
+        if getattr(settings, name) < lowest:
+            raise BadSetting(f"{name} must be at least {lowest}, not {getattr(settings, name)}")
+    for name in not_negative:
+        if not 0.0 <= getattr(settings, name) < float("inf"):
+            raise BadSetting(f"{name} must be a finite number of at least 0, not {getattr(settings, name)}")
+    for name in positive:
+        if not 0.0 < getattr(settings, name) < float("inf"):
+            raise BadSetting(f"{name} must be a finite number above 0, not {getattr(settings, name)}")
+
+
+def check_choices(settings: object, choices: Mapping[str, tuple[str, ...]]) -> None:
+    """Raise UnknownName for a value that is not among those of its setting."""
+    for name, allowed in choices.items():
+        if getattr(settings, name) not in allowed:
+            raise UnknownName(f"value of {name}", str(getattr(settings, name)), allowed)
+
+
+CHOICES = {
+    "sampling": ("fixed", "bernoulli"),
+    "batches": ("persistent", "fresh"),
+    "weights": ("uniform", "size"),
+    "device": ("auto", "cpu", "cuda"),
+    "dtype": ("float32", "float64"),
+    "execution": ("auto", "stacked", "pool"),
+    "compile": ("auto", "on", "off"),
+    "precision": ("fp32", "tf32"),
+    "client_state": ("auto", "memory", "disk"),
+}
+# What may change when a run is resumed: how long and how it runs, not what it computes.
+RESUMABLE = ("rounds", "stop_at", "checkpoint_every", "device", "execution", "chunk", "compile", "deterministic")
+FIELDS = {f.name: f for f in dataclasses.fields(RunConfig)}
+TYPES = get_type_hints(RunConfig)
+
+
+def from_mapping(settings: Mapping[str, Any]) -> RunConfig:
+    """A RunConfig from plain values; unknown names and values of the wrong kind are errors."""
+    given = dict(settings)
+    fields = given.pop("set", {})
+    if not isinstance(fields, Mapping):
+        raise BadSetting(f"set must be a table of the algorithm's fields, not {fields!r}")
+    checked = typed(given, {n: t for n, t in TYPES.items() if n != "set"}) | {"set": dict(fields)}
+    for name, other in (("steps", "epochs"), ("epochs", "steps")):
+        if name in checked and not checked[name] and not checked.get(other):
+            raise BadSetting(f"{name} must be greater than 0")
+    return RunConfig(**checked)
+
+
+def typed(settings: Mapping[str, Any], types: Mapping[str, Any]) -> dict[str, Any]:
+    """The values as the types that their names have."""
+    for name in settings:
+        if name not in types:
+            raise UnknownName("setting", name, types)
+    return {name: as_type(name, value, types[name]) for name, value in settings.items()}
+
+
+def from_toml(path: Path) -> dict[str, Any]:
+    """The settings of a TOML file, such as a run folder's run.toml; its [made] table is left out."""
+    settings = read_toml(path)
+    settings.pop("made", None)
+    return settings
+
+
+def read_toml(path: Path) -> dict[str, Any]:
+    try:
+        return tomllib.loads(path.read_text())
+    except OSError as error:
+        raise BadSetting(f"cannot read {path}: {error.strerror}") from error
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise BadSetting(f"{path} is not valid TOML: {error}") from error
+
+
+def as_type(name: str, value: Any, kind: Any) -> Any:
+    """The value as the field's type: an int serves as a float, nothing else is converted."""
+    if kind is float and isinstance(value, int) and not isinstance(value, bool):
+        return float(value)
+    if isinstance(value, bool) != (kind is bool) or not isinstance(value, kind):
+        raise BadSetting(f"{name} must be {kind.__name__}, not {value!r}")
+    return value
+
+
+def parse_stop(text: str) -> dict[str, float]:
+    """When to stop early.
+
+    >>> parse_stop("accuracy=0.9,time=10m")
+    {'accuracy': 0.9, 'time': 600.0}
+    """
+    stop: dict[str, float] = {}
+    for part in filter(None, text.split(",")):
+        name, _, value = part.partition("=")
+        unit = {"s": 1, "m": 60, "h": 3600}.get(value[-1:]) if name == "time" else None
+        try:
+            stop[name] = float(value[:-1]) * unit if unit else float(value)
+        except ValueError:
+            raise BadSetting(f"stop_at {part!r} is not understood; write accuracy=0.9 or time=10m") from None
+        if name not in ("accuracy", "time") or not stop[name] > 0 or (name == "accuracy" and stop[name] > 1):
+            raise BadSetting(f"stop_at {part!r} is not understood; write accuracy=0.9 or time=10m")
+    return stop
+
+
+def check_compress(text: str) -> None:
+    """Raise unless --compress is understood.
+
+    >>> check_compress("rbgs:64"), check_compress("fp16"), check_compress("")
+    (None, None, None)
+    """
+    name, _, ratio = text.partition(":")
+    if text and name not in ("rbgs", "randk", "topk", "fp16"):
+        raise UnknownName("value of compress", name, ("rbgs", "randk", "topk", "fp16"))
+    try:
+        understood = text in ("", "fp16") or (name != "fp16" and 1.0 <= float(ratio) < float("inf"))
+    except ValueError:
+        understood = False
+    if not understood:
+        raise BadSetting(f"compress takes rbgs:R, randk:R, topk:R with R of at least 1, or fp16, not {text!r}")
+
+
+def parse_slow(text: str) -> tuple[float, float]:
+    """The probability and the share of --slow.
+
+    >>> parse_slow("0.3,0.5"), parse_slow("")
+    ((0.3, 0.5), (0.0, 1.0))
+    """
+    if not text:
+        return 0.0, 1.0
+    try:
+        chance, share = (float(part) for part in text.split(","))
+    except ValueError:
+        raise BadSetting(f"slow takes two numbers, such as 0.3,0.5, not {text!r}") from None
+    if not (0.0 <= chance <= 1.0 and 0.0 < share <= 1.0):
+        raise BadSetting(f"slow takes a probability in [0, 1] and a share in (0, 1], not {text!r}")
+    return chance, share
+
+
+def parse_drops(text: str) -> tuple[int, ...]:
+    """The rounds of --lr-drops.
+
+    >>> parse_drops("120,160")
+    (120, 160)
+    """
+    try:
+        return tuple(int(part) for part in text.split(",") if part.strip())
+    except ValueError:
+        raise BadSetting(f"lr_drops takes rounds with commas, such as 120,160, not {text!r}") from None
+
+
+def make_algorithm(kind: type[Any], name: str, settings: Mapping[str, Any]) -> Any:
+    """The algorithm with the given fields."""
+    hints = get_type_hints(kind)
+    known = {f.name for f in dataclasses.fields(kind)}
+    for field_name in settings:
+        if field_name not in known:
+            raise UnknownName(f"field of {name}", field_name, known)
+    return kind(**{n: as_field(n, v, hints[n]) for n, v in settings.items()})
+
+
+def as_field(name: str, value: Any, kind: Any) -> Any:
+    """A field's value as its type; a list of numbers serves as a tuple, and one number as a list of one."""
+    if kind == tuple[float, ...]:
+        return tuple(as_type(name, v, float) for v in (value if isinstance(value, list | tuple) else [value]))
+    return as_type(name, value, kind)

@@ -1,0 +1,84 @@
+"""Algorithms and models by name."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+from typing import Any
+
+import torch
+from torch import nn
+
+from undrift.algorithms.base import Server, Worker
+from undrift.core.errors import BadSetting, UndriftError
+from undrift.core.names import algorithms_of, attribute, call_with_options, module_of
+from undrift.core.streams import Purpose, stream
+
+SAME_MEANING = {"qp_scope", "rho"}  # fields of GradMA's two sides that one setting serves
+
+
+def build_model(model: Any, shape: tuple[int, ...], classes: int, seed: int) -> nn.Module:
+    """A model, by its name or by a function of (shape, classes), with its initial weights drawn under the seed.
+
+    They are drawn on the CPU, so that they are the same for every device.
+    """
+    build, options = model, ""
+    if isinstance(model, str):
+        if model.startswith("object "):
+            raise BadSetting(f"the run's model was {model}; give it again from Python")
+        build = attribute(model) if ":" in model else module_of("models", model).build
+        options = "" if ":" in model else model
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(stream(seed, Purpose.INITIAL) >> 1)
+        try:
+            made = call_with_options(build, (shape, classes), options)
+        except UndriftError:
+            raise
+        except Exception as error:  # whatever the user's function raises
+            raise BadSetting(f"the model function {model} failed: {type(error).__name__}: {error}") from error
+    if not isinstance(made, nn.Module):
+        raise BadSetting(f"a model function takes (shape, classes) and returns an nn.Module, not {type(made).__name__}")
+    return made
+
+
+def algorithm_class(name: str) -> type[Any]:
+    """The one algorithm defined in the file of that name, LOCAL+SERVER, or the class at `package.module:Class`."""
+    if "+" in name:
+        return compose(*name.split("+", 1))
+    if ":" in name:
+        named = attribute(name)
+        if not (inspect.isclass(named) and issubclass(named, Worker) and issubclass(named, Server)):
+            raise BadSetting(f"{name} is not an algorithm; it must be a class with a worker part and a server part")
+        return named
+    found = algorithms_of(module_of("algorithms", name))
+    if len(found) != 1:
+        raise BadSetting(f"the file of {name} must define one algorithm, not {len(found)}")
+    return found[0]
+
+
+def half(name: str, kind: type[Any]) -> type[Any]:
+    """The worker part or the server part (kind Worker or Server) of a registered algorithm."""
+    other = Server if kind is Worker else Worker
+    found: type[Any] = next(
+        c for c in algorithm_class(name).__mro__ if issubclass(c, kind) and not issubclass(c, other)
+    )
+    return found
+
+
+def compose(local: str, server: str) -> type[Any]:
+    """An algorithm of one method's worker part and another's server part.
+
+    >>> [c.__name__ for c in compose("fedmim", "gradma-s").__bases__]
+    ['MultiStepInertia', 'ServerMemory']
+    """
+    parts = half(local, Worker), half(server, Server)
+    shared = {f.name for f in dataclasses.fields(parts[0])} & {f.name for f in dataclasses.fields(parts[1])}
+    clash = sorted(n for n in shared if n not in SAME_MEANING)
+    if clash:
+        raise BadSetting(
+            f"{local} and {server} both have a field {clash[0]!r} with its own meaning; they cannot be combined"
+        )
+    about = f"The clients of {local} with the server of {server}."
+    papers = dict.fromkeys(algorithm_class(n).paper for n in (local, server))
+    made = type(f"{parts[0].__name__}With{parts[1].__name__}", parts, {"__doc__": about, "paper": "\n".join(papers)})
+    return dataclasses.dataclass(frozen=True)(made)

@@ -1,0 +1,194 @@
+"""Projection on a cone of at most three constraints on a GPU, for float32 vectors: three kernels that read each vector twice.
+
+The first sums up the inner products of the three rows and p in float64, the second tries the eight sets of active
+constraints for every client, the third adds the rows to p. `cone3` is the plain form of all three, step by
+step; written with PyTorch alone it would write float64 copies of the vectors, and take some two hundred small kernels.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from undrift.kernels.launch import launch, room
+
+try:
+    import triton
+    import triton.language as tl
+except ImportError:  # no Triton here: the plain form serves
+    triton = None
+
+
+def available(p: Tensor) -> bool:
+    return triton is not None and p.device.type == "cuda" and p.dtype == torch.float32
+
+
+def project(p: Tensor, rows: list[Tensor], rho: Tensor) -> tuple[Tensor, Tensor]:
+    """u [n, P] and who is active [n, 3], for p and three rows [n, P] each and rho [n]."""
+    u, active = torch.ops.undrift.project_three(p, *rows, rho)
+    return u, active
+
+
+if triton is not None:
+    WIDTH = 2048  # entries of each vector that one program reads
+
+    @triton.jit  # type: ignore[untyped-decorator]
+    def _products(  # type: ignore[no-untyped-def]
+        a, b, c, d, a_apart, b_apart, c_apart, d_apart, out, length, blocks, WIDTH: tl.constexpr
+    ):
+        block, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
+        at = block * WIDTH + tl.arange(0, WIDTH)
+        here = at < length
+        a = tl.load(a + row * a_apart + at, mask=here, other=0.0).to(tl.float64)
+        b = tl.load(b + row * b_apart + at, mask=here, other=0.0).to(tl.float64)
+        c = tl.load(c + row * c_apart + at, mask=here, other=0.0).to(tl.float64)
+        d = tl.load(d + row * d_apart + at, mask=here, other=0.0).to(tl.float64)
+        to = out + (row * blocks + block) * 10
+        tl.store(to, tl.sum(a * a))
+        tl.store(to + 1, tl.sum(a * b))
+        tl.store(to + 2, tl.sum(a * c))
+        tl.store(to + 3, tl.sum(a * d))
+        tl.store(to + 4, tl.sum(b * b))
+        tl.store(to + 5, tl.sum(b * c))
+        tl.store(to + 6, tl.sum(b * d))
+        tl.store(to + 7, tl.sum(c * c))
+        tl.store(to + 8, tl.sum(c * d))
+        tl.store(to + 9, tl.sum(d * d))
+
+    @triton.jit  # type: ignore[untyped-decorator]
+    def _left(square):  # type: ignore[no-untyped-def]
+        """The length of what is left of a unit vector: less than round-off is nothing."""
+        return tl.sqrt(tl.where(square > 1e-14, square, 0.0))
+
+    @triton.jit  # type: ignore[untyped-decorator]
+    def _over(x, y):  # type: ignore[no-untyped-def]
+        return tl.where(y > 0.0, x / tl.where(y > 0.0, y, 1.0), 0.0)
+
+    @triton.jit  # type: ignore[untyped-decorator]
+    def _multipliers(sums, rho, share, active, blocks, tolerance, BLOCKS: tl.constexpr):  # type: ignore[no-untyped-def]
+        row = tl.program_id(0).to(tl.int64)
+        # [16]: the ten products of one client, each the sum over the blocks
+        lane = tl.arange(0, 16)
+        total = tl.zeros([16], tl.float64)
+        for first in range(0, blocks, BLOCKS):
+            block = first + tl.arange(0, BLOCKS)
+            here = (block < blocks)[:, None] & (lane < 10)[None, :]
+            total += tl.sum(
+                tl.load(sums + (row * blocks + block)[:, None] * 10 + lane[None, :], mask=here, other=0.0), 0
+            )
+        # From here on vectors of eight entries: one for each set of active constraints, in the order of `small_cone.SETS`.
+        which = tl.arange(0, 8)
+        nought = tl.zeros([8], tl.float64)
+        p00 = tl.sum(tl.where(lane == 0, total, 0.0), 0) + nought
+        p01 = tl.sum(tl.where(lane == 1, total, 0.0), 0) + nought
+        p02 = tl.sum(tl.where(lane == 2, total, 0.0), 0) + nought
+        p03 = tl.sum(tl.where(lane == 3, total, 0.0), 0) + nought
+        p11 = tl.sum(tl.where(lane == 4, total, 0.0), 0) + nought
+        p12 = tl.sum(tl.where(lane == 5, total, 0.0), 0) + nought
+        p13 = tl.sum(tl.where(lane == 6, total, 0.0), 0) + nought
+        p22 = tl.sum(tl.where(lane == 7, total, 0.0), 0) + nought
+        p23 = tl.sum(tl.where(lane == 8, total, 0.0), 0) + nought
+        p33 = tl.sum(tl.where(lane == 9, total, 0.0), 0) + nought
+        everything = p00 + p01 + p02 + p03 + p11 + p12 + p13 + p22 + p23 + p33
+        finite = everything - everything == 0.0
+        s0, s1 = tl.sqrt(tl.where(finite, p00, 0.0)), tl.sqrt(tl.where(finite, p11, 0.0))
+        s2, s3 = tl.sqrt(tl.where(finite, p22, 0.0)), tl.sqrt(tl.where(finite, p33, 0.0))
+        there0, there1, there2 = (s0 > 0.0) & (s3 > 0.0), (s1 > 0.0) & (s3 > 0.0), (s2 > 0.0) & (s3 > 0.0)
+        # Unit vectors; their products' Cholesky factor holds their coordinates: the columns of A are (r00, 0, 0), (r01, r11, 0)
+        # and (r02, r12, r22) in the rows' own basis.
+        g01, g02, g03 = _over(_over(p01, s0), s1), _over(_over(p02, s0), s2), _over(_over(p03, s0), s3)
+        g12, g13, g23 = _over(_over(p12, s1), s2), _over(_over(p13, s1), s3), _over(_over(p23, s2), s3)
+        r00 = _left(_over(_over(p00, s0), s0))
+        r01, r02, q0 = _over(g01, r00), _over(g02, r00), _over(g03, r00)
+        r11 = _left(_over(_over(p11, s1), s1) - r01 * r01)
+        r12, q1 = _over(g12 - r01 * r02, r11), _over(g13 - r01 * q0, r11)
+        r22 = _left(_over(_over(p22, s2), s2) - r02 * r02 - r12 * r12)
+        q2 = _over(g23 - r02 * q0 - r12 * q1, r22)
+        margin = tl.load(rho + row)
+        # The sets {} 0 1 2 01 02 12 012.
+        on0, on1, on2 = (0b10110010 >> which) % 2 == 1, (0b11010100 >> which) % 2 == 1, (0b11101000 >> which) % 2 == 1
+        a00, a01, a02 = tl.where(on0, r00, 0.0), tl.where(on1, r01, 0.0), tl.where(on2, r02, 0.0)
+        a11, a12, a22 = tl.where(on1, r11, 0.0), tl.where(on2, r12, 0.0), tl.where(on2, r22, 0.0)
+        # A_on = E T with orthonormal E and triangular T; then T'T z = rho - A_on' q.
+        t00 = tl.abs(a00)
+        big0 = t00 > 1e-12
+        t00 = tl.where(big0, t00, 1.0)
+        e00 = tl.where(big0, a00 / t00, 0.0)
+        t01 = a01 * e00
+        v0, v1 = a01 - t01 * e00, a11
+        t11 = tl.sqrt(v0 * v0 + v1 * v1)
+        big1 = t11 > 1e-12
+        t11 = tl.where(big1, t11, 1.0)
+        e10, e11 = tl.where(big1, v0 / t11, 0.0), tl.where(big1, v1 / t11, 0.0)
+        t02 = a02 * e00
+        v0, v1, v2 = a02 - t02 * e00, a12, a22
+        t12 = v0 * e10 + v1 * e11
+        v0, v1 = v0 - t12 * e10, v1 - t12 * e11
+        t22 = tl.sqrt(v0 * v0 + v1 * v1 + v2 * v2)
+        big2 = t22 > 1e-12
+        t22 = tl.where(big2, t22, 1.0)
+        possible = ((there0 & big0) | (on0 == 0)) & ((there1 & big1) | (on1 == 0)) & ((there2 & big2) | (on2 == 0))
+        y0 = tl.where(on0, margin - a00 * q0, 0.0) / t00
+        y1 = (tl.where(on1, margin - a01 * q0 - a11 * q1, 0.0) - t01 * y0) / t11
+        y2 = (tl.where(on2, margin - a02 * q0 - a12 * q1 - a22 * q2, 0.0) - t02 * y0 - t12 * y1) / t22
+        z2 = tl.where(possible & on2, y2 / t22, 0.0)
+        z1 = tl.where(possible & on1, (y1 - t12 * z2) / t11, 0.0)
+        z0 = tl.where(possible & on0, (y0 - t01 * z1 - t02 * z2) / t00, 0.0)
+        m0 = q0 + a00 * z0 + a01 * z1 + a02 * z2
+        m1 = q1 + a11 * z1 + a12 * z2
+        m2 = q2 + a22 * z2
+        w0 = r00 * m0 - margin
+        w1 = r01 * m0 + r11 * m1 - margin
+        w2 = r02 * m0 + r12 * m1 + r22 * m2 - margin
+        # How far it is from z >= 0, w = 0 where active and w >= 0 elsewhere.
+        gap = tl.maximum(tl.maximum(-z0, -z1), tl.maximum(-z2, 0.0))
+        gap = tl.maximum(gap, tl.where(there0, tl.where(on0, tl.abs(w0), -w0), 0.0))
+        gap = tl.maximum(gap, tl.where(there1, tl.where(on1, tl.abs(w1), -w1), 0.0))
+        gap = tl.maximum(gap, tl.where(there2, tl.where(on2, tl.abs(w2), -w2), 0.0))
+        gap = tl.where(possible & (gap < 1e300), gap, 1e300)
+        # The first set that is good enough, or else the best.
+        best = which == tl.argmin(tl.where(gap <= tolerance, which - 8.0, gap), 0)
+        z0 = tl.where(best & (z0 > 0.0), z0, 0.0)
+        z1 = tl.where(best & (z1 > 0.0), z1, 0.0)
+        z2 = tl.where(best & (z2 > 0.0), z2, 0.0)
+        tl.store(share + row * 3, tl.sum(_over(z0, s0) * s3, 0))
+        tl.store(share + row * 3 + 1, tl.sum(_over(z1, s1) * s3, 0))
+        tl.store(share + row * 3 + 2, tl.sum(_over(z2, s2) * s3, 0))
+        tl.store(active + row * 3, (tl.max(z0, 0) > 0.0).to(tl.int8))
+        tl.store(active + row * 3 + 1, (tl.max(z1, 0) > 0.0).to(tl.int8))
+        tl.store(active + row * 3 + 2, (tl.max(z2, 0) > 0.0).to(tl.int8))
+
+    @triton.jit  # type: ignore[untyped-decorator]
+    def _combination(  # type: ignore[no-untyped-def]
+        share, a, b, c, d, a_apart, b_apart, c_apart, d_apart, out, length, WIDTH: tl.constexpr
+    ):
+        row = tl.program_id(1).to(tl.int64)
+        at = tl.program_id(0) * WIDTH + tl.arange(0, WIDTH)
+        here = at < length
+        made = tl.load(d + row * d_apart + at, mask=here, other=0.0).to(tl.float64)
+        z0, z1, z2 = tl.load(share + row * 3), tl.load(share + row * 3 + 1), tl.load(share + row * 3 + 2)
+        if z0 != 0.0:
+            made += z0 * tl.load(a + row * a_apart + at, mask=here, other=0.0).to(tl.float64)
+        if z1 != 0.0:
+            made += z1 * tl.load(b + row * b_apart + at, mask=here, other=0.0).to(tl.float64)
+        if z2 != 0.0:
+            made += z2 * tl.load(c + row * c_apart + at, mask=here, other=0.0).to(tl.float64)
+        tl.store(out + row * length + at, made.to(tl.float32), mask=here)
+
+    @torch.library.custom_op("undrift::project_three", mutates_args=())
+    def project_three(p: Tensor, a: Tensor, b: Tensor, c: Tensor, rho: Tensor) -> tuple[Tensor, Tensor]:
+        vectors = [v if v.stride(1) == 1 else v.contiguous() for v in (a, b, c, p)]
+        apart = [v.stride(0) for v in vectors]
+        count, length = p.shape
+        blocks = triton.cdiv(length, WIDTH)
+        sums = p.new_empty((count, blocks, 10), dtype=torch.float64)
+        share, active, u = sums.new_empty((count, 3)), room(p, count, 3, dtype=torch.int8), room(p, *p.shape)
+        launch(_products, (blocks, count), *vectors, *apart, sums, length, blocks, WIDTH=WIDTH)
+        rho = rho.double().contiguous()
+        launch(_multipliers, (count,), sums, rho, share, active, blocks, 1e-6, BLOCKS=64, num_warps=1)
+        launch(_combination, (blocks, count), share, *vectors, *apart, u, length, WIDTH=WIDTH)
+        return u, active.bool()
+
+    @project_three.register_fake
+    def _(p: Tensor, a: Tensor, b: Tensor, c: Tensor, rho: Tensor) -> tuple[Tensor, Tensor]:
+        return torch.empty_like(p, memory_format=torch.contiguous_format), p.new_empty((len(p), 3), dtype=torch.bool)

@@ -1,0 +1,153 @@
+"""Projection on a cone of up to 128 constraints on a GPU, without asking the host.
+
+Solves the linear complementarity problem of `cone.solve`, its plain form: w = Gz + b with w, z >= 0 and zw = 0,
+for unit columns and unit p. One program has the table of G and b, and exchanges w_k with z_k where one of them is negative
+(principal pivoting): the most negative one, or if that takes long the first negative one, by which it ends for certain (Murty
+1974). That takes hardly more exchanges than there are active columns, so that nothing is gained by beginning with those of the
+last programme. Where the columns depend so closely on one another that the digits of their products do not suffice, it says
+that it has not solved the problem, and the host has to.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from undrift.kernels.launch import launch, room
+
+try:
+    import triton
+    import triton.language as tl
+except ImportError:  # no Triton here: the plain form serves
+    triton = None
+
+MOST = 128  # constraints: the table stays in the cache of one multiprocessor
+
+
+def available(device: torch.device, constraints: int) -> bool:
+    return triton is not None and device.type == "cuda" and constraints <= MOST
+
+
+def project(
+    p: Tensor, rows: Tensor, products: Tensor, along: Tensor, rho: float, counts: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """u [P], its multipliers z [m] in float64 and whether it was found [], with the arguments of `cone.project`."""
+    length = torch.linalg.vector_norm(p, dtype=torch.float64)
+    z, solved = torch.ops.undrift.pivots(products, along, length, counts, float(rho), p.dtype != torch.float64)
+    return torch.ops.undrift.add_rows(p, z, rows), z, solved
+
+
+if triton is not None:
+
+    @triton.jit  # type: ignore[untyped-decorator]
+    def _pivots(  # type: ignore[no-untyped-def]
+        products, along, length, counts, rho, table, z, solved, m, tolerance, smallest,
+        SIZE: tl.constexpr, ROWS: tl.constexpr,
+    ):  # fmt: skip
+        i = tl.arange(0, SIZE)
+        real = i < m
+        size = tl.sqrt(tl.maximum(tl.load(products + i * (m + 1), mask=real, other=0.0), 0.0))
+        long = tl.load(length + i * 0)
+        named = tl.load(counts + i, mask=real, other=0) != 0
+        counted = named & (size > 0.0) & (long > 0.0)  # a column of zeros, or p = 0, constrains nothing
+        inverse = tl.where(counted, 1.0 / tl.where(counted, size, 1.0), 0.0)
+        value = tl.load(along + i, mask=real, other=0.0) * inverse / tl.where(long > 0.0, long, 1.0)
+        value = tl.where(counted, value - tl.load(rho + i * 0), 0.0)  # w of the columns outside, z of those inside
+        total = tl.sum(value, 0)
+        for first in range(0, SIZE, ROWS):
+            r = first + tl.arange(0, ROWS)
+            diagonal = tl.load(products + r * (m + 1), mask=r < m, other=0.0)
+            also = (tl.load(counts + r, mask=r < m, other=0) != 0) & (diagonal > 0.0)
+            own = tl.where(also, 1.0 / tl.sqrt(tl.where(also, diagonal, 1.0)), 0.0)
+            some = tl.load(products + r[:, None] * m + i[None, :], mask=(r < m)[:, None] & real[None, :], other=0.0)
+            some = tl.where(r[:, None] == i[None, :], 1.0, some * own[:, None] * inverse[None, :])
+            total += tl.sum(tl.sum(some, 1), 0)
+            tl.store(table + r[:, None] * SIZE + i[None, :], some)
+        tl.debug_barrier()
+        sure = (total - total == 0.0).to(tl.int32)  # finite
+
+        inside = tl.zeros([SIZE], tl.int32)
+        turns = 0
+        worst = tl.min(value, 0)
+        k = tl.min(tl.where(value == worst, i, SIZE), 0)
+        k = tl.where(worst < -tolerance, tl.where(sure > 0, k, SIZE), SIZE)
+        while k < SIZE:
+            hit = (i == k).to(tl.int32)
+            row, column = tl.load(table + k * SIZE + i), tl.load(table + i * SIZE + k)
+            pivot = tl.load(table + k * SIZE + k)
+            at_k = tl.sum(tl.where(i == k, value, 0.0), 0)
+            leaves = tl.sum(hit * inside, 0)
+            sure = tl.where(pivot < smallest, tl.where(leaves > 0, sure, 0), sure)  # else it depends on those inside
+            share = tl.where(i == k, 1.0, row) / pivot
+            tl.debug_barrier()
+            for first in range(0, SIZE, ROWS):
+                r = first + tl.arange(0, ROWS)
+                at = table + r[:, None] * SIZE + i[None, :]
+                across = tl.load(table + r * SIZE + k)
+                old = tl.load(at)
+                moved = old - across[:, None] * share[None, :]
+                moved = tl.where(i[None, :] == k, (across / pivot)[:, None], moved)
+                moved = tl.where(r[:, None] == k, tl.where(i == k, share, -share)[None, :], moved)
+                tl.debug_barrier()  # nobody reads column k after it was written
+                tl.store(at, moved)
+            tl.debug_barrier()
+            value = tl.where(i == k, -at_k / pivot, value - column * (at_k / pivot))
+            inside = inside + hit - 2 * inside * hit
+            turns += 1
+            # Who is next: z must not be negative at all, w not by more than the round-off of its products.
+            short = tl.where(counted & (value < tl.where(inside > 0, -1e-13, -tolerance)), value, 0.0)
+            worst = tl.min(short, 0)
+            most = tl.min(tl.where(short == worst, i, SIZE), 0)
+            if turns > 4 * SIZE:
+                most = tl.min(tl.where(short < 0.0, i, SIZE), 0)
+            sure = tl.where(turns < 12 * SIZE, sure, 0)
+            k = tl.where(worst < 0.0, tl.where(sure > 0, most, SIZE), SIZE)
+        found = tl.where(inside > 0, tl.maximum(value, 0.0) * inverse * long, 0.0)
+        tl.store(z + i, found, mask=real)
+        tl.store(solved, sure.to(tl.int8))
+
+    @torch.library.custom_op("undrift::pivots", mutates_args=())
+    def pivots(
+        products: Tensor, along: Tensor, length: Tensor, counts: Tensor, rho: float, single: bool
+    ) -> tuple[Tensor, Tensor]:
+        m = len(along)
+        z, solved = room(along, m, dtype=torch.float64), room(along, dtype=torch.int8)
+        table = z.new_empty(MOST, MOST)
+        # Products of float32 rows carry about 1e-8 of noise, by which a pivot must not be drowned.
+        launch(
+            _pivots, (1,), products.double().contiguous(), along.double().contiguous(), length, counts.to(torch.int8),
+            z.new_full((1,), rho), table, z, solved, m, 1e-6 if single else 1e-12, 1e-5 if single else 1e-9,
+            SIZE=MOST, ROWS=16, num_warps=8,
+        )  # fmt: skip
+        return z, solved.bool()
+
+    @pivots.register_fake
+    def _(
+        products: Tensor, along: Tensor, length: Tensor, counts: Tensor, rho: float, single: bool
+    ) -> tuple[Tensor, Tensor]:
+        return along.new_empty(along.shape, dtype=torch.float64), along.new_empty((), dtype=torch.bool)
+
+    @triton.jit  # type: ignore[untyped-decorator]
+    def _add_rows(p, z, rows, u, length, apart, m, WIDTH: tl.constexpr):  # type: ignore[no-untyped-def]
+        at = tl.program_id(0) * WIDTH + tl.arange(0, WIDTH)
+        here = at < length
+        total = tl.load(p + at, mask=here, other=0.0).to(tl.float64)
+        for row in range(0, m):
+            share = tl.load(z + row)
+            if share != 0.0:
+                total += share * tl.load(rows + at, mask=here, other=0.0).to(tl.float64)
+            rows += apart
+        tl.store(u + at, total.to(u.dtype.element_ty), mask=here)
+
+    @torch.library.custom_op("undrift::add_rows", mutates_args=())
+    def add_rows(p: Tensor, z: Tensor, rows: Tensor) -> Tensor:
+        """p + z rows, in float64, reading only the rows whose z is not zero."""
+        u = room(p, len(p))
+        width = 512
+        grid = (triton.cdiv(len(p), width),)
+        launch(_add_rows, grid, p, z, rows, u, len(p), rows.stride(0), len(rows), WIDTH=width)
+        return u
+
+    @add_rows.register_fake
+    def _(p: Tensor, z: Tensor, rows: Tensor) -> Tensor:
+        return torch.empty_like(p)

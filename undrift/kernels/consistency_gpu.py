@@ -1,0 +1,64 @@
+"""How far apart vectors lie, on a GPU in one reading; the plain form is written out in `undrift.round.order.consistency`."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from undrift.kernels.launch import launch, room
+
+try:
+    import triton
+    import triton.language as tl
+except ImportError:  # no Triton here: the plain form serves
+    triton = None
+
+MOST = 64  # vectors in a group: a program holds a stretch of all of them
+
+
+def available(x: Tensor) -> bool:
+    return triton is not None and x.device.type == "cuda" and x.dtype == torch.float32 and x.shape[-2] <= MOST
+
+
+def spread(x: Tensor, share: Tensor) -> Tensor:
+    """[...] sum_i share_i |x_i - m|^2 with m = sum_i share_i x_i, for groups x [..., S, P] and share [..., S, 1]."""
+    groups = x.reshape(-1, *x.shape[-2:])
+    found: Tensor = torch.ops.undrift.spread(groups, share.expand(*x.shape[:-1], 1).reshape(groups.shape[:2]))
+    return found.view(x.shape[:-2])
+
+
+if triton is not None:
+    ENTRIES = 8192  # of all vectors of a group, in one program
+
+    @triton.jit  # type: ignore[untyped-decorator]
+    def _spread(  # type: ignore[no-untyped-def]
+        x, share, out, apart, row_apart, count, length, blocks, S: tl.constexpr, WIDTH: tl.constexpr
+    ):
+        block, group = tl.program_id(0), tl.program_id(1).to(tl.int64)
+        i, at = tl.arange(0, S), block * WIDTH + tl.arange(0, WIDTH)
+        rows = i.to(tl.int64)[:, None] * row_apart
+        there = i < count
+        weight = tl.load(share + group * count + i, mask=there, other=0.0)
+        inside = there[:, None] & (at < length)[None, :]
+        vectors = tl.load(x + group * apart + rows + at[None, :], mask=inside, other=0.0)
+        mean = tl.sum(weight[:, None] * vectors, 0)
+        away = vectors - mean[None, :]
+        squares = tl.sum(weight[:, None] * away * away, 0)
+        tl.store(out + group * blocks + block, tl.sum(tl.where(at < length, squares, 0.0)))
+
+    @torch.library.custom_op("undrift::spread", mutates_args=())
+    def _op(x: Tensor, share: Tensor) -> Tensor:
+        x, share = x if x.stride(2) == 1 else x.contiguous(), share.contiguous()
+        groups, count, length = x.shape
+        S = triton.next_power_of_2(count)
+        width = ENTRIES // S
+        blocks = triton.cdiv(length, width)
+        out = room(x, groups, blocks)
+        launch(
+            _spread, (blocks, groups), x, share, out, x.stride(0), x.stride(1), count, length, blocks, S=S, WIDTH=width
+        )  # fmt: skip
+        return out.sum(1)
+
+    @_op.register_fake
+    def _(x: Tensor, share: Tensor) -> Tensor:
+        return x.new_empty(len(x))

@@ -1,0 +1,179 @@
+"""Scores on what each client holds out of its own samples: of the server's model, of its personal model, of the super model."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from undrift.algorithms.base import Served
+from undrift.core.trees import map_leaves
+from undrift.data.federation import Own
+from undrift.personal.choosing import Choice, best_gamma, choose
+from undrift.round.order import Kept
+from undrift.simulate.evaluate import group_means, sample_scores
+from undrift.simulate.execute import LocalWhole
+
+if TYPE_CHECKING:
+    from undrift.simulate.simulation import Simulation
+
+Scores = dict[str, Tensor]  # [n] under each metric's name
+MOST_CROSSED = 20  # sites, up to which every personal model is tried on every site at the end of a run
+
+
+def own_scores(run: Simulation, last: bool) -> dict[str, Any]:
+    """Means over clients of what serves them as own_METRIC (val_own_METRIC on validation samples), and every site's scores
+    of all that there is under `sites`.
+    """
+    data, alg = run.data, run.alg
+    most = max(int(own.owners.max()) for own in data.own.values()) + 1
+    served = personal_models(run) if alg.personalises else []
+    shared = Served(run.state.x, run.state.buffers)
+    found: dict[str, Any] = {}
+    table: dict[str, Any] = {}
+    gamma = max(getattr(alg, "gamma", 0.0), 0.0)
+    for name in sorted(data.own, reverse=True):  # validation before the others: the threshold comes from there
+        own, sites = data.own[name], 1 if name == "unseen" else most
+        kinds = {"global": scores_of(run, own, shared)}
+        if served and name != "unseen":
+            kinds["personal"] = by_owner(run, own, [served[i] for i in range(sites)])
+        if alg.chooses:
+            if name == "val" and tunes(run):
+                gamma = tuned(run, own, shared, served)
+            kinds["super"], choice = super_scores(run, own, shared, served, gamma)
+            table.setdefault("chosen", {})[name] = counted(own, choice, sites, len(served) + 1)
+            if last and name == "unseen" and alg.chooses == "threshold":
+                table["unseen_thresholds"] = thresholds(run, own, shared, served)
+        by_site = {k: {m: group_means(v, own.owners, sites) for m, v in s.items()} for k, s in kinds.items()}
+        table[name] = {k: {m: v.tolist() for m, v in s.items()} for k, s in by_site.items()}
+        best = list(kinds)[-1]  # the super model, else the personal one, else the server's
+        prefix = "" if name == "test" else f"{name}_"
+        found |= {f"{prefix}own_{m}": float(v.nanmean()) for m, v in by_site[best].items()}
+        found |= {f"{prefix}own_{m}_all": float(v.mean()) for m, v in kinds[best].items()}
+    if alg.chooses == "threshold":
+        found["gamma"] = gamma
+    if last and served and most <= MOST_CROSSED and "test" in data.own:
+        own = data.own["test"]
+        crossed = [scores_of(run, own, model) for model in served]
+        table["crossed"] = {
+            m: [group_means(scores[m], own.owners, most).tolist() for scores in crossed] for m in crossed[0]
+        }
+    return found | {"sites": table}
+
+
+def counted(own: Own, choice: Choice, sites: int, models: int) -> list[list[int]]:
+    """[sites][models] how often which model was chosen for a site's samples."""
+    counts = torch.zeros(sites, models, dtype=torch.int64)
+    counts.index_put_((own.owners.cpu(), choice.model.cpu()), torch.ones(len(own.rows), dtype=torch.int64), True)
+    return counts.tolist()
+
+
+def thresholds(run: Simulation, own: Own, shared: Served, served: list[Served]) -> dict[str, Any]:
+    """Without a threshold, and with the one that is best on these samples themselves: gamma, the choices and the scores."""
+    found = {}
+    for name, gamma in (("none", 0.0), ("best", tuned(run, own, shared, served))):
+        scores, choice = super_scores(run, own, shared, served, gamma)
+        means = {m: float(v.mean()) for m, v in scores.items()}
+        found[name] = {"gamma": gamma, "chosen": counted(own, choice, 1, len(served) + 1)[0], "scores": means}
+    return found
+
+
+def tunes(run: Simulation) -> bool:
+    """Whether the threshold is tuned on validation samples."""
+    return run.alg.chooses == "threshold" and getattr(run.alg, "gamma", 0.0) < 0
+
+
+def personal_models(run: Simulation) -> list[Served]:
+    """The model that serves each client now."""
+    data, alg, device = run.data, run.alg, run.device
+    ids = torch.arange(data.clients, device=device)
+    everybody = run.cohort(alg, ids, ids, torch.ones_like(ids))
+    down = alg.broadcast(run.state.x, run.state.companion, everybody)
+    clients = run.clients.read(ids, run.fresh(alg, down, ids))
+    clients = clients.own if isinstance(clients, Kept) else clients
+    start, sizes = (torch.from_numpy(np.asarray(v)).to(device) for v in (data.start, data.sizes))
+    found = []
+    for i in range(data.clients):
+        width = min(run.settings.plan.batch, int(data.sizes[i]))
+        batches = -(-int(data.sizes[i]) // width)
+        whole = LocalWhole(run.net, data, ids[i], start[i], sizes[i], width, batches, run.state.buffers)
+        found.append(alg.serves(down, map_leaves(lambda t, i=i: t[i], clients), whole))
+    return found
+
+
+def scores_of(run: Simulation, own: Own, model: Served, some: Tensor | None = None) -> Scores:
+    """The scores of one model on the samples, or on some of them."""
+    rows, owners = (own.rows, own.owners) if some is None else (own.rows[some], own.owners[some])
+    return sample_scores(run.net, *model, own.split, run.data.transform, run.metrics, rows, owners)
+
+
+def by_model(run: Simulation, own: Own, models: list[Served], which: Tensor) -> Scores:
+    """The scores of each sample under the model that `which` [n] names for it."""
+    found: Scores = {}
+    for k in which.unique().tolist():
+        some = (which == k).nonzero().squeeze(-1)
+        for name, values in scores_of(run, own, models[k], some).items():
+            found.setdefault(name, values.new_zeros(len(own.rows)))[some] = values
+    return found
+
+
+def by_owner(run: Simulation, own: Own, models: list[Served]) -> Scores:
+    return by_model(run, own, models, own.owners)
+
+
+@torch.no_grad()
+def selector_outputs(run: Simulation, own: Own, batch: int = 1000) -> Tensor:
+    """[n, m] what the selector says of each sample."""
+    selector = run.alg.selector(run.state.companion)
+    net, found = run.net.beside["selector"], []
+    for rows, owners in zip(own.rows.split(batch), own.owners.split(batch), strict=True):
+        inputs = run.data.transform(own.split.take(rows), net.dtype, clients=owners)
+        found.append(net(*selector, inputs, None)[0])
+    return torch.cat(found)
+
+
+def tuned(run: Simulation, own: Own, shared: Served, served: list[Served]) -> float:
+    """The threshold with the best client-average score."""
+    choice = choose("threshold", selector_outputs(run, own), 0.0)
+    metric = next(iter(run.metrics), "loss")
+    personal = by_model(run, own, served, choice.weights.argmax(-1))[metric]
+    of_server = scores_of(run, own, shared)[metric]
+    weight = 1.0 / torch.bincount(own.owners).to(personal.dtype)[own.owners]
+    sign = -1.0 if metric == "loss" else 1.0
+    return best_gamma(choice.confidence, sign * personal, sign * of_server, weight)
+
+
+def super_scores(
+    run: Simulation, own: Own, shared: Served, served: list[Served], gamma: float
+) -> tuple[Scores, Choice]:
+    """The scores of the models that the selector chooses, or mixes."""
+    choice = choose(run.alg.chooses, selector_outputs(run, own), gamma)
+    if not run.alg.selects(run.t):  # the selector has not learned anything yet: the server's model serves
+        return scores_of(run, own, shared), choice._replace(model=torch.zeros_like(choice.model))
+    if run.alg.chooses != "mix":
+        return by_model(run, own, [shared, *served], choice.model), choice
+    return mixed_scores(run, own, [shared, *served], choice.weights), choice
+
+
+@torch.no_grad()
+def mixed_scores(run: Simulation, own: Own, models: list[Served], weights: Tensor, batch: int = 200) -> Scores:
+    """The scores of the mixture of all models' probabilities."""
+    net = run.net
+    found: dict[str, list[Tensor]] = {}
+    for at in range(0, len(own.rows), batch):
+        rows, owners, weight = (t[at : at + batch] for t in (own.rows, own.owners, weights))
+        inputs = run.data.transform(own.split.take(rows), net.dtype, clients=owners)
+        mixed = torch.zeros((), device=rows.device)
+        for k, model in enumerate(models):
+            p = net.probabilities(net(*model, inputs, None)[0])
+            mixed = mixed + weight[:, k].view(-1, *(1,) * (p.dim() - 1)) * p
+        targets = own.split.targets[rows]
+        found.setdefault("loss", []).append(net.mixed_losses(mixed, targets).double())
+        outputs = (
+            mixed - 0.5 if own.split.targets.dim() > 1 else mixed
+        )  # metrics see where an output is above 0, or largest
+        for name, metric in run.metrics.items():
+            found.setdefault(name, []).append(torch.as_tensor(metric(outputs, targets)).double())
+    return {name: torch.cat(values) for name, values in found.items()}

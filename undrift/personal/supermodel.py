@@ -1,0 +1,240 @@
+"""Super models for inference: the server's model, everybody's own, and the selector that chooses among them for each picture."""
+
+from __future__ import annotations
+
+import csv
+import json
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from torch import Tensor, nn
+
+from undrift.core.errors import BadData, BadRunFolder, BadSetting, UnknownName
+from undrift.data._image_files import SUFFIXES
+from undrift.data.augment import Transform
+from undrift.data.federation import federate
+from undrift.data.load import load_dataset
+from undrift.jobs.folder import SUPER
+from undrift.jobs.registry import build_model
+from undrift.oracle.segmentation import dice_scores
+from undrift.personal.choosing import best_gamma, choose
+
+COLOURS = ((0, 255, 0), (255, 255, 0), (255, 0, 255))  # of the structures' borders in an overlay
+BATCH = 64
+
+
+class Prediction(NamedTuple):
+    """What a super model says of pictures [n]."""
+
+    masks: NDArray[np.uint8]  # [n, H, W] 0 background, c + 1 inside structure c; or [n] class labels
+    model: NDArray[np.int64]  # [n] 0: the server's model; k: client k's
+    confidence: NDArray[np.float64]  # [n] of the selector
+
+
+@dataclass
+class SuperModel:
+    """Models by number, 0 is the server's and k client k's; with a selector, each picture gets the one that fits it."""
+
+    models: list[nn.Module]
+    selector: nn.Module | None
+    facts: dict[str, Any]
+
+    @classmethod
+    def load(cls, folder: str | Path, model: Any = None) -> SuperModel:
+        """The models of a finished run; `model` builds one, (shape, outputs) -> nn.Module, where the run's was no listed one."""
+        facts, tensors = read(Path(folder))
+        builder = facts["model"] if model is None else model
+
+        def built(prefix: str, spec: Any, outputs: int) -> nn.Module:
+            made = build_model(spec, tuple(facts["shape"]), outputs, 0)
+            parts = {n.removeprefix(prefix): t for n, t in tensors.items() if n.startswith(prefix)}
+            made.load_state_dict(parts)
+            return made.eval()
+
+        names = ["global.", *(f"client{k}." for k in range(1, facts["clients"] + 1))]
+        models = [built(name, builder, facts["outputs"]) for name in names]
+        selector = None
+        if facts["chooses"]:
+            selector = built("selector.", facts["selector_model"], facts["selector_outputs"])
+        return cls(models, selector, facts)
+
+    @property
+    def gamma(self) -> float:
+        """The threshold below which the server's model is used."""
+        return float(self.facts["gamma"])
+
+    def predict(self, x: Any, gamma: float | None = None, site: int | None = None) -> Prediction:
+        """Masks for pictures x, uint8 [n, height, width, channels] or one without n; `site` takes that client's model for all."""
+        pictures = self.checked(x)
+        parts = [self._predict(pictures[at : at + BATCH], gamma, site) for at in range(0, len(pictures), BATCH)]
+        return Prediction(*(np.concatenate(arrays) for arrays in zip(*parts, strict=True)))
+
+    def number_of(self, site: str) -> int:
+        """The number of a site's model by its name, or as it is given; 0 is the server's."""
+        names = ["global", *self.facts["sites"]]
+        if site in names:
+            return names.index(site)
+        if site.isdecimal() and int(site) < len(self.models):
+            return int(site)
+        raise UnknownName("site", site, [*names, *map(str, range(len(self.models)))])
+
+    def checked(self, x: Any) -> NDArray[np.uint8]:
+        pictures: NDArray[np.uint8] = np.asarray(x)
+        pictures = pictures[None] if pictures.ndim == 3 else pictures
+        channels, height, width = self.facts["shape"]
+        if not pictures.size:
+            raise BadData(f"there are no pictures; the super model takes uint8 [n, {height}, {width}, {channels}]")
+        if pictures.dtype != np.uint8 or pictures.shape[1:] != (height, width, channels):
+            raise BadData(
+                f"the super model takes uint8 pictures [n, {height}, {width}, {channels}], not {pictures.dtype} "
+                f"{list(pictures.shape)}; resize them"
+            )
+        return pictures
+
+    @torch.no_grad()
+    def _predict(self, pictures: NDArray[np.uint8], gamma: float | None, site: int | None) -> Prediction:
+        inputs = self.inputs(pictures)
+        number = torch.zeros(len(inputs), dtype=torch.int64)
+        confidence = torch.ones(len(inputs))
+        if site is not None or self.selector is None:
+            if site is None or not 0 <= site < len(self.models):
+                raise BadSetting(
+                    f"without a selector, say which model to use: site=0 (the server's) to {len(self.models) - 1}"
+                )
+            number += site
+        else:
+            kind = self.facts["chooses"]
+            choice = choose(kind, self.selector(inputs), self.gamma if gamma is None else gamma)
+            number, confidence = choice.model, choice.confidence
+            if kind == "mix":
+                mixed = sum(
+                    choice.weights[:, k].view(-1, *(1,) * (p.dim() - 1)) * p
+                    for k, p in enumerate(self.probabilities(m(inputs)) for m in self.models)
+                )
+                return Prediction(self.read_out(mixed), number.numpy(), confidence.double().numpy())
+        probabilities: Tensor | None = None
+        for k in number.unique().tolist():
+            mine = number == k
+            found = self.probabilities(self.models[k](inputs[mine]))
+            if probabilities is None:
+                probabilities = found.new_zeros((len(inputs), *found.shape[1:]))
+            probabilities[mine] = found
+        return Prediction(self.read_out(probabilities), number.numpy(), confidence.double().numpy())
+
+    def inputs(self, pictures: NDArray[np.uint8]) -> Tensor:
+        transform = Transform(tuple(self.facts["mean"]), tuple(self.facts["std"]))
+        return transform(torch.tensor(pictures).permute(0, 3, 1, 2).contiguous(), torch.float32)
+
+    def probabilities(self, outputs: Tensor) -> Tensor:
+        return outputs.sigmoid() if self.facts["masks"] else outputs.softmax(1)
+
+    def read_out(self, probabilities: Any) -> NDArray[Any]:
+        """Masks whose structures lie inside each other, or class labels."""
+        if not self.facts["masks"]:
+            labels: NDArray[Any] = probabilities.argmax(1).numpy()
+            return labels
+        masks: NDArray[Any] = (probabilities > 0.5).cumprod(1).sum(1).to(torch.uint8).numpy()
+        return masks
+
+
+def read(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """The facts and tensors of a super model."""
+    tensors, facts = (folder / name for name in SUPER)
+    if not facts.exists() or not tensors.exists():
+        raise BadRunFolder(
+            f"{folder} holds no super model ({SUPER[0]} and {SUPER[1]}); it is written at the end of a run of a personal method, "
+            "such as undrift run --algorithm fedsm"
+        )
+    try:
+        return json.loads(facts.read_text()), load_file(tensors)
+    except (ValueError, SafetensorError) as error:
+        raise BadRunFolder(f"the super model in {folder} is damaged: {error}") from error
+
+
+def tune(folder: Path) -> str:
+    """Tune the threshold on the validation samples of the run's data set, store it, and say what came of it."""
+    model = SuperModel.load(folder)
+    if model.facts["chooses"] != "threshold":
+        raise BadSetting(f"{model.facts['algorithm']} has no threshold to tune; fedsm has")
+    if not model.facts["masks"]:
+        raise BadSetting(
+            "a threshold for classes is tuned while training, where the data set or val_fraction holds samples out for "
+            "validation (else it is 0); --tune-gamma is for masks"
+        )
+    data = federate(load_dataset(model.facts["dataset"]), "sites", model.facts["clients"], 0, torch.device("cpu"))
+    if "val" not in data.own:
+        raise BadSetting(f"{model.facts['dataset']} has no validation samples to tune the threshold on")
+    own = data.own["val"]
+    pictures = own.split.take(own.rows).permute(0, 2, 3, 1).numpy()
+    targets = own.split.targets[own.rows]
+
+    def scores(prediction: Prediction) -> Tensor:
+        planes = torch.from_numpy(prediction.masks).unsqueeze(1) > torch.arange(model.facts["outputs"]).view(
+            1, -1, 1, 1
+        )
+        return dice_scores(planes.float() - 0.5, targets).mean(1)
+
+    chosen = model.predict(pictures, gamma=0.0)
+    personal, shared = scores(chosen), scores(model.predict(pictures, gamma=1.0))
+    weight = 1.0 / torch.bincount(own.owners).float()[own.owners]
+    before, gamma = model.gamma, best_gamma(torch.from_numpy(chosen.confidence), personal, shared, weight)
+    (folder / SUPER[1]).write_text(json.dumps(model.facts | {"gamma": gamma}, indent=1))
+    return (
+        f"gamma {gamma:g} (was {before:g}), tuned on {len(own.rows)} validation samples; stored in {folder / SUPER[1]}"
+    )
+
+
+def predict_folder(
+    model: SuperModel, pictures: Path, out: Path, gamma: float | None = None, site: int | None = None
+) -> int:
+    """Masks and overlays as PNG and predictions.csv, for all pictures of a folder; how many there were."""
+    from PIL import Image
+
+    if not model.facts["masks"]:
+        raise BadSetting(
+            "predict writes masks, but this super model was trained on classes; use SuperModel.predict in Python"
+        )
+    files = sorted(p for p in pictures.glob("*") if p.suffix.lower() in SUFFIXES) if pictures.is_dir() else []
+    if not files:
+        raise BadData(f"there are no pictures in {pictures}; expected files such as NAME.png or NAME.jpg")
+    out.mkdir(parents=True, exist_ok=True)
+    channels, height, width = model.facts["shape"]
+    levels = 255 // model.facts["outputs"]
+    stems = Counter(file.stem for file in files)  # p.png and p.jpg must not write the same mask
+    with (out / "predictions.csv").open("w", newline="") as table:
+        rows = csv.writer(table)
+        rows.writerow(["name", "model", "site", "confidence"])
+        for file in files:
+            try:
+                with Image.open(file) as opened:
+                    picture = opened.convert("RGB" if channels == 3 else "L")
+            except OSError as error:
+                raise BadData(f"cannot read the picture {file}: {error}") from error
+            small = np.asarray(picture.resize((width, height), Image.Resampling.BOX)).reshape(height, width, channels)
+            found, name = model.predict(small, gamma, site), file.stem if stems[file.stem] == 1 else file.name
+            mask = Image.fromarray(found.masks[0]).resize(picture.size, Image.Resampling.NEAREST)
+            Image.fromarray(np.asarray(mask) * np.uint8(levels)).save(out / f"{name}_mask.png")
+            Image.fromarray(overlay(np.asarray(picture.convert("RGB")), np.asarray(mask))).save(
+                out / f"{name}_overlay.png"
+            )
+            number = int(found.model[0])
+            whose = "global" if number == 0 else model.facts["sites"][number - 1]
+            rows.writerow([file.name, number, whose, f"{found.confidence[0]:.4f}"])
+    return len(files)
+
+
+def overlay(picture: NDArray[np.uint8], mask: NDArray[np.uint8]) -> NDArray[np.uint8]:
+    """The picture with the border of each structure drawn into it."""
+    drawn = picture.copy()
+    for level in range(int(mask.max(initial=0))):
+        inside = np.pad(mask > level, 1)
+        core = inside[:-2, 1:-1] & inside[2:, 1:-1] & inside[1:-1, :-2] & inside[1:-1, 2:]
+        drawn[inside[1:-1, 1:-1] & ~core] = COLOURS[level % len(COLOURS)]
+    return drawn

@@ -1,0 +1,214 @@
+"""Run folders as they lie on disk, and the groups of runs that differ only in their seed."""
+
+from __future__ import annotations
+
+import json
+import math
+import tomllib
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from undrift.core.errors import BadRunFolder
+
+DEPTH = 2  # how far below a given path run folders are looked for
+TASK = ("dataset", "partition", "model", "clients", "colour")  # scores compare only where these are alike
+# How a run was run, not what it computes.
+HOW = (
+    "device",
+    "execution",
+    "chunk",
+    "checkpoint_every",
+    "deterministic",
+    "replay",
+    "compile",
+    "client_state",
+    "differences",
+)
+NAMED_BY_VALUE = ("dataset", "partition", "model")  # the value alone says what it is
+
+
+class Run(NamedTuple):
+    """One run folder."""
+
+    folder: Path
+    settings: Mapping[str, Any]  # flat: run.toml with the fields of its [set] table
+    records: list[dict[str, Any]]  # the lines of rounds.jsonl
+    made: Mapping[str, Any] = {}  # the [made] table: versions, commit, device
+    own: frozenset[str] = frozenset()  # which settings are fields of the algorithm
+    command: str = "run"  # which command it was made by
+
+    @property
+    def rounds(self) -> int:
+        """How many rounds are recorded."""
+        return int(self.records[-1]["round"]) if self.records else 0
+
+
+class Group(NamedTuple):
+    """Runs that differ only in their seed: the unit that the report compares."""
+
+    label: str
+    algorithm: str
+    task: str  # the same text for groups whose scores may be compared
+    runs: list[Run]  # one for each seed
+    repeats: list[Run]  # runs with a seed that `runs` already has; they would feign certainty
+
+
+def load(paths: list[Path]) -> list[Run]:
+    """The runs in the given paths, each a run folder or a folder that holds some."""
+    folders: dict[Path, Path] = {}
+    for path in paths:
+        if not path.exists():
+            raise BadRunFolder(f"{path} does not exist; give a run folder or a folder that holds some")
+        for folder in _run_folders(path, DEPTH):
+            folders.setdefault(folder.resolve(), folder)
+    if not folders:
+        where = ", ".join(map(str, paths)) or "the given paths"
+        raise BadRunFolder(f"no run folder (one with a run.toml) in {where}; make one with undrift run --out")
+    return [_load_one(folder) for folder in folders.values()]
+
+
+def sweep_target(paths: list[Path]) -> float | None:
+    """The target accuracy that a sweep.toml in one of the paths names."""
+    for path in paths:
+        if (path / "sweep.toml").is_file():
+            sweep = _toml(path / "sweep.toml").get("sweep", {})
+            target = number(sweep, "target") if isinstance(sweep, dict) else None
+            if target is not None:
+                return target
+    return None
+
+
+def grouped(runs: Iterable[Run]) -> list[Group]:
+    """The runs put together by everything but their seed, in the order in which they come."""
+    alike: dict[str, list[Run]] = {}
+    for run in runs:
+        alike.setdefault(_key(run), []).append(run)
+    firsts = [members[0] for members in alike.values()]
+    return [_group(members, firsts) for members in alike.values()]
+
+
+def by_task(groups: list[Group]) -> list[list[Group]]:
+    """The groups split into those that may be compared with one another."""
+    tasks: dict[str, list[Group]] = {}
+    for group in groups:
+        tasks.setdefault(group.task, []).append(group)
+    return list(tasks.values())
+
+
+def number(record: Mapping[str, Any], key: str) -> float | None:
+    """A finite number, or None for everything else that a file may hold there."""
+    value = record.get(key)
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        return None
+    return float(value)
+
+
+def shown(value: Any) -> str:
+    """A setting's value in the manner of TOML, without quotes."""
+    if isinstance(value, bool):
+        return str(value).lower()
+    return "unset" if value is None else str(value)
+
+
+def differing(runs: list[Run]) -> list[str]:
+    """The names of the settings, but for the seed, that are not the same in all runs."""
+    names = dict.fromkeys(name for run in runs for name in run.settings if name != "seed")
+    return [name for name in names if len({repr(run.settings.get(name)) for run in runs}) > 1]
+
+
+def _run_folders(path: Path, depth: int) -> list[Path]:
+    if (path / "run.toml").is_file():
+        return [path]
+    if depth == 0 or not path.is_dir():
+        return []
+    children = sorted(child for child in path.iterdir() if child.is_dir() and not child.name.startswith("."))
+    return [folder for child in children for folder in _run_folders(child, depth - 1)]
+
+
+def _load_one(folder: Path) -> Run:
+    settings = _toml(folder / "run.toml")
+    own, made = settings.pop("set", {}), settings.pop("made", {})
+    if not isinstance(own, dict) or not isinstance(made, dict):
+        raise BadRunFolder(f"{folder / 'run.toml'} is damaged: [set] and [made] must be tables")
+    command = str(settings.pop("command", "dp" if "method" in settings else "run"))
+    if command == "dp":
+        settings = {"algorithm": settings.pop("method"), **settings}
+    if not isinstance(settings.get("algorithm"), str):
+        raise BadRunFolder(f"{folder / 'run.toml'} names no algorithm; is it the file of a run?")
+    made = {name: settings.pop(name) for name in HOW if name in settings} | made  # [made] knows the real device
+    own = {f"set.{name}" if name in settings else name: value for name, value in own.items()}
+    return Run(folder, settings | own, _records(folder / "rounds.jsonl"), made, frozenset(own), command)
+
+
+def _toml(path: Path) -> dict[str, Any]:
+    try:
+        return tomllib.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise BadRunFolder(f"cannot read {path}: {error.strerror}") from error
+    except ValueError as error:  # not UTF-8, or not TOML
+        raise BadRunFolder(f"{path} is not valid TOML: {error}") from error
+
+
+def _records(path: Path) -> list[dict[str, Any]]:
+    """The rounds; a last line that is cut off belongs to a run that is going on, or was killed."""
+    try:
+        lines = path.read_bytes().splitlines()
+    except FileNotFoundError:
+        return []
+    except OSError as error:
+        raise BadRunFolder(f"cannot read {path}: {error.strerror}") from error
+    records = []
+    for place, line in enumerate(lines, 1):
+        try:
+            record = json.loads(line)
+            record["round"] = int(record["round"])
+        except (ValueError, TypeError, KeyError) as error:
+            if place == len(lines):
+                break
+            raise BadRunFolder(f"{path} is damaged in line {place}: not the JSON of a round") from error
+        records.append(record)
+    return records
+
+
+def _key(run: Run) -> str:
+    return repr(sorted((name, repr(value)) for name, value in run.settings.items() if name != "seed"))
+
+
+def _group(members: list[Run], firsts: list[Run]) -> Group:
+    """`firsts` holds one run of each group in the report."""
+    first = members[0]
+    algorithm = str(first.settings["algorithm"])
+    rivals = [run for run in firsts if run.settings["algorithm"] == algorithm]
+    in_report, in_algorithm = differing(firsts), differing(rivals)
+
+    def told(name: str) -> bool:
+        """A run's settings are told wherever they differ, an algorithm's fields only among its groups."""
+        return name in in_algorithm or (name in in_report and not any(name in run.own for run in firsts))
+
+    names = [name for name in _all_names(firsts) if name not in ("seed", "algorithm", *TASK) and told(name)]
+    words = [algorithm, *(f"{name}={shown(first.settings.get(name))}" for name in names)]
+    places = [_place(first, name) for name in TASK if name in in_report]
+    label = " ".join(words) + (f" ({', '.join(places)})" if places else "")
+    named = [n for n in TASK if n in first.settings and (n in NAMED_BY_VALUE or n in in_report)]
+    task = ", ".join(_place(first, name) for name in named)
+    kept = _longest_of_each_seed(members)
+    return Group(label, algorithm, task, kept, [run for run in members if all(run is not k for k in kept)])
+
+
+def _all_names(runs: list[Run]) -> list[str]:
+    return list(dict.fromkeys(name for run in runs for name in run.settings))
+
+
+def _place(run: Run, name: str) -> str:
+    value = shown(run.settings.get(name))
+    return value if name in NAMED_BY_VALUE and name in run.settings else f"{name}={value}"
+
+
+def _longest_of_each_seed(runs: list[Run]) -> list[Run]:
+    best: dict[str, Run] = {}
+    for run in runs:
+        seed = repr(run.settings.get("seed"))
+        if seed not in best or run.rounds > best[seed].rounds:
+            best[seed] = run
+    return list(best.values())
