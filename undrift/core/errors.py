@@ -50,3 +50,15 @@ class OtherRankFailed(UndriftError):
 
 class LostRank(UndriftError):
     """Another process of the same run is gone."""
+
+
+class ClientFailed(UndriftError):
+    """What an algorithm, a model or a loss raised while a client worked, with the stage and, where it is known, the client."""
+
+    def __init__(self, stage: str, error: Exception, client: int | None = None) -> None:
+        self.stage, self.error, self.client = stage, error, client
+        who = "a client" if client is None else f"client {client}"
+        super().__init__(f"{who}, {stage}: {type(error).__name__}: {error}")
+
+    def __reduce__(self) -> tuple[type[UndriftError], tuple[str]]:
+        return UndriftError, (str(self),)

@@ -6,14 +6,14 @@ import functools
 import itertools
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Annotated, TypeVar
 
 import torch
 from torch import Tensor
 
-from undrift.core.trees import map_leaves
-
 T = TypeVar("T")
+MODEL = "model"
+Vec = Annotated[Tensor, MODEL]  # a field of a message that is a vector [..., P] of the model that everybody trains
 
 
 @dataclass(frozen=True)
@@ -53,12 +53,6 @@ class Layout:
             ends.append(ends[-1] + size)
         return [slice(a, b) for a, b in itertools.pairwise([*ends[:-1], self.size])]
 
-    def sent(self, state: T) -> T:
-        """A message as it travels: vectors without the zeros behind them."""
-        if not self.padding:
-            return state
-        return map_leaves(lambda t: t[..., : self.entries] if t.shape[-1] == self.size else t, state)
-
     def split(self, x: Tensor) -> dict[str, Tensor]:
         """The named tensors of a vector [P]. One `split`, because its backward is one `cat`."""
         return {
@@ -72,12 +66,16 @@ class Layout:
         return torch.cat([*parts, like.new_zeros(self.padding)])
 
 
-@functools.cache
-def weights(layout: Layout, dtype: torch.dtype, device: torch.device) -> Tensor:
+def weights(layout: Layout, like: Tensor) -> Tensor:
     """[P] with 1 for the weights, and 0 for biases and normalisation: the tensors of fewer than two dimensions.
 
-    >>> weights(Layout(("weight", "bias"), (torch.Size((2, 2)), torch.Size((2,)))), torch.float32, torch.device("cpu"))
+    >>> weights(Layout(("weight", "bias"), (torch.Size((2, 2)), torch.Size((2,)))), torch.zeros(6))
     tensor([1., 1., 1., 1., 0., 0.])
     """
+    return _weights(layout, like.dtype, like.device)
+
+
+@functools.cache
+def _weights(layout: Layout, dtype: torch.dtype, device: torch.device) -> Tensor:
     each = [torch.full((s.numel(),), float(len(s) > 1), dtype=dtype, device=device) for s in layout.shapes]
     return torch.cat([*each, torch.zeros(layout.padding, dtype=dtype, device=device)])

@@ -117,6 +117,7 @@ def _registers(kind: str, module: Any) -> bool:
 
 
 def algorithms_of(module: Any) -> list[type[Any]]:
-    """The classes defined in a module that join a worker part and a server part."""
+    """The dataclasses defined in a module that join a worker part and a server part."""
     here = [c for c in vars(module).values() if inspect.isclass(c) and c.__module__ == module.__name__]
-    return [c for c in here if hasattr(c, "local_step") and hasattr(c, "server_step") and not inspect.isabstract(c)]
+    parts = [c for c in here if "__dataclass_fields__" in vars(c) and not inspect.isabstract(c)]
+    return [c for c in parts if hasattr(c, "local_step") and hasattr(c, "server_step")]

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple, TypeVar, cast
+from typing import Any, NamedTuple, TypeVar, cast, get_type_hints
 
 import torch
 from torch import Tensor
@@ -60,3 +61,28 @@ def named_leaves(name: str, state: Any) -> list[tuple[str, Tensor]]:
     return [
         leaf for field, part in zip(state._fields, state, strict=True) for leaf in named_leaves(f"{name}.{field}", part)
     ]
+
+
+def map_tagged(f: Callable[..., Tensor], state: T, *others: Any, tag: str = "") -> T:
+    """The state with f(tensor, tag, *others' tensors) in place of each tensor.
+
+    The tag is what the field's annotation says, as in `Annotated[Tensor, "model"]`, its own or that of a field above it.
+
+    >>> from undrift.algorithms.base import Down
+    >>> map_tagged(lambda t, tag: t + (tag == "model"), Down(torch.zeros(2)))
+    Down(x=tensor([1., 1.]))
+    """
+    if isinstance(state, Tensor):
+        return cast(T, f(state, tag, *others))
+    parts = cast("tuple[Any, ...]", state)
+    tags = field_tags(type(state))
+    each = zip(tags, *(cast("tuple[Any, ...]", s) for s in (parts, *others)), strict=True)
+    return type(state)(*(map_tagged(f, *values, tag=own or tag) for own, *values in each))
+
+
+@functools.cache
+def field_tags(kind: type[Any]) -> tuple[str, ...]:
+    """What a NamedTuple's annotations say of each field; empty where they say nothing."""
+    hints = get_type_hints(kind, include_extras=True)
+    marks = [getattr(hints[field], "__metadata__", ("",))[0] for field in kind._fields]
+    return tuple(mark if isinstance(mark, str) else "" for mark in marks)

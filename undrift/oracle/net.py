@@ -10,7 +10,6 @@ from __future__ import annotations
 import copy
 import threading
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -22,8 +21,9 @@ from torch.nn.modules.dropout import _DropoutNd
 from torch.nn.modules.instancenorm import _InstanceNorm
 
 from undrift.core.errors import BadSetting
-from undrift.core.layout import Layout
+from undrift.core.layout import MODEL, Layout
 from undrift.core.streams import mix
+from undrift.core.trees import map_tagged
 from undrift.kernels import conv_gpu as few_channels
 from undrift.kernels.chain import Chain
 from undrift.kernels.linear_stacked import linear
@@ -194,10 +194,14 @@ class Net:
         self._still = _unshared(prepared, self.current).eval()
 
     def put_beside(self, name: str, other: Net) -> None:
-        """Have another network trained beside this one. Its vector gets a length of its own, by which `sent` knows it."""
-        while other.layout.size in {net.layout.size for net in (self, *self.beside.values())}:
-            other.layout = replace(other.layout, padding=other.layout.padding + ALIGNED)
+        """Have another network trained beside this one; fields that hold its vectors are annotated with its name."""
         self.beside[name] = other
+
+    def layout_of(self, tag: str) -> Layout | None:
+        """The layout of vectors under a tag; None for tensors without one."""
+        if tag == MODEL:
+            return self.layout
+        return self.beside[tag].layout if tag else None
 
     def start(self) -> tuple[Tensor, Tensor]:
         """x0 [P] and the buffers' start [Q]."""
@@ -312,11 +316,14 @@ class Net:
             "models can be mixed for cross-entropy and for the Dice loss only; use fedsm-extra, which chooses one"
         )
 
-    def sent(self, message: T) -> T:
-        """A message as it travels: vectors of this network and of those beside it without the zeros behind them."""
-        for net in (self, *self.beside.values()):
-            message = net.layout.sent(message)
-        return message
+    def sent(self, state: T, tag: str = "") -> T:
+        """A message as it travels: vectors without the zeros behind them; `tag` is that of a tensor by itself."""
+
+        def trim(t: Tensor, tag: str) -> Tensor:
+            layout = self.layout_of(tag)
+            return t if layout is None else t[..., : layout.entries]
+
+        return map_tagged(trim, state, tag=tag)
 
     def state_dict(self, x: Tensor, buffers: Tensor) -> dict[str, Tensor]:
         """A plain PyTorch state dict with the module's own names and dtypes."""

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
-from undrift.algorithms.base import Algorithm, Cohort, Nothing, Served
-from undrift.core.trees import leaves, map_leaves, where
+from undrift.algorithms.base import Algorithm, Cohort
+from undrift.algorithms.personal import Served
+from undrift.core.trees import Nothing, leaves
 from undrift.core.vec import mean
 from undrift.kernels import consistency_gpu as spread
 from undrift.oracle.net import Net
-from undrift.oracle.oracle import LocalData, Oracle
+from undrift.round.clients import Answers as Answers
 
 T = TypeVar("T")
 
@@ -27,97 +27,11 @@ class State(NamedTuple):
     companion: Any  # what the worker part keeps on the server
 
 
-class Answers(NamedTuple):
-    """What came back from clients [..., S]: `up` travels, `client` stays with them."""
-
-    up: Any
-    client: Any
-    buffers: Tensor  # [..., Q]
-    x: Tensor  # [..., P] the local models x_i^K, for the consistency metric
-    loss: Tensor  # [..., 1] mean training loss over the local steps
-    facts: Any  # the worker part's own numbers [..., 1]
-
-
-class Kept(NamedTuple):
-    """What a client keeps between rounds, where it keeps the base optimiser's state too."""
-
-    own: Any  # what the worker part keeps
-    opt: Any
-
-
-def fill(state: T, lead: torch.Size) -> T:
-    """Leaves [P] or [1, P] expanded to [*lead, P]."""
-    return map_leaves(lambda t: t.expand(*lead, t.shape[-1]), state) if lead else state
-
-
 def server_init(alg: Algorithm, net: Net, x0: Tensor, buffers: Tensor, clients: int) -> State:
     others = {name: Served(*(v.to(x0.device) for v in other.start())) for name, other in net.beside.items()}
     starts = {"model": Served(x0, buffers)} | others
-    companion = alg.companion_more(alg.companion_init(x0, clients), starts)
+    companion = alg.companion_networks(alg.companion_init(x0, clients), starts)
     return State(x0, buffers, alg.server_init(x0, clients, net.layout), companion)
-
-
-def client_init(alg: Algorithm, down: Any, ids: Tensor, buffers: Tensor) -> Any:
-    """The states [..., S, ...] of clients that take part for the first time; down and buffers are [..., 1, ...]."""
-    client = alg.client_init(down, ids, buffers)
-    return fill(Kept(client, alg.rest(down.x)) if alg.keep_moments else client, ids.shape)
-
-
-def client_part(
-    alg: Algorithm,
-    down: Any,
-    client: Any,
-    buffers: Tensor,
-    steps: Iterable[tuple[Oracle, Tensor | None]],
-    local: LocalData | None = None,
-) -> Answers:
-    """What the clients of a round do: one client or a stacked cohort, as the oracle's leading dimensions say.
-
-    `steps` yields an oracle for each local step and `live` [..., 1], false for a client that has no batch left, or None
-    where everybody has one.
-    """
-    work, losses = None, []
-    for oracle, live in steps:
-        if work is None:
-            client, buffers, work = begin(alg, down, client, buffers, oracle.lead, local)
-        work, buffers, loss = step(alg, down, client, work, buffers, oracle, live)
-        losses.append(loss)
-    assert work is not None, "a client of the cohort takes at least one step"
-    return end(alg, down, client, work, buffers, torch.stack(losses).nanmean(0))
-
-
-def begin(
-    alg: Algorithm, down: Any, client: Any, buffers: Tensor, lead: torch.Size, local: LocalData | None
-) -> tuple[Any, Tensor, Any]:
-    """The clients' states, buffers and work before the first step, for clients [*lead]."""
-    client, buffers = fill(client, lead), fill(buffers, lead)
-    own = client.own if isinstance(client, Kept) else client
-    work = fill(alg.local_start(down, own), lead)
-    if isinstance(client, Kept):
-        work = alg.take_moments(work, client.opt)
-    return client, buffers, work if local is None else fill(alg.prepare(down, own, work, local), lead)
-
-
-def step(
-    alg: Algorithm, down: Any, client: Any, work: Any, buffers: Tensor, oracle: Oracle, live: Tensor | None
-) -> tuple[Any, Tensor, Tensor]:
-    """The work and the buffers after one step, and its loss [..., 1]: NaN for a client that has no batch left."""
-    oracle.buffers = buffers
-    own = client.own if isinstance(client, Kept) else client
-    new = fill(alg.local_step(down, own, work, oracle), oracle.lead)
-    work = new if live is None else where(live, new, work)
-    buffers = oracle.buffers if live is None else torch.where(live, oracle.buffers, buffers)
-    if "buffers" in work._fields:
-        work = work._replace(buffers=buffers)
-    return work, buffers, oracle.loss if live is None else torch.where(live, oracle.loss, torch.nan)
-
-
-def end(alg: Algorithm, down: Any, client: Any, work: Any, buffers: Tensor, loss: Tensor) -> Answers:
-    """What comes back from the clients."""
-    lead = loss.shape[:-1]
-    up, after = alg.local_end(down, client.own if isinstance(client, Kept) else client, work)
-    client = Kept(after, alg.left_moments(work, client.opt)) if isinstance(client, Kept) else after
-    return Answers(fill(up, lead), fill(client, lead), buffers, work.x, loss, fill(alg.local_facts(work), lead))
 
 
 def server_part(alg: Algorithm, net: Net, state: State, answers: Answers, cohort: Cohort) -> State:
@@ -140,11 +54,7 @@ def replied(alg: Algorithm, state: State, answers: Answers, cohort: Cohort) -> t
 
 def received(alg: Algorithm, client: Any, reply: Any) -> Any:
     """The clients' states with the server's reply; where there are none, or they are elsewhere, still none."""
-    if isinstance(client, Nothing):
-        return client
-    if isinstance(client, Kept):
-        return client._replace(own=alg.receive(client.own, reply))
-    return alg.receive(client, reply)
+    return client if isinstance(client, Nothing) else alg.receive(client, reply)
 
 
 def finite(answers: Answers) -> Tensor:

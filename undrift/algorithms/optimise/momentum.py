@@ -1,0 +1,26 @@
+"""b <- mu b + u;  x <- x - eta_l b."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from undrift.algorithms.optimise import Rates
+from undrift.core.vec import descend
+
+
+class Momentum(NamedTuple):
+    """The buffer of momentum SGD."""
+
+    b: Tensor
+
+
+def init(x: Tensor) -> Momentum:
+    return Momentum(torch.zeros_like(x))
+
+
+def step(rates: Rates, x: Tensor, state: Momentum, u: Tensor) -> tuple[Tensor, Momentum]:
+    b = rates.momentum * state.b + u
+    return descend(x, rates.lr, b), Momentum(b)

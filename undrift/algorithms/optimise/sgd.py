@@ -1,0 +1,17 @@
+"""x <- x - eta_l u."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from undrift.algorithms.optimise import Rates
+from undrift.core.trees import Nothing
+from undrift.core.vec import descend
+
+
+def init(x: Tensor) -> Nothing:
+    return Nothing()
+
+
+def step(rates: Rates, x: Tensor, state: Nothing, u: Tensor) -> tuple[Tensor, Nothing]:
+    return descend(x, rates.lr, u), state

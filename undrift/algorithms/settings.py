@@ -1,0 +1,65 @@
+"""Checks of an algorithm's fields, before a run begins."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING, Any, Literal, get_args, get_origin, get_type_hints
+
+from undrift.core.errors import BadSetting, UnknownName
+
+if TYPE_CHECKING:
+    from undrift.algorithms.base import Algorithm
+
+
+class Checked:
+    """A part of an algorithm that checks its fields; a part's `check` ends with `super().check`."""
+
+    def check(self, clients: int, cohort: int) -> None:
+        """Raise BadSetting where a field's value, alone or with the federation's size, makes no sense."""
+
+
+def check_algorithm(alg: Algorithm, clients: int, cohort: int) -> None:
+    """Raise BadSetting unless the algorithm's fields make sense and its two parts fit each other."""
+    check_choices(alg)
+    alg.check(clients, cohort)
+    if alg.needs_single_updates and not alg.sends_updates:
+        raise BadSetting(
+            f"the server part of {type(alg).__name__} needs the clients' own updates; its worker part sends none"
+        )
+
+
+def looks_at_single_uploads(alg: Algorithm | type[Algorithm]) -> bool:
+    """Whether the sum of what clients send is not enough for an algorithm or its class."""
+    return bool(alg.needs_single_updates or alg.uploads_apart)
+
+
+def check_choices(part: Any) -> None:
+    """Raise UnknownName where a field annotated as `Literal` has none of its values."""
+    hints = get_type_hints(type(part))
+    for field in dataclasses.fields(part):
+        if get_origin(hints[field.name]) is Literal and getattr(part, field.name) not in get_args(hints[field.name]):
+            allowed = [str(choice) for choice in get_args(hints[field.name])]
+            raise UnknownName(f"value of {field.name}", str(getattr(part, field.name)), allowed)
+
+
+def at_least(part: object, lowest: float, *fields: str) -> None:
+    """Raise BadSetting unless every named field is a finite number >= lowest."""
+    for field in fields:
+        value = getattr(part, field)
+        if not lowest <= float(value) < 1e30:  # NaN compares false
+            raise BadSetting(f"{field} must be a number of at least {lowest:g} and below 1e30, not {value}")
+
+
+def above(part: object, lowest: float, *fields: str) -> None:
+    """Raise BadSetting unless every named field is a finite number > lowest."""
+    for field in fields:
+        if not lowest < getattr(part, field) < float("inf"):
+            raise BadSetting(f"{field} must be a finite number above {lowest:g}, not {getattr(part, field)}")
+
+
+def below_one(part: object, *fields: str) -> None:
+    """Raise BadSetting unless every named field lies in [0, 1)."""
+    at_least(part, 0.0, *fields)
+    for field in fields:
+        if not getattr(part, field) < 1.0:
+            raise BadSetting(f"{field} must lie in [0, 1), not {getattr(part, field)}")

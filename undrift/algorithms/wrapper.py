@@ -1,0 +1,147 @@
+"""The one way to change what an algorithm does without writing it anew: an algorithm around another one, its `inner`.
+
+Every function of the interface is forwarded to `inner` unless the wrapper defines its own. Where a wrapper keeps more than
+the inner method does, its state is a NamedTuple with the inner method's in a field `inner`; `extends` names these states,
+and forwarding opens and closes them.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from dataclasses import fields, replace
+from typing import Any, ClassVar, NamedTuple
+
+from torch import Tensor
+
+from undrift.algorithms.base import Algorithm, Server, Worker
+from undrift.core.trees import State
+from undrift.oracle.oracle import LocalData
+
+# Which states a function returns, in this order; "" stands for what is no state. Arguments are known by their names.
+RETURNS: dict[str, tuple[str, ...]] = {
+    "companion_init": ("companion",),
+    "companion_networks": ("companion",),
+    "companion_step": ("companion",),
+    "measured": ("companion",),
+    "broadcast": ("down",),
+    "gather": ("", "companion"),
+    "client_init": ("client",),
+    "receive": ("client",),
+    "local_start": ("work",),
+    "local_step": ("work",),
+    "take_moments": ("work",),
+    "move": ("work",),
+    "local_end": ("up", "client"),
+    "server_init": ("server",),
+    "server_step": ("", "server"),
+}
+STATES = ("companion", "down", "client", "work", "up", "server")
+
+
+class WorkerWrapper(Worker):
+    """A worker part around another one."""
+
+    inner: Any
+    extends: ClassVar[frozenset[str]] = frozenset()  # which of STATES have a field `inner`
+
+    def forward(self, name: str, given: dict[str, Any]) -> Any:
+        """What `inner` does under this name, with states opened on the way in and closed on the way out."""
+        opened = {n: self.open(n, value) if n in STATES else value for n, value in given.items()}
+        result = getattr(self.inner, name)(**opened)
+        roles = RETURNS.get(name, ())
+        if not self.extends.intersection(roles):
+            return result
+        each = result if len(roles) > 1 else (result,)
+        closed = [given[r]._replace(inner=v) if r in self.extends else v for r, v in zip(roles, each, strict=True)]
+        return tuple(closed) if len(roles) > 1 else closed[0]
+
+    def open(self, name: str, state: State) -> State:
+        """The inner method's part of a state."""
+        return state.inner if name in self.extends else state
+
+    def local_step(self, *given: Any) -> State:
+        raise NotImplementedError  # forwarded, see below
+
+
+class Wrapper(WorkerWrapper, Server):
+    """A whole algorithm around another one. It has no settings of its own: fields are those of `inner`."""
+
+    def __init__(self, inner: Algorithm) -> None:
+        object.__setattr__(self, "inner", inner)
+
+    __eq__, __hash__ = object.__eq__, object.__hash__
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(object.__getattribute__(self, "inner"), name)
+
+    def around(self, inner: Algorithm) -> Wrapper:
+        """The same wrapper around another algorithm."""
+        return type(self)(inner)
+
+    def server_step(self, *given: Any) -> tuple[Tensor, State]:
+        raise NotImplementedError  # forwarded, see below
+
+    def at(self, t: int) -> Wrapper:
+        return self.around(self.inner.at(t))
+
+
+def _forwarded(name: str, hook: Callable[..., Any]) -> Callable[..., Any]:
+    parameters = [p for p in inspect.signature(hook).parameters if p != "self"]
+
+    def call(self: WorkerWrapper, *given: Any, **named: Any) -> Any:
+        return self.forward(name, dict(zip(parameters, given, strict=False)) | named)
+
+    call.__name__, call.__doc__ = name, hook.__doc__
+    return call
+
+
+def _forward_all(wrapper: type, part: type, beside: type) -> None:
+    """Give the wrapper a forwarding form of every public name of a part, but for fields and what it defines itself."""
+    for name in dir(part):
+        ours = name in vars(wrapper) and name not in ("local_step", "server_step")
+        if name.startswith("_") or ours or hasattr(beside, name) or name in {f.name for f in fields(part)}:
+            continue
+        hook = inspect.getattr_static(part, name)
+        plain = inspect.isfunction(hook)
+        setattr(wrapper, name, _forwarded(name, hook) if plain else _property(name))
+
+
+def _property(name: str) -> property:
+    return property(lambda self: getattr(self.inner, name))
+
+
+_forward_all(WorkerWrapper, Worker, object)
+_forward_all(Wrapper, Server, Worker)
+for _field in (*fields(Worker), *fields(Server)):
+    setattr(Wrapper, _field.name, _property(_field.name))
+
+
+class KeepMoments(Wrapper):
+    """Clients that keep the base optimiser's state between rounds."""
+
+    extends = frozenset({"client"})
+
+    class Client(NamedTuple):
+        inner: State
+        opt: State
+
+    def client_init(self, down: State, ids: Tensor, buffers: Tensor) -> Client:
+        return self.Client(self.inner.client_init(down, ids, buffers), self.inner.rest(down.x))
+
+    def local_start(self, down: State, client: Client, local: LocalData) -> State:
+        return self.inner.take_moments(self.inner.local_start(down, client.inner, local), client.opt)
+
+    def local_end(self, down: State, client: Client, work: State) -> tuple[State, Client]:
+        up, after = self.inner.local_end(down, client.inner, work)
+        return up, self.Client(after, self.inner.leave_moments(work, client.opt))
+
+
+def at_rate(alg: Any, lr: float | Tensor) -> Any:
+    """The algorithm with another local rate."""
+    return alg.around(at_rate(alg.inner, lr)) if isinstance(alg, Wrapper) else replace(alg, lr=lr)
+
+
+def innermost(alg: Any) -> Any:
+    """The algorithm inside all wrappers."""
+    return innermost(alg.inner) if isinstance(alg, Wrapper) else alg
