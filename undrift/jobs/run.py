@@ -45,12 +45,13 @@ from undrift.jobs.registry import algorithm_class, build_model
 from undrift.kernels.native import library
 from undrift.oracle import segmentation
 from undrift.oracle.net import Loss, Net
-from undrift.personal.scores import personal_models
-from undrift.round.order import RoundRecord
+from undrift.simulate.personal_scores import personal_models
+from undrift.round.record import RoundRecord
 from undrift.simulate.client_store import DiskTable
 from undrift.simulate.clients import ClientTable
 from undrift.simulate.evaluate import Metric, accuracy
-from undrift.simulate.execute import Stacked, available_memory
+from undrift.simulate.choose import available_memory
+from undrift.simulate.here import Stacked
 from undrift.simulate.simulation import Settings, Simulation
 
 REPAID = 50_000  # local steps: compiling takes ten to twenty seconds, and a step of a small model saves 0.1 to 0.5 ms

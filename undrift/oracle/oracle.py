@@ -24,7 +24,7 @@ Objective = Callable[..., Tensor]
 
 
 class GradientOracle(Protocol):
-    """What `local_start` and `local_step` may use."""
+    """What `local_step` may use."""
 
     buffers: Tensor  # [..., Q] BatchNorm's statistics
     loss: Tensor  # [..., 1] of the last tracked gradient: the step's loss in the record
@@ -51,11 +51,22 @@ class GradientOracle(Protocol):
 
 
 class LocalData(Protocol):
-    """What `prepare` and `measure` may use: the whole of a client's data."""
+    """What `local_start` and `measure` may use: the whole of a client's data."""
 
-    buffers: Tensor  # [..., Q] BatchNorm's statistics at the start of the round
+    @property
+    def buffers(self) -> Tensor:
+        """[..., Q] BatchNorm's statistics at the start of the round."""
 
     def full_grad(self, x: Tensor) -> Tensor: ...
+
+
+class NoData(NamedTuple):
+    """`LocalData` of a client without samples, for whoever only wants to know what a state will be like."""
+
+    buffers: Tensor
+
+    def full_grad(self, x: Tensor) -> Tensor:
+        return torch.zeros_like(x)
 
 
 class Batch(NamedTuple):
