@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, ClassVar, NamedTuple
+from typing import TYPE_CHECKING, ClassVar, NamedTuple, Self
 
 from torch import Tensor
 
@@ -85,7 +85,7 @@ class Personal(Checked):
         return bool(self.chooses)
 
     # Methods whose rounds are not all alike.
-    def at(self, t: int) -> Personal:
+    def at(self, t: int) -> Self:
         """The algorithm of round t, counted from 0: itself, or a copy with a field that says what is done now."""
         return self
 

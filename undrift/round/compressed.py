@@ -16,7 +16,7 @@ from torch import Tensor
 
 from undrift.algorithms.base import Algorithm
 from undrift.algorithms.settings import looks_at_single_uploads
-from undrift.algorithms.wrapper import Wrapper
+from undrift.algorithms.wrapper import KeepMoments, Wrapper, at_rate
 from undrift.compress import LargestEntries, SharedPlaces, make_compressor
 from undrift.core.errors import BadSetting
 from undrift.core.layout import MODEL
@@ -108,6 +108,13 @@ class Compressed(Wrapper):
         places = map_tagged(self.uplink.places, p)
         sent = self.Up(map_tagged(lambda v, tag, at: self.uplink.pack(v, tag, at, self.t), p, places), places)
         return sent, self.Client(inner, map_leaves(torch.sub, p, self.open("up", sent)))  # e_i <- p_i - C(p_i)
+
+
+def wrap(alg: Algorithm, factor: float = 1.0, uplink: Uplink | None = None, t: int = 0) -> Algorithm:
+    """The algorithm of round t with what the settings put around it; its rate is multiplied by `factor`."""
+    alg = alg if factor == 1.0 else at_rate(alg, alg.lr * factor)
+    alg = KeepMoments(alg) if alg.keep_moments else alg
+    return alg if uplink is None else Compressed(alg, uplink, t)
 
 
 def check_summed(alg: Algorithm) -> None:

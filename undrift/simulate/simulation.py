@@ -16,7 +16,6 @@ from torch import Tensor
 from undrift.algorithms.base import Algorithm
 from undrift.algorithms.personal import Personal
 from undrift.algorithms.settings import check_algorithm
-from undrift.algorithms.wrapper import KeepMoments, at_rate
 from undrift.core import ranks
 from undrift.core.errors import BadSetting
 from undrift.core.trees import State, map_leaves, named_leaves, nbytes
@@ -24,7 +23,7 @@ from undrift.data.batches import Plan
 from undrift.data.federation import Federation, Ids, pooled
 from undrift.oracle.net import Net
 from undrift.round.clients import new_clients
-from undrift.round.compressed import Compressed, Uplink, check_summed
+from undrift.round.compressed import Uplink, check_summed, wrap
 from undrift.round.order import Ask, Cost, ServerState, first_state, play, send_down
 from undrift.round.record import RoundRecord, write_record
 from undrift.round.who import Attendance, Sampling, Task, Who
@@ -136,10 +135,7 @@ class Simulation:
 
     def wrap(self, alg: Algorithm) -> Algorithm:
         """The algorithm with what the settings put around it, at the rate of the next round."""
-        rate = self.settings.schedule(self.t)
-        alg = alg if rate == 1.0 else at_rate(alg, alg.lr * rate)
-        alg = KeepMoments(alg) if alg.keep_moments else alg
-        return alg if self.uplink is None else Compressed(alg, self.uplink, self.t)
+        return wrap(alg, self.settings.schedule(self.t), self.uplink, self.t)
 
     def who(self, attendance: Attendance) -> Who:
         """The clients of a round as the server sees them."""
