@@ -12,7 +12,7 @@ from undrift.kernels.chain import HALVES, Chain, halved
 from undrift.models import lenet5, logreg, mlp
 from undrift.oracle.net import Net
 from undrift.oracle.oracle import Batch, Oracle, task_loss
-from undrift.simulate.execute import Pool
+from undrift.simulate.here import Pool
 
 WIDE = torch.float64
 

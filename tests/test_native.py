@@ -13,8 +13,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from undrift.algorithms.base import Average, LocalSGD, Momentum, Work
+from undrift.algorithms.base import Average, LocalSGD, Work
 from undrift.algorithms.gradient_memory.cone import combined
+from undrift.algorithms.optimise.momentum import Momentum
 from undrift.kernels import dense_cpu as dense
 from undrift.kernels import memory_cpu as rows
 from undrift.kernels import native

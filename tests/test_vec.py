@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from undrift.algorithms.base import Down, Momentum, Work
+from undrift.algorithms.base import Down, Work
+from undrift.algorithms.optimise.momentum import Momentum
 from undrift.core.trees import leaves, map_leaves, where
 from undrift.core.vec import LONG, clip, dot, mean, norm
 
