@@ -1,9 +1,9 @@
 """Plain functions that may have faster forms: one place decides which of them runs.
 
-A function marked `plain` is written for the reader, in PyTorch, for tensors of any kind wherever they lie. A faster form equals it
-up to rounding and registers itself with `faster`, with a condition on the arguments; the plain function knows of none. Within
-`plain_forms()` only plain functions run. `watching()` tells an engine what ran: a form that decides by values cannot be recorded,
-one that writes into its arguments must not be compiled, and one that could not solve its problem says so by `doubt`.
+A function marked `plain` is written for the reader, in PyTorch, for tensors of any kind wherever they lie. A faster form equals
+it up to rounding and registers itself with `faster`, with a condition on the arguments; the plain function knows of none. Within
+`plain_forms()` only plain functions run. `watching()` tells an engine what ran: a function that decides by values cannot be
+recorded, one that writes into its arguments must not be compiled, and one that could not solve its problem says so by `doubt`.
 
 >>> @plain
 ... def double(x: int) -> int:

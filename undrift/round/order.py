@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from undrift.algorithms.base import Algorithm, Cohort, Nothing, Served
+from undrift.core.forms import plain
 from undrift.core.trees import leaves, map_leaves, where
 from undrift.core.vec import mean
-from undrift.kernels import consistency_gpu as spread
 from undrift.oracle.net import Net
 from undrift.oracle.oracle import LocalData, Oracle
 
@@ -155,10 +155,9 @@ def finite(answers: Answers) -> Tensor:
     return torch.stack([t.isfinite().all(1) for t in sent]).all(0)
 
 
+@plain
 def consistency(answers: Answers, share: Tensor) -> Tensor:
     """(1/S) sum |x_i^K - mean x^K|^2, how far apart the local models end; `share` [..., S, 1] is 1/S for every client."""
-    if spread.available(answers.x):
-        return spread.spread(answers.x, share)
     apart = answers.x - mean(answers.x, share).unsqueeze(-2)
     return mean(torch.linalg.vector_norm(apart, dim=-1, keepdim=True).square(), share).squeeze(-1)
 

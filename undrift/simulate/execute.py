@@ -2,7 +2,7 @@
 
 Both give the same answers to rounding. Stacking wins for small dense layers and always on a GPU; on a CPU a stacked
 convolution becomes a grouped one, which is slow, so that a pool of threads that each train one client wins there, unless the
-model is one that is computed in C (kernels/dense.py).
+model is one that is computed in C (kernels/dense_cpu.py).
 """
 
 from __future__ import annotations
@@ -23,20 +23,18 @@ import torch
 import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor, nn
-from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
 from undrift.algorithms.base import Algorithm
 from undrift.core.errors import BadData, BadSetting, UndriftError
 from undrift.core.streams import Purpose, fold, stream
 from undrift.core.trees import map_leaves
-from undrift.data.augment import lookup
 from undrift.data.batches import Table
 from undrift.data.federation import Federation
-from undrift.kernels import pictures_gpu as pictures
-from undrift.kernels.launch import rehearsal
 from undrift.oracle.net import Net
-from undrift.oracle.oracle import Batch, Oracle, task_loss
+from undrift.oracle.oracle import Batch, Oracle, stacks_in_a_thread, task_loss
+from undrift.oracle.samples import samples
 from undrift.round.order import Answers, client_part
+from undrift.simulate import graphs
 
 
 @dataclass
@@ -108,19 +106,6 @@ def mini_batch(
     # Whatever stands in row 0 must not reach a client that has no sample in that place. masked_fill would lose a turned layout.
     inputs = torch.where(real.view(*rows.shape, *(1,) * (inputs.dim() - rows.dim())), inputs, 0)
     return Batch(inputs, targets, real.to(net.dtype), dropout)
-
-
-def samples(net: Net, data: Federation, rows: Tensor, draw: Tensor | None, owner: Tensor | None) -> Tensor:
-    """The inputs [..., B, *shape] in these rows, augmented by these draws and in the colours of these clients, if any."""
-    transform, held, lead = data.transform, data.train.held, rows.shape[:-1]
-    if held is not None and draw is None and owner is None and pictures.available(held):
-        table = lookup(transform, held.shape[1], net.dtype, held.device)
-        if net.chain is not None and lead and net.chain.turns(lead.numel(), net.dtype, held.device):
-            return pictures.turned(held, rows, table)
-        if get_proxy_mode() is None:  # a compiler puts it into one kernel by itself
-            return pictures.looked_up(held, rows.flatten(), table).view(*rows.shape, *held.shape[1:])
-    inputs = transform(data.train.take(rows.flatten()), net.dtype, draw, owner)
-    return inputs.view(*rows.shape, *inputs.shape[1:])
 
 
 @dataclass
@@ -377,7 +362,7 @@ def choose(
     if name == "stacked":
         return stacked
     # Two or so vectors of a thread fit in its core's own cache.
-    group = max(1, CACHE // (len(x) * x.element_size())) if net.chain is not None and net.chain.stackable else 1
+    group = max(1, CACHE // (len(x) * x.element_size())) if stacks_in_a_thread(net) else 1
     pool = Pool(device, group)
     if name == "pool":
         return pool
@@ -388,7 +373,7 @@ def choose(
         return time.perf_counter() - before
 
     try:
-        with rehearsal(device):
+        with graphs.rehearsal(device):
             seconds(stacked)  # warms up
     except RuntimeError as error:  # vmap has no rule for something the model does
         if isinstance(error, torch.cuda.OutOfMemoryError):

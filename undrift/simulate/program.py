@@ -21,7 +21,7 @@ from torch import Tensor
 
 from undrift.algorithms.base import Algorithm, Cohort, Server, Worker
 from undrift.core.trees import leaves, map_leaves, nbytes
-from undrift.core.vec import fuses, mean
+from undrift.core.vec import witness
 from undrift.data.federation import Federation
 from undrift.oracle.net import Net
 from undrift.oracle.oracle import Oracle
@@ -418,9 +418,7 @@ class Program:
         loss = here.loss / here.made.clamp(min=1)
         answers = end(self.on_clients(now.rate), here.down, here.client, here.work, here.buffers, loss)
         dim = len(self.lead)
-        # A mean over the clients is finite only where all of them are. Most servers take it anyway, so that a compiler reads the
-        # vectors once for both.
-        looked_at = [mean(t, now.weight) if fuses(t) else t for t in (*leaves(answers.up), answers.buffers)]
+        looked_at = [witness(t, now.weight) for t in (*leaves(answers.up), answers.buffers)]
         sums = torch.stack([t.flatten(dim).sum(-1) for t in looked_at])
         sent = nbytes(self.net.sent(answers.up)) + (nbytes(answers.buffers) if self.alg.buffers_up else 0)
         self.bytes_answered = sent // loss.numel()
