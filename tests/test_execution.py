@@ -15,7 +15,7 @@ from undrift.algorithms.fedavg import FedAvg
 from undrift.algorithms.gradma_s import GradMAS
 from undrift.algorithms.scaffold import Scaffold
 from undrift.core.errors import BadSetting
-from undrift.kernels.linear_stacked import linear
+from undrift.kernels.linear_stacked import product
 from undrift.oracle.net import Context, Net
 from undrift.oracle.oracle import Batch, Oracle, View
 from undrift.simulate.here import Pool, Stacked
@@ -239,7 +239,7 @@ def test_the_stacked_linear_layer_is_vmaps(shape: tuple[int, ...], biased: bool)
     ):
         inputs = [t for t in (x, w, b) if t is not None and t.requires_grad]
         dims = (dim, 0, 0 if biased else None)
-        plain, ours = (torch.vmap(f, in_dims=dims)(x, w, b) for f in (F.linear, linear))
+        plain, ours = (torch.vmap(f, in_dims=dims)(x, w, b) for f in (F.linear, product))
         torch.testing.assert_close(ours, plain)
         probe = torch.randn_like(plain)
         for mine, theirs in zip(

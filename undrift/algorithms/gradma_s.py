@@ -17,7 +17,6 @@ from undrift.algorithms.gradient_memory.cone import project
 from undrift.algorithms.gradient_memory.memory import Memory
 from undrift.core.errors import BadSetting, UnknownName
 from undrift.core.layout import Layout
-from undrift.kernels import cone_gpu as pivots
 
 
 @dataclass(frozen=True)
@@ -72,7 +71,8 @@ class ServerMemory(Server):
         return x - self.server_lr * m, self.State(m, memory, torch.stack(active), failed)
 
     def needs_host(self, device: torch.device, empty: bool) -> bool:
-        return self.slots > 0 and (empty or not pivots.available(device, self.slots))
+        counts, none = torch.zeros(self.slots, dtype=torch.bool, device=device), torch.zeros(0, device=device)
+        return self.slots > 0 and (empty or project.choose(none, none, none, 0.0, none, counts) is project.plain)
 
     def settled(self, before: State, after: State) -> Tensor:
         return after.failed == before.failed

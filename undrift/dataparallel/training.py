@@ -25,8 +25,8 @@ from undrift.oracle.net import Context, Net
 from undrift.oracle.oracle import Oracle
 from undrift.round.record import RoundRecord, write_record
 from undrift.simulate.evaluate import Metric, means, sample_scores
-from undrift.simulate.work import mini_batch
 from undrift.simulate.graphs import fused, recorded
+from undrift.simulate.work import mini_batch
 
 STATISTICS_BATCH = 500  # samples of a batch from which BatchNorm's statistics are taken anew
 

@@ -6,9 +6,9 @@ import torch
 from torch import Tensor
 
 from undrift.algorithms.base import Algorithm, Cohort
+from undrift.core.forms import plain
 from undrift.core.trees import State
 from undrift.core.vec import mean
-from undrift.kernels import consistency_gpu
 from undrift.round.clients import Answers
 
 
@@ -23,9 +23,8 @@ def numbers_of(alg: Algorithm, server: State, answers: Answers, cohort: Cohort) 
     return list(each), torch.stack(values)
 
 
+@plain
 def consistency(answers: Answers, share: Tensor) -> Tensor:
     """(1/S) sum |x_i^K - mean x^K|^2, how far apart the local models end; `share` [..., S, 1] is 1/S for every client."""
-    if consistency_gpu.available(answers.x):
-        return consistency_gpu.spread(answers.x, share)
     apart = answers.x - mean(answers.x, share).unsqueeze(-2)
     return mean(torch.linalg.vector_norm(apart, dim=-1, keepdim=True).square(), share).squeeze(-1)

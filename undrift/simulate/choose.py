@@ -15,9 +15,9 @@ from torch import Tensor, nn
 from undrift.algorithms.base import Algorithm
 from undrift.core.errors import BadData, BadSetting, ClientFailed, UndriftError
 from undrift.core.trees import State
-from undrift.kernels.launch import rehearsal
 from undrift.oracle.net import Net
-from undrift.oracle.oracle import task_loss
+from undrift.oracle.oracle import stacks_in_a_thread, task_loss
+from undrift.simulate.graphs import rehearsal
 from undrift.simulate.here import Execution, OneByOne, Pool, Stacked
 from undrift.simulate.work import LocalWork
 
@@ -131,7 +131,7 @@ def choose(
     if name == "stacked":
         return stacked
     # Two or so vectors of a thread fit in its core's own cache.
-    group = max(1, CACHE // (len(x) * x.element_size())) if net.chain is not None and net.chain.stackable else 1
+    group = max(1, CACHE // (len(x) * x.element_size())) if stacks_in_a_thread(net) else 1
     pool = Pool(device, group)
     if name == "pool":
         return pool

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from undrift.core.trees import leaves, map_leaves
-from undrift.kernels.launch import rehearsal
+from undrift.kernels.launch import rehearsal as rehearsal
 
 T = TypeVar("T")
 WARM_UPS = 2

@@ -21,7 +21,7 @@ from torch import Tensor
 from undrift.algorithms.base import Algorithm
 from undrift.core.forms import watching
 from undrift.core.trees import State, leaves, map_leaves
-from undrift.core.vec import fuses, mean
+from undrift.core.vec import witness
 from undrift.data.federation import Federation
 from undrift.oracle.net import Net
 from undrift.oracle.oracle import Oracle
@@ -139,9 +139,7 @@ class ProgramTask(Task):
         return end(alg, *answered)
 
     def finite(self, who: Who, sent: list[Tensor]) -> Tensor:
-        # A mean over the clients is finite only where all of them are. Most servers take it anyway, so that a compiler reads the
-        # vectors once for both.
-        looked_at = [mean(t, who.weight) if fuses(t) else t for t in sent]
+        looked_at = [witness(t, who.weight) for t in sent]
         return torch.stack([t.flatten(len(self.lead)).sum(-1) for t in looked_at]).isfinite().all(0)
 
     def anybody(self, good: Tensor) -> bool:

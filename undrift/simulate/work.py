@@ -10,15 +10,13 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
-from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
 from undrift.core.streams import Purpose, fold, stream
-from undrift.data.augment import lookup
 from undrift.data.batches import Table
 from undrift.data.federation import Federation
-from undrift.kernels import pictures_gpu as pictures
 from undrift.oracle.net import Net
 from undrift.oracle.oracle import Batch, Oracle
+from undrift.oracle.samples import samples
 
 
 @dataclass
@@ -90,19 +88,6 @@ def mini_batch(
     # Whatever stands in row 0 must not reach a client that has no sample in that place. masked_fill would lose a turned layout.
     inputs = torch.where(real.view(*rows.shape, *(1,) * (inputs.dim() - rows.dim())), inputs, 0)
     return Batch(inputs, targets, real.to(net.dtype), dropout)
-
-
-def samples(net: Net, data: Federation, rows: Tensor, draw: Tensor | None, owner: Tensor | None) -> Tensor:
-    """The inputs [..., B, *shape] in these rows, augmented by these draws and in the colours of these clients, if any."""
-    transform, held, lead = data.transform, data.train.held, rows.shape[:-1]
-    if held is not None and draw is None and owner is None and pictures.available(held):
-        table = lookup(transform, held.shape[1], net.dtype, held.device)
-        if net.chain is not None and lead and net.chain.turns(lead.numel(), net.dtype, held.device):
-            return pictures.turned(held, rows, table)
-        if get_proxy_mode() is None:  # a compiler puts it into one kernel by itself
-            return pictures.looked_up(held, rows.flatten(), table).view(*rows.shape, *held.shape[1:])
-    inputs = transform(data.train.take(rows.flatten()), net.dtype, draw, owner)
-    return inputs.view(*rows.shape, *inputs.shape[1:])
 
 
 @dataclass
