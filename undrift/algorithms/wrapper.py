@@ -64,7 +64,7 @@ class WorkerWrapper(Worker):
         raise NotImplementedError  # forwarded, see below
 
 
-class Wrapper(WorkerWrapper, Server):
+class Wrapper(WorkerWrapper, Algorithm):
     """A whole algorithm around another one. It has no settings of its own: fields are those of `inner`."""
 
     def __init__(self, inner: Algorithm) -> None:
