@@ -24,14 +24,18 @@ import torch
 from torch import Tensor
 
 from undrift.algorithms import optimise
-from undrift.algorithms.optimise import LocalOptimizer
+from undrift.algorithms.optimise import LocalOptimizer, W
 from undrift.algorithms.personal import Personal
-from undrift.algorithms.settings import Checked, above, at_least, below_one
+from undrift.algorithms.settings import ServerRate, above, at_least, below_one
 from undrift.core.errors import UnknownName
-from undrift.core.layout import Layout, Vec, weights
-from undrift.core.trees import Nothing, State, nbytes
+from undrift.core.layout import Layout, weights
+from undrift.core.layout import Vec as Vec
+from undrift.core.trees import Nothing as Nothing
+from undrift.core.trees import State as State
+from undrift.core.trees import nbytes
 from undrift.core.vec import clip, mean
-from undrift.oracle.oracle import GradientOracle, LocalData
+from undrift.oracle.oracle import GradientOracle as GradientOracle
+from undrift.oracle.oracle import LocalData as LocalData
 
 
 class Down(NamedTuple):
@@ -145,7 +149,7 @@ class Worker(LocalOptimizer, Personal, ABC):
         """A NamedTuple of numbers [..., 1] about the local steps; the record gets each one's mean over the cohort."""
         return Nothing()
 
-    def move(self, work: State, u: Tensor, oracle: GradientOracle, start: Tensor | None = None) -> State:
+    def move(self, work: W, u: Tensor, oracle: GradientOracle, start: Tensor | None = None) -> W:
         """The work after a step along the direction u, from x_i^k or from `start`: clip, decay, base optimiser."""
         x = work.x if start is None else start
         if self.clip:
@@ -167,10 +171,8 @@ class Worker(LocalOptimizer, Personal, ABC):
 
 
 @dataclass(frozen=True)
-class Server(Checked, ABC):
+class Server(ServerRate, ABC):
     """What the server makes of the aggregated direction."""
-
-    server_lr: float = 1.0  # eta_g
 
     needs_single_updates: ClassVar[bool] = False  # True: the sum of the updates is not enough
     varies: ClassVar[tuple[str, ...]] = ("server_lr",)  # real fields in which runs of one program may differ
@@ -186,10 +188,6 @@ class Server(Checked, ABC):
     def facts(self, server: State) -> dict[str, Tensor]:
         """Numbers for the round's record."""
         return {}
-
-    def check(self, clients: int, cohort: int) -> None:
-        super().check(clients, cohort)
-        at_least(self, 0.0, "server_lr")
 
 
 class Algorithm(Worker, Server, ABC):
