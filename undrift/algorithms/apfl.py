@@ -6,15 +6,16 @@ Deng, Kamani, Mahdavi: Adaptive Personalized Federated Learning. 2020, Algorithm
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar, NamedTuple
+from typing import ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
 
-from undrift.algorithms.base import Average, Served, Stream, Up, Worker, at_least
+from undrift.algorithms.base import Average, Down, GradientOracle, LocalData, State, Up, Worker
+from undrift.algorithms.personal import Served, Stream
+from undrift.algorithms.settings import at_least
 from undrift.core.errors import BadSetting
 from undrift.core.vec import dot
-from undrift.oracle.oracle import GradientOracle, LocalData
 
 
 @dataclass(frozen=True)
@@ -38,19 +39,19 @@ class Mixture(Worker):
     class Work(NamedTuple):
         x: Tensor
         k: Tensor
-        opt: Any
+        opt: State
         own: Stream
         lam: Tensor
 
-    def client_init(self, down: Any, ids: Tensor, buffers: Tensor) -> Any:
+    def client_init(self, down: Down, ids: Tensor, buffers: Tensor) -> Client:
         none = torch.zeros_like(down.x[..., :1])
         return self.Client(Stream(down.x, none, self.rest(down.x), buffers), none + self.lam)
 
-    def local_start(self, down: Any, client: Any) -> Work:
+    def local_start(self, down: Down, client: Client, local: LocalData) -> Work:
         own = client.own if self.keep_moments else client.own._replace(opt=self.rest(client.own.x))
-        return self.Work(down.x, torch.zeros_like(down.x[..., :1]), self.rest(down.x), own, client.lam)
+        return super().local_start(down, client, local)._replace(own=own, lam=client.lam)
 
-    def local_step(self, down: Any, client: Any, work: Work, oracle: GradientOracle) -> Any:
+    def local_step(self, down: Down, client: Client, work: Work, oracle: GradientOracle) -> Work:
         x, v, lam = work.x, work.own.x, work.lam
         g = oracle.grad(x)
         mixed = oracle.at(work.own.statistics)
@@ -61,10 +62,10 @@ class Mixture(Worker):
             lam = torch.where(work.k == 0, (lam - self.lam_lr * slope).clamp(0, 1), lam)
         return self.move(work, g, oracle)._replace(own=own, lam=lam)
 
-    def local_end(self, down: Any, client: Any, work: Work) -> tuple[Up, Any]:
+    def local_end(self, down: Down, client: Client, work: Work) -> tuple[Up, Client]:
         return Up(down.x - work.x), self.Client(work.own, work.lam)
 
-    def serves(self, down: Any, client: Any, local: LocalData) -> Served:
+    def serves(self, down: Down, client: Client, local: LocalData) -> Served:
         return Served(client.lam * client.own.x + (1 - client.lam) * down.x, client.own.statistics)
 
     def check(self, clients: int, cohort: int) -> None:
@@ -77,10 +78,3 @@ class Mixture(Worker):
 @dataclass(frozen=True)
 class APFL(Mixture, Average):
     """Mixed personal models beside FedAvg."""
-
-    paper: ClassVar[str] = """@article{deng2020apfl,
-  title   = {Adaptive Personalized Federated Learning},
-  author  = {Deng, Yuyang and Kamani, Mohammad Mahdi and Mahdavi, Mehrdad},
-  journal = {arXiv:2003.13461},
-  year    = {2020}
-}"""

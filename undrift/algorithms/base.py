@@ -24,14 +24,18 @@ import torch
 from torch import Tensor
 
 from undrift.algorithms import optimise
-from undrift.algorithms.optimise import LocalOptimizer
+from undrift.algorithms.optimise import LocalOptimizer, W
 from undrift.algorithms.personal import Personal
-from undrift.algorithms.settings import Checked, above, at_least, below_one
+from undrift.algorithms.settings import ServerRate, above, at_least, below_one
 from undrift.core.errors import UnknownName
-from undrift.core.layout import Layout, Vec, weights
-from undrift.core.trees import Nothing, State, nbytes
+from undrift.core.layout import Layout, weights
+from undrift.core.layout import Vec as Vec
+from undrift.core.trees import Nothing as Nothing
+from undrift.core.trees import State as State
+from undrift.core.trees import nbytes
 from undrift.core.vec import clip, mean
-from undrift.oracle.oracle import GradientOracle, LocalData
+from undrift.oracle.oracle import GradientOracle as GradientOracle
+from undrift.oracle.oracle import LocalData as LocalData
 
 W = TypeVar("W")  # a NamedTuple that begins with x, k and opt
 
@@ -171,10 +175,8 @@ class Worker(LocalOptimizer, Personal, ABC):
 
 
 @dataclass(frozen=True)
-class Server(Checked, ABC):
+class Server(ServerRate, ABC):
     """What the server makes of the aggregated direction."""
-
-    server_lr: float = 1.0  # eta_g
 
     needs_single_updates: ClassVar[bool] = False  # True: the sum of the updates is not enough
     varies: ClassVar[tuple[str, ...]] = ("server_lr",)  # real fields in which runs of one program may differ
@@ -190,10 +192,6 @@ class Server(Checked, ABC):
     def facts(self, server: State) -> dict[str, Tensor]:
         """Numbers for the round's record."""
         return {}
-
-    def check(self, clients: int, cohort: int) -> None:
-        super().check(clients, cohort)
-        at_least(self, 0.0, "server_lr")
 
 
 class Algorithm(Worker, Server, ABC):

@@ -23,10 +23,3 @@ class Pooled(LocalSGD):
 @dataclass(frozen=True)
 class Centralized(Pooled, Average):
     """x <- x - eta_l g(x) on mini-batches of everything."""
-
-    paper: ClassVar[str] = """@phdthesis{xu2023distributed,
-  title  = {New Efficient and Privacy-Preserving Methods for Distributed Training},
-  author = {Xu, An},
-  school = {University of Pittsburgh},
-  year   = {2023}
-}"""

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from undrift.algorithms.base import Average
-from undrift.algorithms.fedsm_extra import ThenSelector, of_all
+from undrift.algorithms.fedsm_extra import ThenSelector, outputs_of_all
 from undrift.oracle.oracle import View
 
 
@@ -28,7 +28,7 @@ class Weighed(ThenSelector):
         model: View, x: Tensor, inputs: Tensor, targets: Tensor, v: Tensor, buffers: Tensor, statistics: Tensor
     ) -> Tensor:
         """[B, (N + 1) ...] each model's probabilities."""
-        outputs = of_all(model, x, inputs, v, buffers, statistics)
+        outputs = outputs_of_all(model, x, inputs, v, buffers, statistics)
         return torch.stack([model.probabilities(h) for h in outputs], 1).flatten(1)
 
     @staticmethod
@@ -42,11 +42,3 @@ class Weighed(ThenSelector):
 @dataclass(frozen=True)
 class Ensemble(Weighed, Average):
     """Models first, their mixture afterwards."""
-
-    paper: ClassVar[str] = """@inproceedings{xu2022fedsm,
-  title     = {Closing the Generalization Gap of Cross-silo Federated Medical Image Segmentation},
-  author    = {Xu, An and Li, Wenqi and Guo, Pengfei and Yang, Dong and Roth, Holger R. and Hatamizadeh, Ali and Zhao, Can
-               and Xu, Daguang and Huang, Heng and Xu, Ziyue},
-  booktitle = {CVPR},
-  year      = {2022}
-}"""

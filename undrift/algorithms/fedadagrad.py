@@ -6,12 +6,11 @@ Reddi, Charles, Zaheer, Garrett, Rush, Konecny, Kumar, McMahan: Adaptive Federat
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 from torch import Tensor
 
 from undrift.algorithms.base import LocalSGD
-from undrift.algorithms.fedadam import AdaptiveServer, FedAdam
+from undrift.algorithms.fedadam import AdaptiveServer
 
 
 @dataclass(frozen=True)
@@ -27,5 +26,3 @@ class AdagradServer(AdaptiveServer):
 @dataclass(frozen=True)
 class FedAdagrad(LocalSGD, AdagradServer):
     """Local SGD on the clients, Adagrad on the server."""
-
-    paper: ClassVar[str] = FedAdam.paper

@@ -7,13 +7,13 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from dataclasses import dataclass
-from typing import Any, ClassVar, NamedTuple
+from typing import ClassVar, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
-from undrift.algorithms.base import Cohort, LocalSGD, Server, below_one
-from undrift.core.errors import BadSetting, UnknownName
+from undrift.algorithms.base import Cohort, LocalSGD, Server, Up
+from undrift.algorithms.settings import above, below_one
 from undrift.core.layout import Layout
 
 
@@ -28,8 +28,10 @@ class AdaptiveServer(Server):
     beta1: float = 0.9
     beta2: float = 0.99
     tau: float = 1e-3
-    v0: str = "zero"
+    v0: Literal["zero", "tau2"] = "zero"
     bias_correction: bool = False
+
+    varies: ClassVar[tuple[str, ...]] = ("beta1", "beta2", "tau")
 
     class State(NamedTuple):
         m: Tensor
@@ -44,7 +46,7 @@ class AdaptiveServer(Server):
     def second_moment(self, v: Tensor, square: Tensor) -> Tensor:
         """v_{t+1} from v_t and d^2."""
 
-    def server_step(self, server: State, x: Tensor, d: Tensor, up: Any, cohort: Cohort) -> tuple[Tensor, State]:
+    def server_step(self, server: State, x: Tensor, d: Tensor, up: Up, cohort: Cohort) -> tuple[Tensor, State]:
         m = self.beta1 * server.m + (1 - self.beta1) * d
         v, t = self.second_moment(server.v, d * d), server.t + 1
         rate: float | Tensor = self.server_lr
@@ -52,13 +54,10 @@ class AdaptiveServer(Server):
             rate = rate * (1 - self.beta2**t).sqrt() / (1 - self.beta1**t)
         return x - rate * m / (v.sqrt() + self.tau), self.State(m, v, t)
 
-    def check_server(self, clients: int, cohort: int) -> None:
-        super().check_server(clients, cohort)
+    def check(self, clients: int, cohort: int) -> None:
+        super().check(clients, cohort)
         below_one(self, "beta1", "beta2")
-        if not 0.0 < self.tau < float("inf"):
-            raise BadSetting(f"tau must be a finite number above 0, not {self.tau}")
-        if self.v0 not in ("zero", "tau2"):
-            raise UnknownName("v0", self.v0, ("zero", "tau2"))
+        above(self, 0.0, "tau")
 
 
 @dataclass(frozen=True)
@@ -72,11 +71,3 @@ class AdamServer(AdaptiveServer):
 @dataclass(frozen=True)
 class FedAdam(LocalSGD, AdamServer):
     """Local SGD on the clients, Adam on the server."""
-
-    paper: ClassVar[str] = """@inproceedings{reddi2021fedopt,
-  title     = {Adaptive Federated Optimization},
-  author    = {Reddi, Sashank and Charles, Zachary and Zaheer, Manzil and Garrett, Zachary and Rush, Keith and
-               Kone{\\v{c}}n{\\'y}, Jakub and Kumar, Sanjiv and McMahan, H. Brendan},
-  booktitle = {ICLR},
-  year      = {2021}
-}"""

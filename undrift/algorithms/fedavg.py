@@ -7,7 +7,6 @@ Data. AISTATS 2017.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 from undrift.algorithms.base import Average, LocalSGD
 
@@ -15,10 +14,3 @@ from undrift.algorithms.base import Average, LocalSGD
 @dataclass(frozen=True)
 class FedAvg(LocalSGD, Average):
     """x_i^{k+1} = x_i^k - eta_l g_i(x_i^k);  x_{t+1} = x_t - eta_g d, d the weighted mean of d_i = x_t - x_i^K."""
-
-    paper: ClassVar[str] = """@inproceedings{mcmahan2017fedavg,
-  title     = {Communication-Efficient Learning of Deep Networks from Decentralized Data},
-  author    = {McMahan, Brendan and Moore, Eider and Ramage, Daniel and Hampson, Seth and Ag{\\"u}era y Arcas, Blaise},
-  booktitle = {AISTATS},
-  year      = {2017}
-}"""

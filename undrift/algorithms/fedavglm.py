@@ -6,13 +6,12 @@ Baseline of DOMO (Xu & Huang, AAAI 2022); as local SGD with momentum in Yu, Jin,
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar, NamedTuple
+from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
-from undrift.algorithms.base import Average, Cohort, LocalSGD, Momentum, Work
-from undrift.algorithms.fedavglm_z import FedAvgLMZ
+from undrift.algorithms.base import Average, Cohort, LocalData, LocalSGD, Nothing, Vec, Work
+from undrift.algorithms.optimise.momentum import Momentum
 from undrift.core.errors import BadSetting
 from undrift.core.vec import mean
 
@@ -24,26 +23,20 @@ class AveragedMomentum(LocalSGD):
     optimizer: str = "momentum"
 
     class Companion(NamedTuple):
-        b: Tensor
+        b: Vec
 
     class Down(NamedTuple):
-        x: Tensor
-        b: Tensor
+        x: Vec
+        b: Vec
 
     class Up(NamedTuple):
-        d: Tensor
-        b: Tensor
+        d: Vec
+        b: Vec
 
-    def companion_init(self, x0: Tensor, clients: int) -> Companion:
-        return self.Companion(torch.zeros_like(x0))
+    def local_start(self, down: Down, client: Nothing, local: LocalData) -> Work:
+        return super().local_start(down, client, local)._replace(opt=Momentum(down.b))
 
-    def broadcast(self, x: Tensor, companion: Companion, invited: Cohort) -> Down:
-        return self.Down(x, companion.b)
-
-    def local_start(self, down: Down, client: Any) -> Work:
-        return Work(down.x, torch.zeros_like(down.x[..., :1]), Momentum(down.b))
-
-    def local_end(self, down: Down, client: Any, work: Any) -> tuple[Up, Any]:
+    def local_end(self, down: Down, client: Nothing, work: Work) -> tuple[Up, Nothing]:
         return self.Up(down.x - work.x, work.opt.b), client
 
     def gather(self, companion: Companion, up: Up, cohort: Cohort) -> tuple[Tensor, Companion]:
@@ -60,5 +53,3 @@ class AveragedMomentum(LocalSGD):
 @dataclass(frozen=True)
 class FedAvgLM(AveragedMomentum, Average):
     """Averaged local momentum and a weighted mean."""
-
-    paper: ClassVar[str] = FedAvgLMZ.paper

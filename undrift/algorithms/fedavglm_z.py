@@ -7,7 +7,6 @@ also Xu & Huang: Coordinating Momenta for Cross-silo Federated Learning. AAAI 20
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 from undrift.algorithms.base import Average, LocalSGD
 from undrift.core.errors import BadSetting
@@ -30,10 +29,3 @@ class ResetMomentum(LocalSGD):
 @dataclass(frozen=True)
 class FedAvgLMZ(ResetMomentum, Average):
     """Local momentum that starts anew, and a weighted mean."""
-
-    paper: ClassVar[str] = """@inproceedings{xu2022domo,
-  title     = {Coordinating Momenta for Cross-silo Federated Learning},
-  author    = {Xu, An and Huang, Heng},
-  booktitle = {AAAI},
-  year      = {2022}
-}"""

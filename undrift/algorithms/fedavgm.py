@@ -7,14 +7,13 @@ here in the heavy-ball form of GradMA's Algorithm 5 (Luo et al., CVPR 2023).
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar, NamedTuple
+from typing import ClassVar, Literal, NamedTuple
 
-import torch
 from torch import Tensor
 
-from undrift.algorithms.base import Cohort, LocalSGD, Server, below_one
-from undrift.core.errors import BadSetting, UnknownName
-from undrift.core.layout import Layout
+from undrift.algorithms.base import Cohort, LocalSGD, Server, Up
+from undrift.algorithms.settings import below_one
+from undrift.core.errors import BadSetting
 
 
 @dataclass(frozen=True)
@@ -28,36 +27,26 @@ class ServerMomentum(Server):
     beta1: float = 0.9
     nesterov: bool = False
     dampening: float = 0.0
-    momentum_units: str = "param"  # param: m is a sum of updates; grad: of updates per unit of eta_l K
+    momentum_units: Literal["param", "grad"] = "param"  # m is a sum of updates, or of updates per unit of eta_l K
+
+    varies: ClassVar[tuple[str, ...]] = ("beta1", "dampening")
 
     class State(NamedTuple):
         m: Tensor
 
-    def server_init(self, x0: Tensor, clients: int, layout: Layout) -> State:
-        return self.State(torch.zeros_like(x0))
-
-    def server_step(self, server: State, x: Tensor, d: Tensor, up: Any, cohort: Cohort) -> tuple[Tensor, State]:
+    def server_step(self, server: State, x: Tensor, d: Tensor, up: Up, cohort: Cohort) -> tuple[Tensor, State]:
         unit = cohort.lr * cohort.mean_steps if self.momentum_units == "grad" else 1.0
         m = self.beta1 * server.m + (1 - self.dampening) * d / unit  # m_{t+1} = beta_1 m_t + d
         step = d / unit + self.beta1 * m if self.nesterov else m
         return x - self.server_lr * unit * step, self.State(m)  # x_{t+1} = x_t - eta_g m_{t+1}
 
-    def check_server(self, clients: int, cohort: int) -> None:
-        super().check_server(clients, cohort)
+    def check(self, clients: int, cohort: int) -> None:
+        super().check(clients, cohort)
         below_one(self, "beta1", "dampening")
         if self.dampening and not self.beta1:
             raise BadSetting("dampening goes with momentum; set beta1 above 0 or dampening to 0")
-        if self.momentum_units not in ("param", "grad"):
-            raise UnknownName("momentum_units", self.momentum_units, ("param", "grad"))
 
 
 @dataclass(frozen=True)
 class FedAvgM(LocalSGD, ServerMomentum):
     """m_{t+1} = beta_1 m_t + d;  x_{t+1} = x_t - eta_g m_{t+1}."""
-
-    paper: ClassVar[str] = """@article{hsu2019fedavgm,
-  title   = {Measuring the Effects of Non-Identical Data Distribution for Federated Visual Classification},
-  author  = {Hsu, Tzu-Ming Harry and Qi, Hang and Brown, Matthew},
-  journal = {arXiv:1909.06335},
-  year    = {2019}
-}"""

@@ -6,10 +6,9 @@ Baseline of DOMO (Xu & Huang, AAAI 2022).
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Literal
 
 from undrift.algorithms.fedavglm import AveragedMomentum
-from undrift.algorithms.fedavglm_z import FedAvgLMZ
 from undrift.algorithms.fedavgm import ServerMomentum
 
 
@@ -17,6 +16,4 @@ from undrift.algorithms.fedavgm import ServerMomentum
 class FedAvgSLM(AveragedMomentum, ServerMomentum):
     """AveragedMomentum on the clients; the server's momentum is kept in gradient units, as in the thesis."""
 
-    momentum_units: str = "grad"
-
-    paper: ClassVar[str] = FedAvgLMZ.paper
+    momentum_units: Literal["param", "grad"] = "grad"

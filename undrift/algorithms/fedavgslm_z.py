@@ -6,9 +6,9 @@ Baseline of DOMO (Xu & Huang, AAAI 2022).
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Literal
 
-from undrift.algorithms.fedavglm_z import FedAvgLMZ, ResetMomentum
+from undrift.algorithms.fedavglm_z import ResetMomentum
 from undrift.algorithms.fedavgm import ServerMomentum
 
 
@@ -16,6 +16,4 @@ from undrift.algorithms.fedavgm import ServerMomentum
 class FedAvgSLMZ(ResetMomentum, ServerMomentum):
     """ResetMomentum on the clients; the server's momentum is kept in gradient units, as in the thesis."""
 
-    momentum_units: str = "grad"
-
-    paper: ClassVar[str] = FedAvgLMZ.paper
+    momentum_units: Literal["param", "grad"] = "grad"

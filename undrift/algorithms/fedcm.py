@@ -6,40 +6,34 @@ Xu, Wang, Wang, Yao: FedCM: Federated Learning with Client-level Momentum. 2021.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar, NamedTuple
+from typing import ClassVar, NamedTuple
 
-import torch
 from torch import Tensor
 
-from undrift.algorithms.base import Average, Cohort, Work, Worker
+from undrift.algorithms.base import Average, Cohort, GradientOracle, Nothing, Up, Vec, Work, Worker
 from undrift.core.errors import BadSetting
 from undrift.core.vec import mean
-from undrift.oracle.oracle import GradientOracle
 
 
 @dataclass(frozen=True)
 class LastDirection(Worker):
     """Clients are sent Delta_t, the mean direction of a local step in the round before.
 
-    Differs: the paper's eta_g multiplies the normalised Delta; here it multiplies d, so that eta_g = 1 averages (spec E-5).
+    Differs: the paper's eta_g multiplies the normalised Delta; here it multiplies d, so that eta_g = 1 averages.
     """
 
     alpha: float = 0.1  # weight of the client's own gradient
 
+    varies: ClassVar[tuple[str, ...]] = ("alpha",)
+
     class Companion(NamedTuple):
-        delta: Tensor  # Delta_t, in gradient units
+        delta: Vec  # Delta_t, in gradient units
 
     class Down(NamedTuple):
-        x: Tensor
-        delta: Tensor
+        x: Vec
+        delta: Vec
 
-    def companion_init(self, x0: Tensor, clients: int) -> Companion:
-        return self.Companion(torch.zeros_like(x0))
-
-    def broadcast(self, x: Tensor, companion: Companion, invited: Cohort) -> Down:
-        return self.Down(x, companion.delta)
-
-    def gather(self, companion: Companion, up: Any, cohort: Cohort) -> tuple[Tensor, Companion]:
+    def gather(self, companion: Companion, up: Up, cohort: Cohort) -> tuple[Tensor, Companion]:
         d = mean(up.d, cohort.weight)
         return d, self.Companion(d / (cohort.mean_steps * cohort.lr))  # Delta_{t+1} = d / (K eta_l)
 
@@ -53,17 +47,10 @@ class LastDirection(Worker):
 class ClientMomentum(LastDirection):
     """x_i^{k+1} = x_i^k - eta_l ( alpha g_i(x_i^k) + (1 - alpha) Delta_t )."""
 
-    def local_step(self, down: LastDirection.Down, client: Any, work: Work, oracle: GradientOracle) -> Any:
+    def local_step(self, down: LastDirection.Down, client: Nothing, work: Work, oracle: GradientOracle) -> Work:
         return self.move(work, self.alpha * oracle.grad(work.x) + (1 - self.alpha) * down.delta, oracle)
 
 
 @dataclass(frozen=True)
 class FedCM(ClientMomentum, Average):
     """Client-level momentum and a weighted mean."""
-
-    paper: ClassVar[str] = """@article{xu2021fedcm,
-  title   = {{FedCM}: Federated Learning with Client-level Momentum},
-  author  = {Xu, Jing and Wang, Sen and Wang, Liwei and Yao, Andrew Chi-Chih},
-  journal = {arXiv:2106.10874},
-  year    = {2021}
-}"""

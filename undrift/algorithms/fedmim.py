@@ -8,15 +8,14 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import dataclass
-from typing import Any, ClassVar, NamedTuple
+from typing import ClassVar, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
-from undrift.algorithms.base import Average, Cohort, Work, Worker
-from undrift.core.errors import BadSetting, UnknownName
+from undrift.algorithms.base import Average, Cohort, GradientOracle, Nothing, Up, Vec, Work, Worker
+from undrift.core.errors import BadSetting
 from undrift.core.trees import nbytes
-from undrift.oracle.oracle import GradientOracle
 
 
 @dataclass(frozen=True)
@@ -29,15 +28,17 @@ class MultiStepInertia(Worker):
 
     alpha: tuple[float, ...] = (0.6, 0.3)  # of delta_t, delta_{t-1}, ... in the step
     beta: tuple[float, ...] = (0.9, 0.1)  # of the same in the point where the gradient is taken
-    downlink: str = "broadcast"
+    downlink: Literal["broadcast", "on_demand"] = "broadcast"
+
+    varies: ClassVar[tuple[str, ...]] = ("alpha", "beta")
 
     class Companion(NamedTuple):
-        deltas: Tensor  # [J, P] the newest first
+        deltas: Vec  # [J, P] the newest first
 
     class Down(NamedTuple):
-        x: Tensor
-        a: Tensor
-        b: Tensor
+        x: Vec
+        a: Vec
+        b: Vec
 
     def companion_init(self, x0: Tensor, clients: int) -> Companion:
         depth = max(len(self.alpha), len(self.beta))
@@ -46,13 +47,15 @@ class MultiStepInertia(Worker):
     def broadcast(self, x: Tensor, companion: Companion, invited: Cohort) -> Down:
         return self.Down(x, inertia(self.alpha, companion.deltas), inertia(self.beta, companion.deltas))
 
-    def local_step(self, down: Down, client: Any, work: Work, oracle: GradientOracle) -> Any:
-        g = oracle.grad(work.x - down.b)  # at y = x_i^k - b_t
-        u = down.a / self.lr + (1 - sum(self.alpha)) * g
-        return self.move(work, u, oracle)  # x_i^{k+1} = x_i^k - a_t - A eta_l g
+    def local_step(self, down: Down, client: Nothing, work: Work, oracle: GradientOracle) -> Work:
+        y1 = work.x - down.a  # line 8: y_1 = x_i^k - sum_j alpha_j delta_{t+1-j}
+        y2 = work.x - down.b  # line 9: y_2 = x_i^k - sum_j beta_j delta_{t+1-j}
+        g = oracle.grad(y2)  # line 11
+        A = 1 - sum(self.alpha)
+        return self.move(work, A * g, oracle, start=y1)  # line 12: x_i^{k+1} = y_1 - (1 - sum_j alpha_j) eta_l g
 
-    def companion_step(self, companion: Companion, up: Any, cohort: Cohort, x_old: Tensor, x_new: Tensor) -> Companion:
-        delta = (x_old - x_new) / cohort.mean_steps  # delta_{t+1} = (x_t - x_{t+1}) / K
+    def companion_step(self, companion: Companion, up: Up, cohort: Cohort, x_old: Tensor, x_new: Tensor) -> Companion:
+        delta = (x_old - x_new) / cohort.mean_steps  # line 6: delta_{t+1} = (x_t - x_{t+1}) / K
         return self.Companion(torch.cat([delta.unsqueeze(-2), companion.deltas[..., :-1, :]], -2))
 
     def bytes_down(self, down: Down, invited: int, returning: int, clients: int) -> int:
@@ -67,8 +70,6 @@ class MultiStepInertia(Worker):
             raise BadSetting(
                 f"alpha and beta must be >= 0 and alpha add up to less than 1, not {self.alpha} and {self.beta}"
             )
-        if self.downlink not in ("broadcast", "on_demand"):
-            raise UnknownName("downlink", self.downlink, ("broadcast", "on_demand"))
 
 
 def proportional(alpha: tuple[float, ...], beta: tuple[float, ...]) -> bool:
@@ -85,10 +86,3 @@ def inertia(weights: tuple[float, ...], deltas: Tensor) -> Tensor:
 @dataclass(frozen=True)
 class FedMIM(MultiStepInertia, Average):
     """Multi-step inertial momentum on the clients and a mean on the server."""
-
-    paper: ClassVar[str] = """@article{liu2023fedmim,
-  title   = {Enhance Local Consistency in Federated Learning: A Multi-Step Inertial Momentum Approach},
-  author  = {Liu, Yixing and Sun, Yan and Ding, Zhengtao and Shen, Li and Liu, Bo and Tao, Dacheng},
-  journal = {arXiv:2302.05726},
-  year    = {2023}
-}"""

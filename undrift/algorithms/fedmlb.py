@@ -6,14 +6,13 @@ Kim, Kim, Han: Multi-Level Branched Regularization for Federated Learning. ICML 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar
 
 import torch.nn.functional as F
 from torch import Tensor
 
-from undrift.algorithms.base import Average, Work, Worker, at_least
-from undrift.core.errors import BadSetting
-from undrift.oracle.oracle import GradientOracle, View
+from undrift.algorithms.base import Average, Down, GradientOracle, Nothing, Work, Worker
+from undrift.algorithms.settings import above, at_least
+from undrift.oracle.oracle import View
 
 
 @dataclass(frozen=True)
@@ -29,7 +28,7 @@ class Branched(Worker):
     lambda3: float = 1.0
     temperature: float = 1.0
 
-    def local_step(self, down: Any, client: Any, work: Work, oracle: GradientOracle) -> Any:
+    def local_step(self, down: Down, client: Nothing, work: Work, oracle: GradientOracle) -> Work:
         return self.move(work, oracle.grad(work.x, self.objective, down.x), oracle)
 
     def objective(self, model: View, x: Tensor, inputs: Tensor, targets: Tensor, x_t: Tensor) -> Tensor:
@@ -45,17 +44,9 @@ class Branched(Worker):
     def check(self, clients: int, cohort: int) -> None:
         super().check(clients, cohort)
         at_least(self, 0.0, "lambda1", "lambda2", "lambda3")
-        if not self.temperature > 0:
-            raise BadSetting(f"temperature must be greater than 0, not {self.temperature}")
+        above(self, 0.0, "temperature")
 
 
 @dataclass(frozen=True)
 class FedMLB(Branched, Average):
     """Branched local losses and a weighted mean."""
-
-    paper: ClassVar[str] = """@inproceedings{kim2022fedmlb,
-  title     = {Multi-Level Branched Regularization for Federated Learning},
-  author    = {Kim, Jinkyu and Kim, Geeho and Han, Bohyung},
-  booktitle = {ICML},
-  year      = {2022}
-}"""

@@ -6,14 +6,11 @@ A baseline of GradMA (Luo et al., CVPR 2023).
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 from undrift.algorithms.fedavgm import ServerMomentum
-from undrift.algorithms.fedmlb import Branched, FedMLB
+from undrift.algorithms.fedmlb import Branched
 
 
 @dataclass(frozen=True)
 class FedMLBM(Branched, ServerMomentum):
     """Branched local losses; m_{t+1} = beta_1 m_t + d, x_{t+1} = x_t - eta_g m_{t+1}."""
-
-    paper: ClassVar[str] = FedMLB.paper

@@ -6,10 +6,10 @@ Li, Sahu, Zaheer, Sanjabi, Talwalkar, Smith: Federated Optimization in Heterogen
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
-from undrift.algorithms.base import Average, Work, Worker, at_least
-from undrift.oracle.oracle import GradientOracle
+from undrift.algorithms.base import Average, Down, GradientOracle, Nothing, Work, Worker
+from undrift.algorithms.settings import at_least
 
 
 @dataclass(frozen=True)
@@ -18,7 +18,9 @@ class Proximal(Worker):
 
     mu: float = 0.01
 
-    def local_step(self, down: Any, client: Any, work: Work, oracle: GradientOracle) -> Any:
+    varies: ClassVar[tuple[str, ...]] = ("mu",)
+
+    def local_step(self, down: Down, client: Nothing, work: Work, oracle: GradientOracle) -> Work:
         # x_i^{k+1} = x_i^k - eta_l ( g_i(x_i^k) + mu (x_i^k - x_t) )
         return self.move(work, oracle.grad(work.x) + self.mu * (work.x - down.x), oracle)
 
@@ -30,10 +32,3 @@ class Proximal(Worker):
 @dataclass(frozen=True)
 class FedProx(Proximal, Average):
     """Proximal local SGD and a weighted mean."""
-
-    paper: ClassVar[str] = """@inproceedings{li2020fedprox,
-  title     = {Federated Optimization in Heterogeneous Networks},
-  author    = {Li, Tian and Sahu, Anit Kumar and Zaheer, Manzil and Sanjabi, Maziar and Talwalkar, Ameet and Smith, Virginia},
-  booktitle = {MLSys},
-  year      = {2020}
-}"""

@@ -6,14 +6,11 @@ A baseline of GradMA (Luo et al., CVPR 2023): FedProx (Li et al., MLSys 2020) wi
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 from undrift.algorithms.fedavgm import ServerMomentum
-from undrift.algorithms.fedprox import FedProx, Proximal
+from undrift.algorithms.fedprox import Proximal
 
 
 @dataclass(frozen=True)
 class FedProxM(Proximal, ServerMomentum):
     """Proximal local SGD; m_{t+1} = beta_1 m_t + d, x_{t+1} = x_t - eta_g m_{t+1}."""
-
-    paper: ClassVar[str] = FedProx.paper

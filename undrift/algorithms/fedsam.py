@@ -6,13 +6,13 @@ Qu, Li, Duan, Liu, Tang, Lu: Generalized Federated Learning via Sharpness Aware 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from torch import Tensor
 
-from undrift.algorithms.base import Average, Work, Worker, at_least
+from undrift.algorithms.base import Average, Down, GradientOracle, Nothing, Work, Worker
+from undrift.algorithms.settings import at_least
 from undrift.core.vec import norm
-from undrift.oracle.oracle import GradientOracle
 
 
 def sharp_gradient(oracle: GradientOracle, x: Tensor, radius: float) -> Tensor:
@@ -27,7 +27,9 @@ class SharpnessAware(Worker):
 
     radius: float = 0.1  # rho
 
-    def local_step(self, down: Any, client: Any, work: Work, oracle: GradientOracle) -> Any:
+    varies: ClassVar[tuple[str, ...]] = ("radius",)
+
+    def local_step(self, down: Down, client: Nothing, work: Work, oracle: GradientOracle) -> Work:
         return self.move(work, sharp_gradient(oracle, work.x, self.radius), oracle)
 
     def check(self, clients: int, cohort: int) -> None:
@@ -38,10 +40,3 @@ class SharpnessAware(Worker):
 @dataclass(frozen=True)
 class FedSAM(SharpnessAware, Average):
     """Sharpness-aware local steps and a weighted mean."""
-
-    paper: ClassVar[str] = """@inproceedings{qu2022fedsam,
-  title     = {Generalized Federated Learning via Sharpness Aware Minimization},
-  author    = {Qu, Zhe and Li, Xingyu and Duan, Rui and Liu, Yao and Tang, Bo and Lu, Zhuo},
-  booktitle = {ICML},
-  year      = {2022}
-}"""

@@ -6,13 +6,12 @@ Reddi, Charles, Zaheer, Garrett, Rush, Konecny, Kumar, McMahan: Adaptive Federat
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from undrift.algorithms.base import LocalSGD
-from undrift.algorithms.fedadam import AdaptiveServer, FedAdam
+from undrift.algorithms.fedadam import AdaptiveServer
 
 
 @dataclass(frozen=True)
@@ -26,5 +25,3 @@ class YogiServer(AdaptiveServer):
 @dataclass(frozen=True)
 class FedYogi(LocalSGD, YogiServer):
     """Local SGD on the clients, Yogi on the server."""
-
-    paper: ClassVar[str] = FedAdam.paper

@@ -6,14 +6,15 @@ Wang, Mathews, Kiddon, Eichner, Beaufays, Ramage: Federated Evaluation of On-dev
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, NamedTuple
+from typing import ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
 
-from undrift.algorithms.base import Average, Cohort, Served, Up, Worker, at_least, standing_still
+from undrift.algorithms.base import Average, Cohort, Down, GradientOracle, LocalData, Nothing, State, Up, Worker
+from undrift.algorithms.personal import Served, stand_still
+from undrift.algorithms.settings import at_least
 from undrift.core.trees import nbytes
-from undrift.oracle.oracle import GradientOracle, LocalData
 
 
 @dataclass(frozen=True)
@@ -31,19 +32,16 @@ class FineTuning(Worker):
         statistics: Tensor
         tuned: Tensor  # [..., 1] 1 once fine-tuning has begun
 
-    class Silence(NamedTuple):
-        """What goes up while clients fine-tune."""
-
     class Work(NamedTuple):
         x: Tensor
         k: Tensor
-        opt: Any
+        opt: State
         buffers: Tensor
 
-    def at(self, t: int) -> Any:
+    def at(self, t: int) -> FineTuning:
         return replace(self, phase=0 if t < self.begin else 1 if t == self.begin else 2)
 
-    def bytes_down(self, down: Any, invited: int, returning: int, clients: int) -> int:
+    def bytes_down(self, down: Down, invited: int, returning: int, clients: int) -> int:
         return invited * nbytes(down) if self.phase < 2 else 0
 
     @property
@@ -54,41 +52,35 @@ class FineTuning(Worker):
     def buffers_up(self) -> bool:
         return self.phase == 0
 
-    def client_init(self, down: Any, ids: Tensor, buffers: Tensor) -> Any:
+    def client_init(self, down: Down, ids: Tensor, buffers: Tensor) -> Client:
         return self.Client(down.x, buffers, torch.zeros_like(down.x[..., :1]))
 
-    def start(self, x: Tensor, buffers: Tensor, client: Any) -> Served:
+    def serves(self, down: Down, client: Client, local: LocalData) -> Served:
         """The server's model, or the client's own once it has one."""
         if not self.phase:
-            return Served(x, buffers)
+            return Served(down.x, local.buffers)
         tuned = client.tuned > 0
-        return Served(torch.where(tuned, client.v, x), torch.where(tuned, client.statistics, buffers))
+        return Served(torch.where(tuned, client.v, down.x), torch.where(tuned, client.statistics, local.buffers))
 
-    def local_start(self, down: Any, client: Any) -> Work:
-        x, buffers = self.start(down.x, client.statistics, client)
-        return self.Work(x, torch.zeros_like(down.x[..., :1]), self.rest(down.x), buffers)
+    def local_start(self, down: Down, client: Client, local: LocalData) -> Work:
+        x, buffers = self.serves(down, client, local)
+        return super().local_start(down, client, local)._replace(x=x, buffers=buffers)
 
-    def prepare(self, down: Any, client: Any, work: Work, local: LocalData) -> Work:
-        return work._replace(buffers=self.start(down.x, local.buffers, client).buffers)
-
-    def local_step(self, down: Any, client: Any, work: Work, oracle: GradientOracle) -> Any:
+    def local_step(self, down: Down, client: Client, work: Work, oracle: GradientOracle) -> Work:
         if self.phase:
             oracle.buffers = work.buffers
-        return self.move(work, oracle.grad(work.x), oracle)
+        return self.move(work, oracle.grad(work.x), oracle)._replace(buffers=oracle.buffers)
 
-    def local_end(self, down: Any, client: Any, work: Work) -> tuple[Any, Any]:
+    def local_end(self, down: Down, client: Client, work: Work) -> tuple[State, Client]:
         if not self.phase:
             return Up(down.x - work.x), client
-        return self.Silence(), self.Client(work.x, work.buffers, torch.ones_like(client.tuned))
+        return Nothing(), self.Client(work.x, work.buffers, torch.ones_like(client.tuned))
 
-    def take_moments(self, work: Any, opt: Any) -> Any:
+    def take_moments(self, work: Work, opt: State) -> Work:
         return work if self.phase == 1 else work._replace(opt=opt)  # fine-tuning begins with new moments
 
-    def gather(self, companion: Any, up: Any, cohort: Cohort) -> tuple[Tensor, Any]:
-        return super().gather(companion, up, cohort) if not self.phase else (standing_still(cohort), companion)
-
-    def serves(self, down: Any, client: Any, local: LocalData) -> Served:
-        return self.start(down.x, local.buffers, client)
+    def gather(self, companion: State, up: State, cohort: Cohort) -> tuple[Tensor, State]:
+        return super().gather(companion, up, cohort) if not self.phase else (stand_still(cohort), companion)
 
     def check(self, clients: int, cohort: int) -> None:
         super().check(clients, cohort)
@@ -98,11 +90,3 @@ class FineTuning(Worker):
 @dataclass(frozen=True)
 class FT(FineTuning, Average):
     """FedAvg and fine-tuning after it."""
-
-    paper: ClassVar[str] = """@article{wang2019ondevice,
-  title   = {Federated Evaluation of On-device Personalization},
-  author  = {Wang, Kangkang and Mathews, Rajiv and Kiddon, Chlo{\\'e} and Eichner, Hubert and Beaufays, Fran{\\c{c}}oise
-             and Ramage, Daniel},
-  journal = {arXiv:1910.10252},
-  year    = {2019}
-}"""

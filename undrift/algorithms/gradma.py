@@ -7,14 +7,11 @@ Forgetting. CVPR 2023, Algorithm 1.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
 
-from undrift.algorithms.gradma_s import GradMAS, ServerMemory
+from undrift.algorithms.gradma_s import ServerMemory
 from undrift.algorithms.gradma_w import ProjectedGradients
 
 
 @dataclass(frozen=True)
 class GradMA(ProjectedGradients, ServerMemory):
     """Projected local gradients; momentum, memory and projection on the server."""
-
-    paper: ClassVar[str] = GradMAS.paper

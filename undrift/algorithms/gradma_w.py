@@ -7,20 +7,18 @@ Forgetting. CVPR 2023, Algorithms 2 (Worker_Update) and 7.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar, NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
-from undrift.algorithms.base import Average, Cohort, Up, Worker, at_least
+from undrift.algorithms.base import Average, GradientOracle, LocalData, State, Up, Vec, Worker
 from undrift.algorithms.gradient_memory.cone3 import project_three
-from undrift.algorithms.gradma_s import GradMAS
-from undrift.core.errors import UnknownName
-from undrift.oracle.oracle import GradientOracle
+from undrift.algorithms.gradient_memory.scope import Projected
 
 
 @dataclass(frozen=True)
-class ProjectedGradients(Worker):
+class ProjectedGradients(Worker, Projected):
     """g~ = QP(g_i(x_i^k), [g_i(x_i^{k-1}), g_i(x_t), x_i^k - x_t]), all gradients on one mini-batch.
 
     Differs: the paper writes full gradients, the authors' code and this one mini-batch; a client's first x_i^{-1} is the
@@ -28,17 +26,15 @@ class ProjectedGradients(Worker):
     the authors' GradMA does; one QP for the whole vector, `qp_scope=tensor` for one a tensor as in the authors' code.
     """
 
-    prev: str = "last_local"
-    prev_first: str = "current"
-    qp_scope: str = "global"
-    rho: float = 0.0
+    prev: Literal["last_local", "global"] = "last_local"
+    prev_first: Literal["current", "x0"] = "current"
 
     class Companion(NamedTuple):
-        x0: Tensor  # [0] unless prev_first=x0
+        x0: Vec  # [0] unless prev_first=x0
 
     class Down(NamedTuple):
-        x: Tensor
-        x0: Tensor
+        x: Vec
+        x0: Vec
 
     class Client(NamedTuple):
         prev: Tensor  # x', the last local model, [0] where it is not kept
@@ -46,7 +42,7 @@ class ProjectedGradients(Worker):
     class Work(NamedTuple):
         x: Tensor
         k: Tensor
-        opt: Any
+        opt: State
         prev: Tensor  # x_i^{k-1}
         active: Tensor  # [..., 1] constraints that were active in the steps so far
 
@@ -56,47 +52,30 @@ class ProjectedGradients(Worker):
     def companion_init(self, x0: Tensor, clients: int) -> Companion:
         return self.Companion(x0 if self.prev_first == "x0" and self.prev == "last_local" else x0[..., :0])
 
-    def broadcast(self, x: Tensor, companion: Companion, invited: Cohort) -> Down:
-        return self.Down(x, companion.x0)
-
     def client_init(self, down: Down, ids: Tensor, buffers: Tensor) -> Client:
         first = down.x0 if self.prev_first == "x0" else down.x
         return self.Client(first if self.prev == "last_local" else down.x[..., :0])
 
-    def local_start(self, down: Down, client: Client) -> Work:
-        prev = client.prev if self.prev == "last_local" else down.x
-        zero = torch.zeros_like(down.x[..., :1])
+    def local_start(self, down: Down, client: Client, local: LocalData) -> Work:
+        prev, zero = client.prev if self.prev == "last_local" else down.x, torch.zeros_like(down.x[..., :1])
         return self.Work(down.x, zero, self.rest(down.x), prev, zero)
 
-    def local_step(self, down: Down, client: Client, work: Any, oracle: GradientOracle) -> Any:
+    def local_step(self, down: Down, client: Client, work: Work, oracle: GradientOracle) -> Work:
         g, M1, M2 = oracle.grads(work.x, work.prev, down.x)
         M = [M1, M2, (work.x - down.x).expand_as(g)]
-        parts = oracle.layout.segments if self.qp_scope == "tensor" else [slice(0, g.shape[-1])]
+        parts = self.segments(oracle.layout)
         solved = [project_three(g[..., part], [row[..., part] for row in M], self.rho) for part in parts]
-        projected = torch.cat([u for u, _ in solved], -1)
+        projected = torch.cat([u for u, _ in solved], -1)  # g~ = QP_l(g, M)
         active = torch.cat([on for _, on in solved], -1).sum(-1, keepdim=True)
         return self.move(work, projected, oracle)._replace(prev=work.x, active=work.active + active)
 
-    def local_end(self, down: Down, client: Client, work: Any) -> tuple[Up, Client]:
+    def local_end(self, down: Down, client: Client, work: Work) -> tuple[Up, Client]:
         return Up(down.x - work.x), self.Client(work.x if self.prev == "last_local" else client.prev)
 
-    def local_facts(self, work: Any) -> Facts:
+    def local_facts(self, work: Work) -> Facts:
         return self.Facts(work.active / work.k)
-
-    def check(self, clients: int, cohort: int) -> None:
-        super().check(clients, cohort)
-        at_least(self, 0.0, "rho")
-        for field, allowed in (
-            ("prev", ("last_local", "global")),
-            ("prev_first", ("current", "x0")),
-            ("qp_scope", ("global", "tensor")),
-        ):
-            if getattr(self, field) not in allowed:
-                raise UnknownName(field, getattr(self, field), allowed)
 
 
 @dataclass(frozen=True)
 class GradMAW(ProjectedGradients, Average):
     """Projected local gradients and a weighted mean."""
-
-    paper: ClassVar[str] = GradMAS.paper

@@ -6,13 +6,12 @@ Xu: New Efficient and Privacy-Preserving Methods for Distributed Training. PhD t
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar, NamedTuple
+from typing import ClassVar, NamedTuple
 
-import torch
 from torch import Tensor
 
-from undrift.algorithms.base import Average, Cohort, Served, Worker, standing_still
-from undrift.oracle.oracle import GradientOracle, LocalData
+from undrift.algorithms.base import Average, Cohort, Down, GradientOracle, LocalData, Nothing, State, Worker
+from undrift.algorithms.personal import Served, stand_still
 
 
 @dataclass(frozen=True)
@@ -28,16 +27,13 @@ class Alone(Worker):
         v: Tensor  # the client's own model
         statistics: Tensor  # and its BatchNorm statistics
 
-    class Up(NamedTuple):
-        """Nothing."""
-
     class Work(NamedTuple):
         x: Tensor  # v_i
         k: Tensor
-        opt: Any
+        opt: State
         buffers: Tensor
 
-    def bytes_down(self, down: Any, invited: int, returning: int, clients: int) -> int:
+    def bytes_down(self, down: Down, invited: int, returning: int, clients: int) -> int:
         return 0  # the common start is drawn from the seed
 
     @property
@@ -48,33 +44,26 @@ class Alone(Worker):
     def buffers_up(self) -> bool:
         return False
 
-    def client_init(self, down: Any, ids: Tensor, buffers: Tensor) -> Any:
+    def client_init(self, down: Down, ids: Tensor, buffers: Tensor) -> Client:
         return self.Client(down.x, buffers)
 
-    def local_start(self, down: Any, client: Any) -> Work:
-        return self.Work(client.v, torch.zeros_like(client.v[..., :1]), self.rest(client.v), client.statistics)
+    def local_start(self, down: Down, client: Client, local: LocalData) -> Work:
+        return super().local_start(Down(client.v), client, local)._replace(buffers=client.statistics)
 
-    def local_step(self, down: Any, client: Any, work: Work, oracle: GradientOracle) -> Any:
+    def local_step(self, down: Down, client: Client, work: Work, oracle: GradientOracle) -> Work:
         oracle.buffers = work.buffers  # its own, not the server's
-        return self.move(work, oracle.grad(work.x), oracle)
+        return self.move(work, oracle.grad(work.x), oracle)._replace(buffers=oracle.buffers)
 
-    def local_end(self, down: Any, client: Any, work: Work) -> tuple[Any, Any]:
-        return self.Up(), self.Client(work.x, work.buffers)
+    def local_end(self, down: Down, client: Client, work: Work) -> tuple[State, Client]:
+        return Nothing(), self.Client(work.x, work.buffers)
 
-    def gather(self, companion: Any, up: Any, cohort: Cohort) -> tuple[Tensor, Any]:
-        return standing_still(cohort), companion
+    def gather(self, companion: State, up: State, cohort: Cohort) -> tuple[Tensor, State]:
+        return stand_still(cohort), companion
 
-    def serves(self, down: Any, client: Any, local: LocalData) -> Served:
+    def serves(self, down: Down, client: Client, local: LocalData) -> Served:
         return Served(client.v, client.statistics)
 
 
 @dataclass(frozen=True)
 class Local(Alone, Average):
     """Clients that train alone, and a server that does nothing."""
-
-    paper: ClassVar[str] = """@phdthesis{xu2023distributed,
-  title  = {New Efficient and Privacy-Preserving Methods for Distributed Training},
-  author = {Xu, An},
-  school = {University of Pittsburgh},
-  year   = {2023}
-}"""

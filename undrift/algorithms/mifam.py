@@ -6,14 +6,11 @@ A baseline of GradMA (Luo et al., CVPR 2023, Algorithm 6).
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 from undrift.algorithms.fedavgm import ServerMomentum
-from undrift.algorithms.mifa import MIFA, LastUpdates
+from undrift.algorithms.mifa import LastUpdates
 
 
 @dataclass(frozen=True)
 class MIFAM(LastUpdates, ServerMomentum):
     """m_{t+1} = beta_1 m_t + D;  x_{t+1} = x_t - eta_g m_{t+1}."""
-
-    paper: ClassVar[str] = MIFA.paper

@@ -7,14 +7,13 @@ Learning. NeurIPS 2021, with momentum SGD as the base optimiser.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar, NamedTuple
+from typing import ClassVar, NamedTuple
 
-import torch
 from torch import Tensor
 
-from undrift.algorithms.base import Average, Cohort, Worker, below_one
+from undrift.algorithms.base import Average, Cohort, GradientOracle, LocalData, Nothing, State, Vec, Worker
+from undrift.algorithms.settings import below_one
 from undrift.core.vec import mean
-from undrift.oracle.oracle import GradientOracle, LocalData
 
 
 @dataclass(frozen=True)
@@ -26,6 +25,8 @@ class FrozenMomentum(Worker):
 
     beta: float = 0.9
     ema: bool = True
+
+    varies: ClassVar[tuple[str, ...]] = ("beta",)
 
     def mixed(self, g: Tensor, m: Tensor) -> Tensor:
         """(1 - beta) g + beta m, or g + beta m."""
@@ -44,38 +45,29 @@ class LiteMomentum(FrozenMomentum):
     """
 
     class Companion(NamedTuple):
-        m: Tensor
+        m: Vec
 
     class Down(NamedTuple):
-        x: Tensor
-        m: Tensor
+        x: Vec
+        m: Vec
 
     class Work(NamedTuple):
         x: Tensor
         k: Tensor
-        opt: Any
+        opt: State
         full: Tensor  # grad f_i(x_t)
 
     class Up(NamedTuple):
-        d: Tensor
-        full: Tensor
+        d: Vec
+        full: Vec
 
-    def companion_init(self, x0: Tensor, clients: int) -> Companion:
-        return self.Companion(torch.zeros_like(x0))
+    def local_start(self, down: Down, client: Nothing, local: LocalData) -> Work:
+        return super().local_start(down, client, local)._replace(full=local.full_grad(down.x))
 
-    def broadcast(self, x: Tensor, companion: Companion, invited: Cohort) -> Down:
-        return self.Down(x, companion.m)
-
-    def local_start(self, down: Down, client: Any) -> Work:
-        return self.Work(down.x, torch.zeros_like(down.x[..., :1]), self.rest(down.x), torch.zeros_like(down.x))
-
-    def prepare(self, down: Down, client: Any, work: Work, local: LocalData) -> Work:
-        return work._replace(full=local.full_grad(down.x))
-
-    def local_step(self, down: Down, client: Any, work: Work, oracle: GradientOracle) -> Any:
+    def local_step(self, down: Down, client: Nothing, work: Work, oracle: GradientOracle) -> Work:
         return self.move(work, self.mixed(oracle.grad(work.x), down.m), oracle)
 
-    def local_end(self, down: Down, client: Any, work: Work) -> tuple[Up, Any]:
+    def local_end(self, down: Down, client: Nothing, work: Work) -> tuple[Up, Nothing]:
         return self.Up(down.x - work.x, work.full), client
 
     def gather(self, companion: Companion, up: Up, cohort: Cohort) -> tuple[Tensor, Companion]:
@@ -86,11 +78,3 @@ class LiteMomentum(FrozenMomentum):
 @dataclass(frozen=True)
 class MimeLite(LiteMomentum, Average):
     """Frozen server momentum on the clients and a weighted mean."""
-
-    paper: ClassVar[str] = """@inproceedings{karimireddy2021mime,
-  title     = {Breaking the Centralized Barrier for Cross-Device Federated Learning},
-  author    = {Karimireddy, Sai Praneeth and Jaggi, Martin and Kale, Satyen and Mohri, Mehryar and Reddi, Sashank and
-               Stich, Sebastian and Suresh, Ananda Theertha},
-  booktitle = {NeurIPS},
-  year      = {2021}
-}"""

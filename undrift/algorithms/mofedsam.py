@@ -6,12 +6,12 @@ Qu, Li, Duan, Liu, Tang, Lu: Generalized Federated Learning via Sharpness Aware 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
-from undrift.algorithms.base import Average, Work, at_least
+from undrift.algorithms.base import Average, GradientOracle, Nothing, Work
 from undrift.algorithms.fedcm import LastDirection
-from undrift.algorithms.fedsam import FedSAM, sharp_gradient
-from undrift.oracle.oracle import GradientOracle
+from undrift.algorithms.fedsam import sharp_gradient
+from undrift.algorithms.settings import at_least
 
 
 @dataclass(frozen=True)
@@ -20,7 +20,9 @@ class SharpnessAwareMomentum(LastDirection):
 
     radius: float = 0.1  # rho
 
-    def local_step(self, down: LastDirection.Down, client: Any, work: Work, oracle: GradientOracle) -> Any:
+    varies: ClassVar[tuple[str, ...]] = ("radius",)
+
+    def local_step(self, down: LastDirection.Down, client: Nothing, work: Work, oracle: GradientOracle) -> Work:
         g = sharp_gradient(oracle, work.x, self.radius)
         return self.move(work, self.alpha * g + (1 - self.alpha) * down.delta, oracle)
 
@@ -32,5 +34,3 @@ class SharpnessAwareMomentum(LastDirection):
 @dataclass(frozen=True)
 class MoFedSAM(SharpnessAwareMomentum, Average):
     """Sharpness-aware local steps with client-level momentum, and a weighted mean."""
-
-    paper: ClassVar[str] = FedSAM.paper

@@ -6,15 +6,15 @@ Li, He, Song: Model-Contrastive Federated Learning. CVPR 2021.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from undrift.algorithms.base import Average, Up, Worker, at_least
-from undrift.core.errors import BadSetting
-from undrift.oracle.oracle import GradientOracle, LocalData, View
+from undrift.algorithms.base import Average, Down, GradientOracle, LocalData, State, Up, Worker
+from undrift.algorithms.settings import above, at_least
+from undrift.oracle.oracle import View
 
 
 @dataclass(frozen=True)
@@ -35,23 +35,19 @@ class Contrastive(Worker):
     class Work(NamedTuple):
         x: Tensor
         k: Tensor
-        opt: Any
+        opt: State
         buffers: Tensor  # the client's own statistics now
         start: Tensor  # the server's at the start of the round
 
-    def client_init(self, down: Any, ids: Tensor, buffers: Tensor) -> Client:
+    def client_init(self, down: Down, ids: Tensor, buffers: Tensor) -> Client:
         return self.Client(down.x, buffers)
 
-    def local_start(self, down: Any, client: Client) -> Work:
-        none = torch.zeros_like(client.buffers)
-        return self.Work(down.x, torch.zeros_like(down.x[..., :1]), self.rest(down.x), none, none)
+    def local_start(self, down: Down, client: Client, local: LocalData) -> Work:
+        return super().local_start(down, client, local)._replace(buffers=local.buffers, start=local.buffers)
 
-    def prepare(self, down: Any, client: Client, work: Work, local: LocalData) -> Work:
-        return work._replace(buffers=local.buffers, start=local.buffers)
-
-    def local_step(self, down: Any, client: Client, work: Work, oracle: GradientOracle) -> Any:
+    def local_step(self, down: Down, client: Client, work: Work, oracle: GradientOracle) -> Work:
         g = oracle.grad(work.x, self.objective, down.x, work.start, client.x, client.buffers)
-        return self.move(work, g, oracle)
+        return self.move(work, g, oracle)._replace(buffers=oracle.buffers)
 
     def objective(
         self,
@@ -72,23 +68,15 @@ class Contrastive(Worker):
         )
         return model.loss(outputs, targets) + self.mu * (torch.logaddexp(near, far) - near)
 
-    def local_end(self, down: Any, client: Client, work: Work) -> tuple[Up, Client]:
+    def local_end(self, down: Down, client: Client, work: Work) -> tuple[Up, Client]:
         return Up(down.x - work.x), self.Client(work.x, work.buffers)
 
     def check(self, clients: int, cohort: int) -> None:
         super().check(clients, cohort)
         at_least(self, 0.0, "mu")
-        if not self.temperature > 0:
-            raise BadSetting(f"temperature must be greater than 0, not {self.temperature}")
+        above(self, 0.0, "temperature")
 
 
 @dataclass(frozen=True)
 class MOON(Contrastive, Average):
     """Contrastive local losses and a weighted mean."""
-
-    paper: ClassVar[str] = """@inproceedings{li2021moon,
-  title     = {Model-Contrastive Federated Learning},
-  author    = {Li, Qinbin and He, Bingsheng and Song, Dawn},
-  booktitle = {CVPR},
-  year      = {2021}
-}"""

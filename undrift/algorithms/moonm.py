@@ -6,14 +6,11 @@ A baseline of GradMA (Luo et al., CVPR 2023).
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 from undrift.algorithms.fedavgm import ServerMomentum
-from undrift.algorithms.moon import MOON, Contrastive
+from undrift.algorithms.moon import Contrastive
 
 
 @dataclass(frozen=True)
 class MOONM(Contrastive, ServerMomentum):
     """Contrastive local losses; m_{t+1} = beta_1 m_t + d, x_{t+1} = x_t - eta_g m_{t+1}."""
-
-    paper: ClassVar[str] = MOON.paper

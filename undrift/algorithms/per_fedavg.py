@@ -7,12 +7,12 @@ Approach. NeurIPS 2020, Algorithm 1, with its first-order (FO) and Hessian-free 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
-from undrift.algorithms.base import Average, Served, Work, Worker, at_least
-from undrift.core.errors import BadSetting
+from undrift.algorithms.base import Average, Down, GradientOracle, LocalData, Nothing, Work, Worker
+from undrift.algorithms.personal import Served
+from undrift.algorithms.settings import above, at_least
 from undrift.core.vec import descend
-from undrift.oracle.oracle import GradientOracle, LocalData
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ class MetaSteps(Worker):
 
     personalises: ClassVar[bool] = True
 
-    def local_step(self, down: Any, client: Any, work: Work, oracle: GradientOracle) -> Any:
+    def local_step(self, down: Down, client: Nothing, work: Work, oracle: GradientOracle) -> Work:
         count = 3 if self.hessian_free else 2
         first, second, *third = oracle.parts(count) if self.split else [oracle] * count
         inner = descend(work.x, self.alpha, first.grad(work.x, track=False))  # w' = w - alpha g(w; xi)
@@ -42,7 +42,7 @@ class MetaSteps(Worker):
             r = r - self.alpha * (ahead - behind) / (2 * self.delta)
         return self.move(work, r, oracle)
 
-    def serves(self, down: Any, client: Any, local: LocalData) -> Served:
+    def serves(self, down: Down, client: Nothing, local: LocalData) -> Served:
         x = down.x
         for _ in range(self.adapt_steps):
             x = x - self.alpha * local.full_grad(x)
@@ -51,17 +51,9 @@ class MetaSteps(Worker):
     def check(self, clients: int, cohort: int) -> None:
         super().check(clients, cohort)
         at_least(self, 0.0, "alpha", "adapt_steps")
-        if not self.delta > 0:
-            raise BadSetting(f"delta must be greater than 0, not {self.delta}")
+        above(self, 0.0, "delta")
 
 
 @dataclass(frozen=True)
 class PerFedAvg(MetaSteps, Average):
     """Meta-learning on the clients and a weighted mean."""
-
-    paper: ClassVar[str] = """@inproceedings{fallah2020perfedavg,
-  title     = {Personalized Federated Learning with Theoretical Guarantees: A Model-Agnostic Meta-Learning Approach},
-  author    = {Fallah, Alireza and Mokhtari, Aryan and Ozdaglar, Asuman},
-  booktitle = {NeurIPS},
-  year      = {2020}
-}"""

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, ClassVar, NamedTuple, Self
+from typing import TYPE_CHECKING, Annotated, ClassVar, NamedTuple, Self
 
+import torch
 from torch import Tensor
 
 from undrift.algorithms.settings import Checked
@@ -18,6 +19,9 @@ from undrift.oracle.oracle import GradientOracle, LocalData
 
 if TYPE_CHECKING:
     from undrift.algorithms.base import Cohort, Worker
+
+
+SelectorVec = Annotated[Tensor, "selector"]  # a field of a message that is a vector of the network called `selector`
 
 
 class Served(NamedTuple):
@@ -109,10 +113,19 @@ class Personal(Checked):
 def advance(worker: Worker, stream: Stream, oracle: GradientOracle) -> tuple[Stream, Tensor]:
     """One plain step of a further model on the same mini-batch, and its loss [..., 1]."""
     beside = oracle.at(stream.statistics)
-    moved: Stream = worker.move(stream, beside.grad(stream.x), oracle)
+    moved = worker.move(stream, beside.grad(stream.x), oracle)
     return moved._replace(statistics=beside.buffers), beside.loss
 
 
 def stand_still(cohort: Cohort) -> Tensor:
     """The direction [..., P] of a round in which the server's model stays where it is."""
     return cohort.weight.new_zeros(*cohort.weight.shape[:-2], cohort.layout.size)
+
+
+def put(rows: Tensor, new: Tensor, cohort: Cohort) -> Tensor:
+    """rows [..., N, n], one for every client, with those of the cohort replaced by new [..., S, n]."""
+    number = torch.arange(rows.shape[-2], device=rows.device).unsqueeze(-1)
+    taken = (number == cohort.ids.unsqueeze(-2)).to(new.dtype)  # [..., N, S]
+    if cohort.there is not None:
+        taken = taken * cohort.there.transpose(-1, -2)
+    return torch.where(taken.sum(-1, keepdim=True) > 0, taken @ new, rows) if new.shape[-1] else rows

@@ -6,14 +6,13 @@ Dinh, Tran, Nguyen: Personalized Federated Learning with Moreau Envelopes. NeurI
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar, NamedTuple
+from typing import ClassVar, NamedTuple
 
-import torch
 from torch import Tensor
 
-from undrift.algorithms.base import Average, Served, Up, Worker, at_least
-from undrift.core.errors import BadSetting
-from undrift.oracle.oracle import GradientOracle, LocalData
+from undrift.algorithms.base import Average, Down, GradientOracle, LocalData, State, Up, Worker
+from undrift.algorithms.personal import Served
+from undrift.algorithms.settings import at_least
 
 
 @dataclass(frozen=True)
@@ -38,43 +37,35 @@ class MoreauEnvelope(Worker):
     class Work(NamedTuple):
         x: Tensor  # w
         k: Tensor
-        opt: Any
+        opt: State
         theta: Tensor
         buffers: Tensor
 
-    def client_init(self, down: Any, ids: Tensor, buffers: Tensor) -> Any:
+    def client_init(self, down: Down, ids: Tensor, buffers: Tensor) -> Client:
         return self.Client(down.x, buffers)
 
-    def local_start(self, down: Any, client: Any) -> Work:
-        return self.Work(down.x, torch.zeros_like(down.x[..., :1]), self.rest(down.x), down.x, client.statistics)
+    def local_start(self, down: Down, client: Client, local: LocalData) -> Work:
+        return super().local_start(down, client, local)._replace(theta=down.x, buffers=client.statistics)
 
-    def local_step(self, down: Any, client: Any, work: Work, oracle: GradientOracle) -> Any:
+    def local_step(self, down: Down, client: Client, work: Work, oracle: GradientOracle) -> Work:
         w, theta = work.x, work.x if self.reset else work.theta
         for inner in range(self.inner_steps):
             g = oracle.grad(theta, track=inner == 0)
             theta = theta - self.inner_lr * (g + self.lam * (theta - w) + self.theta_decay * theta)
-        return self.move(work, self.lam * (w - theta), oracle)._replace(theta=theta)
+        return self.move(work, self.lam * (w - theta), oracle)._replace(theta=theta, buffers=oracle.buffers)
 
-    def local_end(self, down: Any, client: Any, work: Work) -> tuple[Up, Any]:
+    def local_end(self, down: Down, client: Client, work: Work) -> tuple[Up, Client]:
         return Up(down.x - work.x), self.Client(work.theta, work.buffers)
 
-    def serves(self, down: Any, client: Any, local: LocalData) -> Served:
+    def serves(self, down: Down, client: Client, local: LocalData) -> Served:
         return Served(client.theta, client.statistics)
 
     def check(self, clients: int, cohort: int) -> None:
         super().check(clients, cohort)
         at_least(self, 0.0, "lam", "inner_lr", "theta_decay")
-        if self.inner_steps < 1:
-            raise BadSetting(f"inner_steps must be at least 1, not {self.inner_steps}")
+        at_least(self, 1, "inner_steps")
 
 
 @dataclass(frozen=True)
 class PFedMe(MoreauEnvelope, Average):
     """Moreau envelopes and x_{t+1} = (1 - beta) x_t + beta mean(w_i)."""
-
-    paper: ClassVar[str] = """@inproceedings{dinh2020pfedme,
-  title     = {Personalized Federated Learning with Moreau Envelopes},
-  author    = {Dinh, Canh T. and Tran, Nguyen H. and Nguyen, Tuan Dung},
-  booktitle = {NeurIPS},
-  year      = {2020}
-}"""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, get_args, get_origin, get_type_hints
 
 from undrift.core.errors import BadSetting, UnknownName
@@ -16,6 +17,17 @@ class Checked:
 
     def check(self, clients: int, cohort: int) -> None:
         """Raise BadSetting where a field's value, alone or with the federation's size, makes no sense."""
+
+
+@dataclass(frozen=True)
+class ServerRate(Checked):
+    """The rate of every server part; a worker part that has to know it inherits from here too."""
+
+    server_lr: float = 1.0  # eta_g
+
+    def check(self, clients: int, cohort: int) -> None:
+        super().check(clients, cohort)
+        at_least(self, 0.0, "server_lr")
 
 
 def check_algorithm(alg: Algorithm, clients: int, cohort: int) -> None:

@@ -15,6 +15,7 @@ from typing import Any, ClassVar, NamedTuple, cast
 from torch import Tensor
 
 from undrift.algorithms.base import Algorithm, Server, Worker
+from undrift.algorithms.personal import Personal
 from undrift.core.trees import State
 from undrift.oracle.oracle import LocalData
 
@@ -63,6 +64,10 @@ class WorkerWrapper(Worker):
     def local_step(self, *given: Any) -> State:
         raise NotImplementedError  # forwarded, see below
 
+    def check(self, clients: int, cohort: int) -> None:
+        self.inner.check(clients, cohort)
+        super().check(clients, cohort)
+
 
 class Wrapper(WorkerWrapper, Algorithm):
     """A whole algorithm around another one. It has no settings of its own: fields are those of `inner`."""
@@ -70,7 +75,11 @@ class Wrapper(WorkerWrapper, Algorithm):
     def __init__(self, inner: Algorithm) -> None:
         object.__setattr__(self, "inner", inner)
 
-    __eq__, __hash__ = object.__eq__, object.__hash__
+    def __eq__(self, other: object) -> bool:
+        return type(self) is type(other) and vars(self) == vars(other)
+
+    def __hash__(self) -> int:
+        return hash(type(self))
 
     def __getattr__(self, name: str) -> Any:
         return getattr(object.__getattribute__(self, "inner"), name)
@@ -86,7 +95,7 @@ class Wrapper(WorkerWrapper, Algorithm):
     def server_step(self, *given: Any) -> tuple[Tensor, State]:
         raise NotImplementedError  # forwarded, see below
 
-    def at(self, t: int) -> Wrapper:
+    def at(self, t: int) -> Personal:
         return self.around(self.inner.at(t))
 
 
@@ -104,7 +113,8 @@ def _forward_all(wrapper: type, part: type, beside: type) -> None:
     """Give the wrapper a forwarding form of every public name of a part, but for fields and what it defines itself."""
     for name in dir(part):
         ours = name in vars(wrapper) and name not in ("local_step", "server_step")
-        if name.startswith("_") or ours or hasattr(beside, name) or name in {f.name for f in fields(part)}:
+        apart = name == "varies" or name in {f.name for f in fields(part)}  # the class's own business
+        if name.startswith("_") or ours or hasattr(beside, name) or apart:
             continue
         hook = inspect.getattr_static(part, name)
         plain = inspect.isfunction(hook)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import importlib
 import pkgutil
 from dataclasses import dataclass
-from typing import ClassVar, NamedTuple, Protocol
+from typing import Any, ClassVar, NamedTuple, Protocol, Self, TypeVar
 
 from torch import Tensor
 
@@ -23,6 +23,24 @@ class Rates(Protocol):
 
     @property
     def momentum(self) -> float: ...
+
+
+class Moving(Protocol):
+    """What local steps move: `base.Work`, a method's own, or a `personal.Stream`."""
+
+    @property
+    def x(self) -> Tensor: ...
+
+    @property
+    def k(self) -> Tensor: ...
+
+    @property
+    def opt(self) -> State: ...
+
+    def _replace(self, *given: Any, **changes: Any) -> Self: ...
+
+
+W = TypeVar("W", bound=Moving)
 
 
 class BaseOptimizer(Protocol):
