@@ -16,7 +16,7 @@ from undrift.core import ranks
 from undrift.core.names import names
 from undrift.jobs import run as runs
 from undrift.jobs.registry import algorithm_class
-from undrift.simulate.execute import Pool, Stacked
+from undrift.simulate.here import Pool, Stacked
 from undrift.simulate.simulation import Simulation
 
 ROUNDS = 3

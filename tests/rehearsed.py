@@ -10,12 +10,8 @@ import torch
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 
-from undrift.kernels import consistency_gpu as spread
-from undrift.kernels import conv_gpu as few_channels
-from undrift.kernels import cross_entropy_gpu as cross_entropy
-from undrift.kernels import dense_step_gpu as stepped
-from undrift.kernels import launch
-from undrift.kernels import memory_gpu as slots
+from undrift.algorithms.gradient_memory.memory import Memory
+from undrift.kernels import consistency_gpu, conv_gpu, cross_entropy_gpu, dense_step_gpu, launch, memory_gpu
 
 
 class Absent:
@@ -52,11 +48,14 @@ def program() -> list[torch.Tensor]:
         backward.start()
         backward.join()
         results += [y, w.grad]
-    results += slots.mem_red(torch.arange(5), torch.zeros(4, 8, dtype=torch.int64), torch.tensor(0))
-    results += [spread.spread(torch.randn(2, S, 50), torch.rand(2, S, 1))]
-    results += cross_entropy.of_turned(torch.randn(S, 5, B), torch.zeros(S, B, dtype=torch.int64), None)
+    memory, place = memory_gpu.mem_red_gpu(Memory.empty(8, torch.zeros(1), 1), torch.arange(5))
+    results += [memory.ids, memory.age, memory.uses, memory.since, memory.evictions, place]
+    results += [consistency_gpu.spread(torch.randn(2, S, 50), torch.rand(2, S, 1))]
+    labels = torch.zeros(S, B, dtype=torch.int64)
+    results += cross_entropy_gpu.turned_cross_entropy_gpu(torch.randn(S, 5, B), labels, None)
+    outs, back = [torch.randn(S, 6, B)], [torch.randn(S, 5, B)]
     for rate in (0.1, torch.rand(S)):
-        results += [stepped.stepped(torch.randn(S, 50), rate, [torch.randn(S, 6, B)], [torch.randn(S, 5, B)], [True])]
+        results += [dense_step_gpu.dense_step_gpu(torch.randn(S, 50), rate, outs, back, [True])]
     return results
 
 
@@ -79,19 +78,20 @@ def main() -> None:
         kernel.warmup(*given, grid=grid, **sizes)
 
     assert held() == len(wanted)
-    for room in (few_channels, slots, spread, cross_entropy, stepped):
+    for room in (conv_gpu, memory_gpu, consistency_gpu, cross_entropy_gpu, dense_step_gpu):
         room.launch = ready
     program()
     assert held() == len(wanted), "a stand-in is no substitute for what it stands for"
 
     # What cannot be compiled does not end the rehearsal, but is told when it is launched.
-    spread.launch, spread.ENTRIES = launch.launch, 24  # blocks of six entries, where Triton wants a power of two
+    # Blocks of six entries, where Triton wants a power of two.
+    consistency_gpu.launch, consistency_gpu.ENTRIES = launch.launch, 24
     rows, share = torch.randn(1, 3, 50), torch.rand(1, 3, 1)
     with launch.rehearsal(torch.device("cuda:0")):
-        spread.spread(rows, share)
-    spread.launch = ready
+        consistency_gpu.spread(rows, share)
+    consistency_gpu.launch = ready
     with pytest.raises(Exception, match="power of 2"):
-        spread.spread(rows, share)
+        consistency_gpu.spread(rows, share)
 
 
 if __name__ == "__main__":

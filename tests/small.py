@@ -68,5 +68,5 @@ def path(run: Simulation, rounds: int) -> torch.Tensor:
     points = []
     for _ in range(rounds):
         run.round()
-        points.append(run.net.layout.sent(run.state.x))
+        points.append(run.net.sent(run.state.x, "model"))
     return torch.stack(points)

@@ -12,14 +12,15 @@ import torch
 from torch import Tensor
 
 from tests.small import SIZES, path, simulation
-from undrift.algorithms.base import Cohort, Served
+from undrift.algorithms.base import Cohort
 from undrift.algorithms.fedavg import FedAvg
+from undrift.algorithms.personal import Served
 from undrift.core.layout import Layout
 from undrift.core.names import names
 from undrift.core.trees import leaves, map_leaves, nbytes
 from undrift.jobs.registry import algorithm_class
-from undrift.oracle.oracle import Objective
-from undrift.round.order import client_part
+from undrift.oracle.oracle import NoData, Objective
+from undrift.round.clients import train
 
 ALGORITHMS = names("algorithms")
 GOLDEN = Path(__file__).parent / "golden"
@@ -173,7 +174,8 @@ class Problem:
     def part(self, alg: Any, down: Any, client: Any, take: Any) -> Any:
         """The client part for those clients that `take` picks out of [S, ...]."""
         steps = ((Quadratic(take(self.h), take(self.c), k), take(self.live[k])) for k in range(self.K))
-        return client_part(alg, down, client, torch.zeros(0, dtype=torch.float64), steps)  # type: ignore[arg-type]
+        none = torch.zeros(0, dtype=torch.float64)
+        return train(alg, down, client, none, steps, NoData(none))  # type: ignore[arg-type]
 
     def states(self, alg: Any) -> tuple[Any, Any]:
         """What goes down and what the clients [S] keep, neither of them all zeros."""
@@ -190,7 +192,7 @@ class Problem:
     def companion(self, alg: Any) -> Any:
         none = self.x[:0]
         starts = {"model": Served(self.x, none), "selector": Served(0.5 * self.x[:3], none)}
-        return alg.companion_more(alg.companion_init(self.x, self.S), starts)
+        return alg.companion_networks(alg.companion_init(self.x, self.S), starts)
 
     def cohort(self, weight: Tensor) -> Cohort:
         steps = self.live.sum(0).double().expand(*weight.shape[:-2], self.S, 1)
@@ -292,10 +294,10 @@ def test_bytes_and_gradients_are_as_its_page_says(name: str, execution: str) -> 
     down, up, gradients = COSTS[name]
     cohort = 1 if name == "centralized" else 4
     run = simulation(make(name), cohort=cohort, steps=3, execution=execution)
-    model, before = nbytes(run.net.layout.sent(run.state.x)), set()
-    chooser = nbytes(run.net.sent(run.alg.selector(run.state.companion).x)) if name == "fedsm" else 0
+    model, before = nbytes(run.net.sent(run.state.x, "model")), set()
+    chooser = nbytes(run.net.sent(run.alg.selector(run.state.companion).x, "selector")) if name == "fedsm" else 0
     for _ in range(3):
-        ids = set(run.draw()[0].tolist())
+        ids = set(run.sampling.invite(run.t)[0].tolist())
         record = run.round()
         if down == "broadcast":  # x to everybody
             models = 6

@@ -8,11 +8,11 @@ from torch import Tensor, nn
 
 from tests.small import CPU, federation, path, simulation
 from undrift.algorithms.fedavg import FedAvg
-from undrift.kernels.chain import HALVES, Chain, halved
+from undrift.kernels.chain import HALVES, Chain, chain_of, fitting, halved
 from undrift.models import lenet5, logreg, mlp
 from undrift.oracle.net import Net
 from undrift.oracle.oracle import Batch, Oracle, task_loss
-from undrift.simulate.execute import Pool
+from undrift.simulate.here import Pool
 
 WIDE = torch.float64
 
@@ -62,7 +62,7 @@ def test_the_written_out_gradient_is_autograds(
 ) -> None:
     torch.manual_seed(0)
     asked, x = oracle(build(), shape, lead, padded)  # type: ignore[operator]
-    assert (asked.chain is not None) == (not lead or asked.net.chain.stackable)  # type: ignore[union-attr]
+    assert (fitting(asked) is not None) == (not lead or chain_of(asked.net).stackable)  # type: ignore[union-attr]
     before = x.clone()
     g, loss = asked.grad(x), asked.loss
     plain = asked.grad(x, task_loss)
@@ -139,7 +139,7 @@ def test_what_is_no_chain(build: object) -> None:
 def test_a_chain_is_not_used_on_other_samples_or_losses() -> None:
     """Linear on sequences, labels for every place, a loss of the user's."""
     asked, _ = oracle(dense(), (6,), (), False)
-    assert asked.chain is not None
+    assert fitting(asked) is not None
     batch = asked.batch
     for other in (
         batch._replace(inputs=batch.inputs.unsqueeze(1)),
@@ -147,9 +147,9 @@ def test_a_chain_is_not_used_on_other_samples_or_losses() -> None:
         batch._replace(targets=batch.targets.unsqueeze(-1)),
         batch._replace(targets=batch.targets.double()),
     ):
-        assert Oracle(asked.net, other, asked.buffers).chain is None
-    assert Net(dense(), nn.CrossEntropyLoss(label_smoothing=0.1)).chain is None
-    assert Net(dense(), nn.CrossEntropyLoss()).chain is not None
+        assert fitting(Oracle(asked.net, other, asked.buffers)) is None
+    assert chain_of(Net(dense(), nn.CrossEntropyLoss(label_smoothing=0.1))) is None
+    assert chain_of(Net(dense(), nn.CrossEntropyLoss())) is not None
 
 
 @pytest.mark.parametrize("group", [1, 2, 3, 100])

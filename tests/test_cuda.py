@@ -19,13 +19,9 @@ from undrift.core.vec import descend
 from undrift.data.augment import Transform, lookup
 from undrift.dataparallel.command import run_parallel
 from undrift.jobs.folder import RunFolder
-from undrift.kernels import chain as chains
-from undrift.kernels import consistency_gpu as spread
-from undrift.kernels import conv_gpu as few_channels
-from undrift.kernels import cross_entropy_gpu as cross_entropy
-from undrift.kernels import dense_step_gpu as stepped
-from undrift.kernels import launch
-from undrift.kernels import pictures_gpu as pictures
+from undrift.kernels import conv_gpu, devices, launch, pictures_gpu
+from undrift.kernels.chain import Chain, dense_step, turned_cross_entropy
+from undrift.kernels.consistency_gpu import spread
 from undrift.oracle.net import Net
 from undrift.oracle.oracle import Batch, Oracle, View
 
@@ -242,8 +238,7 @@ def test_pictures_are_normalised_by_a_table_as_they_are_one_by_one(channels: int
     for index in (torch.randint(0, 50, (70,)), torch.zeros(0, dtype=torch.int64)):
         plain = transform(held.cuda()[index.cuda()], torch.float32)
         values = lookup(transform, channels, torch.float32, torch.device("cuda"))
-        assert pictures.available(held.cuda()) and not pictures.available(held)
-        assert torch.equal(pictures.looked_up(held.cuda(), index.cuda(), values), plain)
+        assert torch.equal(pictures_gpu.look_up(held.cuda(), index.cuda(), values), plain)
 
 
 @pytest.mark.parametrize("lead, batch", [((3,), 70), ((2, 3), 64), ((1,), 1)])
@@ -252,7 +247,7 @@ def test_pictures_that_lie_turned_are_the_same(lead: tuple[int, ...], batch: int
     held, index = torch.randint(0, 256, (50, 3, 9, 7), dtype=torch.uint8), torch.randint(0, 50, (*lead, batch))
     values = torch.randn(3, 256)
     expected = values[torch.arange(3).view(-1, 1, 1), held[index].long()]
-    found = pictures.turned(held.cuda(), index.cuda(), values.cuda())
+    found = pictures_gpu.turn(held.cuda(), index.cuda(), values.cuda())
     assert torch.equal(found.cpu(), expected)
     assert found.flatten(-3).mT.is_contiguous()  # as views, without a copy
 
@@ -267,13 +262,15 @@ def test_turned_cross_entropy_is_the_plain_one(classes: int, batch: int, padded:
     real = (torch.rand(4, batch) < 0.6).float().cuda() if padded else None
     if real is not None:
         real[3] = 0.0
-    assert cross_entropy.available(outputs) and not cross_entropy.available(outputs.double())
-    loss, d = cross_entropy.of_turned(outputs, targets, real)
-    expected, gradient = chains.cross_entropy(outputs.mT.double(), targets, None if real is None else real.double())
+    wide = outputs.double(), targets, None if real is None else real.double()
+    fast = turned_cross_entropy.choose(outputs, targets, real)
+    assert fast is not turned_cross_entropy.plain and turned_cross_entropy.choose(*wide) is turned_cross_entropy.plain
+    loss, d = fast(outputs, targets, real)
+    expected, gradient = turned_cross_entropy(*wide)
     torch.testing.assert_close(loss.double(), expected, rtol=1e-5, atol=1e-6)
-    torch.testing.assert_close(d.mT.double(), gradient, rtol=1e-5, atol=1e-7)
+    torch.testing.assert_close(d.double(), gradient, rtol=1e-5, atol=1e-7)
     targets[0, 0] = classes
-    wrong, d = cross_entropy.of_turned(outputs, targets, None)
+    wrong, d = turned_cross_entropy(outputs, targets, None)
     assert wrong[0].isnan() and not wrong[1:].isnan().any()
     assert d[0, :, 0].isnan().all() and not d[0, :, 1:].isnan().any()
 
@@ -297,11 +294,11 @@ def test_a_narrow_convolution_of_stacked_clients_is_the_plain_one(sizes: tuple[i
 
     def of(form: Any, x: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         w, b = v[:entries].view(filters, C, k, k), v[entries : entries + filters] if biased else None
-        assert few_channels.available(x, w, padding)
+        assert conv_gpu.suits(x.shape, w.shape, padding) and conv_gpu.only_stacked()
         return form(x, w, b)
 
     def fast(x: torch.Tensor, w: torch.Tensor, b: torch.Tensor | None) -> torch.Tensor:
-        return few_channels.convolution(x, w, b, padding)
+        return conv_gpu.convolution(x, w, b, padding)
 
     def plain(x: torch.Tensor, w: torch.Tensor, b: torch.Tensor | None) -> torch.Tensor:
         return torch.conv2d(x.double(), w.double(), None if b is None else b.double(), padding=padding)
@@ -354,7 +351,7 @@ def test_derivatives_inside_an_objective_on_the_gpu() -> None:
         return torch.autograd.grad(g.square().sum(), w)[0]
 
     w = torch.randn(3, 6, 3, 5, 5, device="cuda") / 5
-    fast = twice(lambda x, w: few_channels.convolution(x, w, None, 1), inputs.cuda(), w)
+    fast = twice(lambda x, w: conv_gpu.convolution(x, w, None, 1), inputs.cuda(), w)
     plain = twice(lambda x, w: torch.conv2d(x, w, padding=1), inputs.cuda().double(), w.detach().double())
     assert float((fast - plain).abs().max()) < 1e-2 * float(plain.abs().max())
 
@@ -365,12 +362,14 @@ def test_derivatives_inside_an_objective_on_the_gpu() -> None:
 )
 @pytest.mark.parametrize("batch, padded", [(64, False), (17, True)])
 def test_a_step_in_one_pass_is_the_plain_one(
-    precision: str, close: float, sizes: tuple[int, ...], biased: bool, batch: int, padded: bool
-) -> None:
+    precision: str, close: float, sizes: tuple[int, ...], biased: bool, batch: int, padded: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
     """For vectors of their own and one for all, one rate and one each; what lies behind the layers stays as it is."""
     torch.manual_seed(0)
     layers = [layer for n, m in itertools.pairwise(sizes) for layer in (torch.nn.Linear(n, m, biased), torch.nn.ReLU())]
-    chain = chains.Chain.of(torch.nn.Sequential(*layers[:-1]))
+    monkeypatch.setattr(devices, "cache", lambda device: 0)
+    chain = Chain.of(torch.nn.Sequential(*layers[:-1]))
     assert chain is not None
     clients, length = 5, chain.entries + 11
     inputs, targets = torch.randn(clients, batch, sizes[0]).cuda(), torch.randint(0, sizes[-1], (clients, batch)).cuda()
@@ -401,9 +400,10 @@ def test_a_cohort_that_fills_the_cache_agrees_with_a_small_one(
 ) -> None:
     settings = {"algorithm": name, "model": "mlp"} | plan | how
     small, steps = run("cuda", **settings), []
-    monkeypatch.setattr(stepped, "cache", lambda device: 0)
-    made = stepped.stepped
-    monkeypatch.setattr(stepped, "stepped", lambda *given: steps.append(len(given[0])) or made(*given))
+    monkeypatch.setattr(devices, "cache", lambda device: 0)
+    ((when, made),) = dense_step.forms
+    forms = [(when, lambda *given: steps.append(len(given[0])) or made(*given))]
+    monkeypatch.setattr(dense_step, "forms", forms)
     large = run("cuda", **settings)
     assert bool(steps) == (name == "fedavg")  # others ask for a gradient, on the same turned inputs
     assert large.records[-1]["gradients"] == small.records[-1]["gradients"]
@@ -421,7 +421,7 @@ def test_packed_runs_that_fill_the_cache_agree_with_single_ones(
 
     runs = [{"model": "mlp", "seed": seed, "set": {"lr": lr}} for seed, lr in ((0, 0.1), (1, 0.05), (2, 0.2))]
     alone = [run("cuda", **each).model for each in runs]
-    monkeypatch.setattr(stepped, "cache", lambda device: 0)
+    monkeypatch.setattr(devices, "cache", lambda device: 0)
     configs = [from_mapping(QUICK | {"device": "cuda"} | each) for each in runs]
     folders = [tmp_path / str(each["seed"]) for each in runs]
     packs.run_packed(configs, folders, [lambda record, rounds: None] * 3)
@@ -434,7 +434,7 @@ def test_packed_runs_that_fill_the_cache_agree_with_single_ones(
 def test_padding_keeps_the_layout_of_turned_inputs(monkeypatch: pytest.MonkeyPatch) -> None:
     from undrift.simulate import execute
 
-    monkeypatch.setattr(stepped, "cache", lambda device: 0)
+    monkeypatch.setattr(devices, "cache", lambda device: 0)
     made, seen = execute.mini_batch, []
 
     def watched(*given: Any) -> Any:
@@ -457,8 +457,7 @@ def test_the_spread_of_local_models_is_the_plain_one(groups: tuple[int, ...], S:
     wide, weight = x.double(), share.double()
     mean = (weight * wide).sum(-2, keepdim=True)
     expected = (weight * (wide - mean).square()).sum((-2, -1))
-    assert spread.available(x) and not spread.available(wide)
-    torch.testing.assert_close(spread.spread(x, share).double(), expected, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(spread(x, share).double(), expected, rtol=1e-5, atol=1e-6)
 
 
 def test_the_spread_of_long_vectors() -> None:
@@ -468,14 +467,14 @@ def test_the_spread_of_long_vectors() -> None:
     share = torch.full((S, 1), 1 / S).cuda()
     wide = (part.double() for part in x.split(100_000, 1))
     expected = sum((part - part.mean(0)).square().sum() / S for part in wide)
-    torch.testing.assert_close(spread.spread(x, share).double(), torch.as_tensor(expected), rtol=1e-5, atol=0)
+    torch.testing.assert_close(spread(x, share).double(), torch.as_tensor(expected), rtol=1e-5, atol=0)
 
 
 def test_a_rehearsal_makes_kernels_ready_and_launches_none() -> None:
     """Also where a backward pass asks for one, in a thread of PyTorch's own."""
     device, (S, B, size) = torch.device("cuda"), (3, 5, 19)  # sizes that nothing else here has
     x, w = torch.randn(S, B, 3, size, size).cuda(), torch.randn(S, 7, 3, 3, 3).cuda().requires_grad_()
-    kernels = few_channels._forward, few_channels._filters
+    kernels = conv_gpu._forward, conv_gpu._filters
 
     def convolved() -> list[torch.Tensor]:
         made = torch.ops.undrift.stacked_few_channels(x, w, None, 1)

@@ -30,6 +30,11 @@ NAMES = [str(id) for id in range(len(SIZES))]
 Make = Callable[[], Simulation]
 
 
+def client(name: str, run: Simulation, root: Path) -> Client:
+    """A client on the samples and with the settings of a simulation."""
+    return Client(name, run.whole, run.net, run.data, run.settings, run.device, root)
+
+
 class Direct:
     """Carries letters to clients in this process; each client is made anew for every letter, as Flower does it."""
 
@@ -46,7 +51,7 @@ class Direct:
                 answers[name] = "not connected"
                 continue
             try:
-                answer = Client(name, self.make(), self.root / name).answer(letter)
+                answer = client(name, self.make(), self.root / name).answer(letter)
             except Refused as error:
                 answers[name] = f"failed: {error}"
                 continue
@@ -70,7 +75,7 @@ class Federation:
         points = []
         for _ in range(rounds):
             self.record = self.deployment.rounds(1)[0]
-            points.append(self.run.net.layout.sent(self.run.state.x))
+            points.append(self.run.net.sent(self.run.state.x, "model"))
         return torch.stack(points)
 
 
@@ -123,13 +128,13 @@ def without(make: Make, lost: set[tuple[int, str]], rounds: int) -> Tensor:
     run = make()
     points = []
     for t in range(rounds):
-        part = run.takes_part(t)
+        part = run.attendance(t)
         stay = np.array([(t + 1, str(id)) not in lost for id in part.ids])
         less = part._replace(ids=part.ids[stay], drawn=part.drawn[stay], steps=part.steps[stay])
-        run.takes_part = lambda t, less=less: less  # type: ignore[method-assign, misc]
+        run.attendance = lambda t, less=less: less  # type: ignore[method-assign, misc]
         run.round()
-        del run.takes_part
-        points.append(run.net.layout.sent(run.state.x))
+        del run.attendance
+        points.append(run.net.sent(run.state.x, "model"))
     return torch.stack(points)
 
 
@@ -142,14 +147,14 @@ def test_lost_answers_are_as_if_the_client_had_failed(name: str, tmp_path: Path)
     same(federation.path(5), without(make, lost, 5))
     assert sum("no answer in time" in line for line in federation.said) == 4
     kept = Federation(tmp_path / "other", make).path(5)
-    assert (kept[-1] - federation.run.net.layout.sent(federation.run.state.x)).norm() > 1e-6
+    assert (kept[-1] - federation.run.net.sent(federation.run.state.x, "model")).norm() > 1e-6
 
 
 def test_too_few_answers_leave_the_model_as_it_is(tmp_path: Path) -> None:
     federation = Federation(tmp_path, maker("fedavg", cohort=4), least=4)
-    ids = federation.run.draw()[0].tolist()
+    ids = federation.run.sampling.invite(federation.run.t)[0].tolist()
     federation.post.lost = {(1, str(ids[0]))}
-    before = federation.run.net.layout.sent(federation.run.state.x)
+    before = federation.run.net.sent(federation.run.state.x, "model")
     after = federation.path(2)
     assert torch.equal(after[0], before) and not torch.equal(after[1], before)
     assert any("fewer than 4" in line for line in federation.said)

@@ -18,7 +18,7 @@ from tests.test_deploy import FEDERATED, NAMES, Federation, Make, maker, normali
 from undrift.core.trees import named_leaves, unstacked
 from undrift.deploy.client import CLOSE
 from undrift.jobs.registry import algorithm_class
-from undrift.simulate.replay import Part
+from undrift.round.who import Attendance
 from undrift.simulate.simulation import Simulation
 
 STATELESS = "per-fedavg"  # its personal model is made from the server's whenever it is needed
@@ -39,7 +39,7 @@ def on_disk(root: Path) -> States:
 
 def simulated(run: Simulation) -> States:
     ids = np.array(sorted(run.clients.row))  # type: ignore[union-attr]
-    part = Part(ids, ids, np.zeros_like(ids), run.settings.plan.steps_of(run.data.sizes[ids]))
+    part = Attendance(ids, ids, np.zeros_like(ids), run.settings.plan.steps_of(run.data.sizes[ids]))
     states = unstacked(run.opening(part).client, len(ids))
     return {str(id): dict(named_leaves("client", state)) for id, state in zip(ids, states, strict=True)}
 

@@ -87,7 +87,7 @@ def test_clients_may_have_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     serve(plan, tmp_path)
     visits = [json.loads(line) for line in (tmp_path / "out" / "clients.jsonl").read_text().splitlines()]
     run = simulated(plan.run, plan.alg, load_dataset("digits"), plan.run.model, torch.device("cpu"))
-    asked = [plan.names[i] for t in range(3) for i in run.takes_part(t).ids]
+    asked = [plan.names[i] for t in range(3) for i in run.attendance(t).ids]
     assert [visit["client"] for visit in visits] == asked and {v["outcome"] for v in visits} == {"answered"}
     for place, name in enumerate(["west", "east", "north"]):  # each keeps its state under its own name
         assert not (tmp_path / str(place)).exists() or [p.name for p in (tmp_path / str(place)).glob("*/*")] == [name]
@@ -130,7 +130,7 @@ def test_the_apps_equal_the_simulator(name: str, tmp_path: Path, monkeypatch: py
         return simulated(plan.run, plan.alg, dataset, plan.run.model, torch.device("cpu"))
 
     run = make()
-    found = run.net.layout.sent(run.net.layout.join(load_file(tmp_path / "out" / "model.safetensors"), run.state.x))
+    found = run.net.sent(run.net.layout.join(load_file(tmp_path / "out" / "model.safetensors"), run.state.x), "model")
     torch.testing.assert_close(found, without(make, set(), 3)[-1], rtol=1e-9, atol=1e-12)
 
 
@@ -159,7 +159,7 @@ def test_second_answers_failures_and_doubles_are_dealt_with(tmp_path: Path) -> N
     assert post.node["1"] == 2 * 7919 and said == ["node 5 is turned away: 1 is there already"]
     nodes.twice, nodes.failing = True, {7919}
     run = simulated(plan.run, plan.alg, load_dataset("digits"), "logreg", torch.device("cpu"))
-    arrays = {"down.x": encode(run.net.layout.sent(run.state.x)), "buffers": encode(run.state.buffers)}
+    arrays = {"down.x": encode(run.net.sent(run.state.x, "model")), "buffers": encode(run.state.buffers)}
     facts = {"run": "a1", "round": 0, "exchange": "train", "since": 0, "position": 0}
     letters = {n: Letter(facts | {"client": n, "id": int(n)}, arrays) for n in ("0", "2", "7")}
     answers = post.exchange(letters)

@@ -50,14 +50,14 @@ def deployed(plan: Plan) -> Tensor:
     """The global model that the deployed run ended with."""
     run = simulator(plan)
     model = load_file(Path(plan.deploy.out) / "model.safetensors")
-    return run.net.layout.sent(run.net.layout.join(model, run.state.x))
+    return run.net.sent(run.net.layout.join(model, run.state.x), "model")
 
 
 def agree(plan: Plan, lost: set[tuple[int, str]] | None = None) -> None:
     found, expected = deployed(plan), without(lambda: simulator(plan), lost or set(), plan.run.rounds)[-1]
     assert (found - expected).norm() <= 1e-4 * expected.norm()
     start = simulator(plan).state.x
-    assert (found - simulator(plan).net.layout.sent(start)).norm() > 1e-2 * expected.norm()  # it went somewhere
+    assert (found - simulator(plan).net.sent(start, "model")).norm() > 1e-2 * expected.norm()  # it went somewhere
 
 
 def records(plan: Plan) -> list[dict[str, Any]]:
@@ -143,9 +143,9 @@ def test_clients_with_files_of_their_own_equal_the_simulator_on_the_same_files(t
         return simulated(plan.run, plan.alg, data, plan.run.model, torch.device("cpu"))
 
     run, model = make(), load_file(tmp_path / "out" / "model.safetensors")
-    found, expected = run.net.layout.sent(run.net.layout.join(model, run.state.x)), without(make, lost, 3)[-1]
+    found, expected = run.net.sent(run.net.layout.join(model, run.state.x), "model"), without(make, lost, 3)[-1]
     assert (found - expected).norm() <= 1e-4 * expected.norm()
-    assert (found - run.net.layout.sent(run.state.x)).norm() > 1e-2 * expected.norm()
+    assert (found - run.net.sent(run.state.x, "model")).norm() > 1e-2 * expected.norm()
 
 
 @pytest.mark.system

@@ -15,10 +15,10 @@ from undrift.algorithms.fedavg import FedAvg
 from undrift.algorithms.gradma_s import GradMAS
 from undrift.algorithms.scaffold import Scaffold
 from undrift.core.errors import BadSetting
-from undrift.kernels.linear_stacked import linear
+from undrift.kernels.linear_stacked import product
 from undrift.oracle.net import Context, Net
 from undrift.oracle.oracle import Batch, Oracle, View
-from undrift.simulate.execute import Pool, Stacked
+from undrift.simulate.here import Pool, Stacked
 
 
 def normed(seed: int = 0) -> nn.Module:
@@ -85,12 +85,12 @@ def test_a_small_client_in_a_padded_cohort_ends_where_it_ends_alone(module: Any)
 
 
 def _answers(run: Any, ids: list[int], widest: int) -> Any:
-    from undrift.simulate.execute import RoundWork
+    from undrift.simulate.work import LocalWork
 
     chosen = torch.tensor(ids)
     table = run.data.table(run.settings.plan, 0, 0, chosen.numpy(), run.position[chosen.numpy()])
     assert table.index.shape[-1] == widest
-    work = RoundWork(run.net, run.data, 0, 0, chosen, table, 64)
+    work = LocalWork(run.net, run.data, 0, 0, chosen, table, 64)
     invited = run.cohort(run.alg, chosen, chosen, torch.from_numpy(table.steps))
     down = run.alg.broadcast(run.state.x, run.state.companion, invited)
     return Stacked(100)(run.alg, down, run.alg.client_init(down, chosen, run.state.buffers), run.state.buffers, work)
@@ -239,7 +239,7 @@ def test_the_stacked_linear_layer_is_vmaps(shape: tuple[int, ...], biased: bool)
     ):
         inputs = [t for t in (x, w, b) if t is not None and t.requires_grad]
         dims = (dim, 0, 0 if biased else None)
-        plain, ours = (torch.vmap(f, in_dims=dims)(x, w, b) for f in (F.linear, linear))
+        plain, ours = (torch.vmap(f, in_dims=dims)(x, w, b) for f in (F.linear, product))
         torch.testing.assert_close(ours, plain)
         probe = torch.randn_like(plain)
         for mine, theirs in zip(
@@ -376,7 +376,7 @@ def test_a_cohort_that_does_not_fit_in_memory_is_split(monkeypatch: pytest.Monke
         return answers
 
     tight = simulation(Scaffold(), normed(), cohort=6)
-    first = execute.RoundWork(tight.net, tight.data, 0, 0, *_table(tight), 8)
+    first = execute.LocalWork(tight.net, tight.data, 0, 0, *_table(tight), 8)
     need = execute.bytes_per_client(tight.net, tight.state.x, tight.state.buffers, first)
     monkeypatch.setattr(
         execute, "available_memory", lambda device: 5 * need
@@ -387,7 +387,7 @@ def test_a_cohort_that_does_not_fit_in_memory_is_split(monkeypatch: pytest.Monke
 
 
 def _table(run: Any) -> tuple[Tensor, Any]:
-    ids, _ = run.draw()
+    ids, _ = run.sampling.invite(run.t)
     return ids, run.data.table(run.settings.plan, 0, 0, ids.numpy(), run.position[ids.numpy()])
 
 

@@ -19,16 +19,14 @@ from tests.reference.test_small_cone import rows as three_rows
 from undrift.algorithms.gradient_memory import cone
 from undrift.algorithms.gradient_memory.cone3 import project_three
 from undrift.algorithms.gradient_memory.memory import Memory
-from undrift.kernels import chain as chains
-from undrift.kernels import cone3_gpu as three
-from undrift.kernels import cone_gpu as pivots
-from undrift.kernels import consistency_gpu as spread
-from undrift.kernels import conv_gpu as few_channels
-from undrift.kernels import cross_entropy_gpu as cross_entropy
-from undrift.kernels import dense_step_gpu as stepped
-from undrift.kernels import gram_gpu as gram
-from undrift.kernels import memory_gpu as slots
-from undrift.kernels import pictures_gpu as pictures
+from undrift.kernels import consistency_gpu, conv_gpu, pictures_gpu
+from undrift.kernels.chain import dense_step, turned_cross_entropy
+from undrift.kernels.cone3_gpu import project_three_gpu
+from undrift.kernels.cone_gpu import project_gpu
+from undrift.kernels.cross_entropy_gpu import turned_cross_entropy_gpu
+from undrift.kernels.dense_step_gpu import dense_step_gpu
+from undrift.kernels.gram_gpu import gram_gpu
+from undrift.kernels.memory_gpu import mem_red_gpu
 
 
 @pytest.mark.parametrize(
@@ -45,7 +43,7 @@ def test_a_narrow_convolution(sizes: tuple[int, ...], shared: bool) -> None:
 
     def of(form: str, x: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         w, b = v[:entries].view(filters, C, k, k), v[entries : entries + filters] if biased else None
-        return few_channels.convolution(x, w, b, padding) if form == "fast" else torch.conv2d(x, w, b, padding=padding)
+        return conv_gpu.convolution(x, w, b, padding) if form == "fast" else torch.conv2d(x, w, b, padding=padding)
 
     made = torch.vmap(of, (None, 0, 0))("fast", x, v)
     exact = torch.vmap(of, (None, 0, 0))("plain", x.double(), v.double())
@@ -64,12 +62,8 @@ def test_a_step_of_dense_layers(sizes: tuple[int, ...], biased: bool, rates: boo
     length = sum((n + biased) * m for n, m in layers) + 5
     x, rate = torch.randn(S, length), torch.rand(S) if rates else 0.3
     outs, back = [torch.randn(S, n, B) for n, _ in layers], [torch.randn(S, m, B) for _, m in layers]
-    made = stepped.stepped(x, rate, outs, back, [biased] * len(layers))
-    parts = []
-    for h, d in zip(outs, back, strict=True):
-        parts += [(d @ h.mT).flatten(1)] + ([d.sum(-1)] if biased else [])
-    g = torch.cat([*parts, torch.zeros(S, 5)], 1)
-    torch.testing.assert_close(made, x - (rate.unsqueeze(-1) if isinstance(rate, torch.Tensor) else rate) * g)
+    given = x, rate, outs, back, [biased] * len(layers)
+    torch.testing.assert_close(dense_step_gpu(*given), dense_step.plain(*given))
 
 
 @pytest.mark.parametrize("padded", [False, True])
@@ -78,10 +72,10 @@ def test_cross_entropy_of_turned_outputs(padded: bool) -> None:
     outputs, targets = 3 * torch.randn(3, 7, 5), torch.randint(0, 7, (3, 5))
     targets[1, :2] = -100
     real = torch.tensor([[1.0, 0, 1, 1, 0]] * 3) if padded else None
-    loss, d = cross_entropy.of_turned(outputs, targets, real)
-    expected, gradient = chains.cross_entropy(outputs.mT, targets, real)
+    loss, d = turned_cross_entropy_gpu(outputs, targets, real)
+    expected, gradient = turned_cross_entropy.plain(outputs, targets, real)
     torch.testing.assert_close(loss, expected)
-    torch.testing.assert_close(d.mT, gradient)
+    torch.testing.assert_close(d, gradient)
 
 
 def test_pictures() -> None:
@@ -92,17 +86,17 @@ def test_pictures() -> None:
         torch.randn(3, 256),
     )
     plain = table[torch.arange(3).view(-1, 1, 1), held[index].long()]
-    assert torch.equal(pictures.turned(held, index, table), plain)
-    assert torch.equal(pictures.looked_up(held, index.flatten(), table), plain.flatten(0, 1))
+    assert torch.equal(pictures_gpu.turn(held, index, table), plain)
+    assert torch.equal(pictures_gpu.look_up(held, index.flatten(), table), plain.flatten(0, 1))
 
 
 def test_the_spread_of_vectors_and_products_of_rows() -> None:
     torch.manual_seed(0)
     x, share = torch.randn(2, 3, 5000), torch.rand(2, 3, 1).softmax(1)
     expected = (share * (x - (share * x).sum(1, keepdim=True)).square()).sum((1, 2))
-    torch.testing.assert_close(spread.spread(x, share), expected)
+    torch.testing.assert_close(consistency_gpu.spread(x, share), expected)
     a, b = torch.randn(3, 1500), torch.randn(7, 1500)
-    torch.testing.assert_close(gram.inner_products(a, b), a.double() @ b.double().T, rtol=1e-5, atol=1e-3)
+    torch.testing.assert_close(gram_gpu(a, b), a.double() @ b.double().T, rtol=1e-5, atol=1e-3)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -111,7 +105,7 @@ def test_three_constraints(kind: str) -> None:
         p, M = three_rows(kind, (4,), size, torch.float32)
         for rho in (0.0, 0.1) if kind in ("random", "twins", "collinear", "one zero") else (0.0,):
             u, active = project_three(p, M.unbind(-2), rho)
-            found, on = three.project(p, list(M.unbind(-2)), torch.full((4,), rho))
+            found, on = project_three_gpu(p, M.unbind(-2), rho)
             length = p.norm(dim=-1, keepdim=True).clamp(min=1e-30)
             assert float(((found - u) / length).abs().max()) < 2e-6
             assert torch.equal(on.any(-1), active.any(-1))
@@ -126,7 +120,8 @@ def test_many_constraints(constraints: int, dtype: torch.dtype, close: float) ->
     rows, p, counts = rows.to(dtype), p.to(dtype), torch.arange(constraints) != 3
     for rho in (0.0, 0.02):
         plain = cone.project(p, rows, None, rho, None, counts)
-        u, z, solved = pivots.project(p, rows, rows.double() @ rows.double().T, rows.double() @ p.double(), rho, counts)
+        products, along = rows.double() @ rows.double().T, rows.double() @ p.double()
+        u, z, solved = project_gpu(p, rows, products, rho, along, counts)
         assert solved and bool((plain.z > 0).any())
         torch.testing.assert_close(u, plain.u, rtol=close, atol=close)
         torch.testing.assert_close(z, plain.z, rtol=close, atol=close)
@@ -137,10 +132,10 @@ def test_who_is_remembered() -> None:
     memory = Memory.empty(6, torch.zeros(2), 1)
     for _ in range(12):
         clients = torch.randperm(15)[:3]
-        counters = torch.stack([memory.ids, memory.age, memory.uses, memory.since])
-        after, place, evictions = slots.mem_red(clients, counters, memory.evictions)
-        memory, at = memory.mem_red(clients.tolist())
-        assert torch.equal(place, at) and evictions == memory.evictions
-        assert torch.equal(after, torch.stack([memory.ids, memory.age, memory.uses, memory.since]))
+        found, place = mem_red_gpu(memory, clients)
+        memory, at = memory.let_in(clients)
+        assert torch.equal(place, at)
+        for name in ("ids", "age", "uses", "since", "evictions"):
+            assert torch.equal(getattr(found, name), getattr(memory, name))
         memory = memory._replace(age=memory.age + 1)
     assert memory.evictions > 5

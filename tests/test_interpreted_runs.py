@@ -20,20 +20,9 @@ if torch.cuda.is_available():
     pytest.skip("with a GPU they are compiled, see test_cuda", allow_module_level=True)
 
 import undrift
-from undrift.algorithms import gradma_s
-from undrift.algorithms.gradient_memory import cone
-from undrift.algorithms.gradient_memory.memory import Memory
-from undrift.kernels import chain, launch
-from undrift.kernels import cone3_gpu as three
-from undrift.kernels import cone_gpu as pivots
-from undrift.kernels import consistency_gpu as spread
-from undrift.kernels import conv_gpu as few_channels
-from undrift.kernels import cross_entropy_gpu as cross_entropy
-from undrift.kernels import dense_step_gpu as stepped
-from undrift.kernels import gram_gpu as gram
-from undrift.kernels import memory_gpu as slots
-from undrift.kernels import pictures_gpu as pictures
-from undrift.simulate import execute, graphs
+from undrift.core.forms import plain_forms
+from undrift.kernels import devices, launch
+from undrift.simulate import graphs
 from undrift.simulate.simulation import Simulation
 
 SETTINGS = {
@@ -48,31 +37,10 @@ SETTINGS = {
 
 
 def pretend(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Kernels serve float32 tensors, wherever these are."""
-
-    def single(x: Tensor, *rest: Any) -> bool:
-        return x.dtype == torch.float32
-
-    def narrow(x: Tensor, w: Tensor, padding: int) -> bool:
-        return single(x) and few_channels.suits(x.shape, w.shape, padding) and few_channels.only_stacked()
-
-    def let_in(self: Memory, clients: Tensor) -> tuple[Memory, Tensor]:
-        counters = torch.stack([self.ids, self.age, self.uses, self.since])
-        (ids, age, uses, since), place, evictions = slots.mem_red(clients, counters, self.evictions)
-        return self._replace(ids=ids, age=age, uses=uses, since=since, evictions=evictions), place
-
-    def project(p: Tensor, rows: Tensor, products: Tensor, rho: float, along: Tensor, counts: Tensor, _: Any) -> Any:
-        return cone.Projection(*pivots.project(p, rows, products, along, rho, counts))
-
-    for room, available in (
-        (few_channels, narrow), (spread, single), (three, single), (gram, single), (cross_entropy, single),
-        (pictures, lambda held: held.dim() == 4 and held.dtype == torch.uint8),
-        (stepped, lambda entries, dtype, device: dtype == torch.float32), (pivots, lambda device, constraints: True),
-    ):  # fmt: skip
-        monkeypatch.setattr(room, "available", available)
-    monkeypatch.setattr(Memory, "let_in", let_in)
-    monkeypatch.setattr(gradma_s, "project", project)
-    monkeypatch.setattr(chain.Dense, "serves", lambda *given: False)  # nothing is computed in C
+    """Every tensor lies on a GPU that has tensor cores and a cache that is always too small."""
+    monkeypatch.setattr(devices, "gpu", lambda device: True)
+    monkeypatch.setattr(devices, "tensor_cores", lambda device: True)
+    monkeypatch.setattr(devices, "cache", lambda device: 0.0)
 
 
 def rehearse(monkeypatch: pytest.MonkeyPatch) -> collections.Counter[str]:
@@ -88,8 +56,7 @@ def rehearse(monkeypatch: pytest.MonkeyPatch) -> collections.Counter[str]:
         with launch.joined(Asked()):  # type: ignore[arg-type]
             yield
 
-    for room in (graphs, execute):
-        monkeypatch.setattr(room, "rehearsal", rehearsal)
+    monkeypatch.setattr(graphs, "rehearsal", rehearsal)
     return asked
 
 
@@ -134,7 +101,8 @@ def test_a_run_with_the_kernels_for_a_gpu(
         self.replays = True
 
     monkeypatch.setattr(Simulation, "__init__", replaying)
-    plain = run(model, **settings)
+    with plain_forms():
+        plain = run(model, **settings)
     pretend(monkeypatch)
     fast = run(model, **settings)
     asked = rehearse(monkeypatch)

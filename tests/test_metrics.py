@@ -55,7 +55,7 @@ def test_forgetting_goes_on_after_a_restore() -> None:
 def test_the_clients_own_scores(every: int) -> None:
     run = small.simulation(FedAvg(lr=0.5), client_eval_every=every)
     for t in range(1, 6):
-        ids, _ = run.draw()
+        ids, _ = run.sampling.invite(run.t)
         more = run.round(last=t == 5).more
         if t != 5 and not (every and t % every == 0):
             assert "absent_loss" not in more and "client_accuracy_p50" not in more
@@ -78,7 +78,7 @@ def test_of_very_many_clients_a_sample_is_scored(monkeypatch: pytest.MonkeyPatch
     chosen = sorted(sample(stream(3, Purpose.SCORED), 6, 4))
     assert chosen != [0, 1, 2, 3]
     for _ in range(3):
-        ids, _ = run.draw()
+        ids, _ = run.sampling.invite(run.t)
         more = run.round().more
         own = {i: run.data.held_by(np.array([i]))[0] for i in chosen}
         said = {i: outputs(run, run.data.train.held[rows]) for i, rows in own.items()}

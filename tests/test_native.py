@@ -13,12 +13,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from undrift.algorithms.base import Average, LocalSGD, Momentum, Work
-from undrift.algorithms.gradient_memory.cone import combined
-from undrift.kernels import dense_cpu as dense
-from undrift.kernels import memory_cpu as rows
-from undrift.kernels import native
-from undrift.kernels.chain import Chain
+from undrift.algorithms.base import Average, LocalSGD, Work
+from undrift.algorithms.gradient_memory.cone import combine
+from undrift.algorithms.optimise.momentum import Momentum
+from undrift.core.forms import plain_forms
+from undrift.kernels import dense_cpu, memory_cpu, native
+from undrift.kernels.chain import Chain, fitting
 from undrift.oracle.net import Net
 from undrift.oracle.oracle import Batch, Oracle
 
@@ -30,7 +30,7 @@ def library(
     request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, made: dict[str, ctypes.CDLL]
 ) -> ctypes.CDLL:
     """The functions with registers of this processor, and with AVX2's."""
-    for module in (dense, rows):
+    for module in (dense_cpu, memory_cpu):
         monkeypatch.setattr(module, "library", lambda: made[request.param])
     return made[request.param]
 
@@ -181,9 +181,9 @@ def test_stacked_pictures_are_computed_in_one_call(library: ctypes.CDLL) -> None
     batch = Batch(torch.randn(2, 3, 8, 3, 20, 20), torch.randint(0, 5, (2, 3, 8)), None, key)
     oracle = Oracle(net, batch, buffers.expand(2, 3, -1))
     found, (again, _) = oracle.grad(x), oracle.grads(x, x + 1)
-    assert oracle.chain is not None and not oracle.tally.mapped and oracle.calls == 3
-    net.chain = None
-    torch.testing.assert_close(found, oracle.grad(x), rtol=1e-4, atol=1e-6)
+    assert fitting(oracle) is not None and not oracle.tally.mapped and oracle.calls == 3
+    with plain_forms():
+        torch.testing.assert_close(found, oracle.grad(x), rtol=1e-4, atol=1e-6)
     assert torch.equal(again, found) and oracle.tally.mapped and oracle.calls == 4
 
 
@@ -252,9 +252,9 @@ def test_products_of_rows_are_numpys(library: ctypes.CDLL, few: int, count: int,
     m, r = 1 + torch.randn(length + 3), 1 + torch.randn(count, length + 3)
     m, r, at = m[1:-2], r[:, 1:-2], torch.randperm(count)[:few]
     exact = torch.cat([r[at], m[None]]).double() @ r.double().T
-    for found in (rows.inner_products(r, at, m), rows.blas_products(r, at, m)):
+    for found in (memory_cpu.row_products(r, at, m), memory_cpu.blas_products(r, at, m)):
         torch.testing.assert_close(found, exact, rtol=2e-6, atol=2e-6 * length)
-    apart = rows.inner_products(r.T.contiguous().T, at, m)  # rows that are columns in memory: not for C
+    apart = memory_cpu.row_products(r.T.contiguous().T, at, m)  # rows that are columns in memory: not for C
     torch.testing.assert_close(apart, exact, rtol=2e-5, atol=2e-5 * length)
 
 
@@ -267,7 +267,7 @@ def test_rows_that_are_renewed_and_multiplied_in_one_pass(library: ctypes.CDLL, 
     expected[at] = scale.double() * expected[at] + updates.double()
     for columns in (slice(0, 70_013), slice(2, 70_000)):  # a part is what a tensor's own programme has
         r.copy_(before)
-        found = rows.renewed(r[:, columns], at, scale, updates[:, columns], m[columns])
+        found = memory_cpu.in_one_pass(r[:, columns], at, scale, updates[:, columns], m[columns])
         assert found is not None
         torch.testing.assert_close(r[:, columns].double(), expected[:, columns], rtol=1e-6, atol=1e-6)
         exact = torch.cat([expected[at], m.double()[None]])[:, columns] @ expected[:, columns].T
@@ -278,7 +278,9 @@ def test_rows_that_are_renewed_and_multiplied_in_one_pass(library: ctypes.CDLL, 
     for unfit in (before.double(), before[:, :1000], before.T.contiguous().T):
         wide = unfit.clone()
         length = unfit.shape[1]
-        assert rows.renewed(wide, at, scale, updates[:, :length], m[:length]) is None and torch.equal(wide, unfit)
+        assert memory_cpu.in_one_pass(wide, at, scale, updates[:, :length], m[:length]) is None and torch.equal(
+            wide, unfit
+        )
 
 
 def test_a_combination_is_the_plain_one_to_the_last_digit(
@@ -287,9 +289,9 @@ def test_a_combination_is_the_plain_one_to_the_last_digit(
     torch.manual_seed(0)
     p, r = torch.randn(150_001), torch.randn(5, 150_001)
     index, share = torch.tensor([3, 0, 4]), torch.tensor([1e4, 2.0, 1e-3], dtype=torch.float64)
-    found = combined(p, r, index, share)
-    monkeypatch.setattr(rows, "library", lambda: None)
-    plain = combined(p, r, index, share)
+    found = combine(p, r, index, share)
+    monkeypatch.setattr(memory_cpu, "library", lambda: None)
+    plain = combine(p, r, index, share)
     assert torch.equal(found, plain) and not torch.equal(found, p)
 
 
@@ -367,7 +369,8 @@ def test_rates_meet_their_clients(library: ctypes.CDLL) -> None:
     batch = Batch(torch.randn(2, 3, 8, 1, 6, 10), torch.randint(0, 10, (2, 3, 8)), None, key)
     for shape in ((), (1,), (3, 1), (2, 1, 1), (1, 3, 1), (2, 3, 1)):
         rate, oracle = torch.rand(shape), Oracle(net, batch, buffers.expand(2, 3, -1))
-        assert oracle.chain is not None and oracle.chain.in_c(x, 6) is not None
+        chain = fitting(oracle)
+        assert chain is not None and chain.in_c(x, 6) is not None
         torch.testing.assert_close(oracle.step(x, rate), x - rate * oracle.grad(x), rtol=1e-6, atol=1e-7)
         assert oracle.calls == 2
 

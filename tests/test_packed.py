@@ -27,7 +27,7 @@ from undrift.jobs.folder import RunFolder
 from undrift.jobs.registry import algorithm_class
 from undrift.jobs.run import Progress, run
 from undrift.jobs.sweep import Job, _programs, _run_program, plan
-from undrift.round.order import RoundRecord
+from undrift.round.record import RoundRecord
 from undrift.simulate.packed import Pack, PackedProgram, may_differ, structure
 from undrift.simulate.simulation import Simulation
 

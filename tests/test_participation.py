@@ -19,7 +19,7 @@ def test_bernoulli_cohorts_have_the_right_mean_and_are_never_empty() -> None:
     run = simulation(FedAvg(), cohort=2, sampling="bernoulli")
     sizes, hits = [], torch.zeros(len(SIZES))
     for run.t in range(1500):
-        ids, _ = run.draw()
+        ids, _ = run.sampling.invite(run.t)
         assert len(ids) and (ids[1:] > ids[:-1]).all()
         sizes.append(len(ids))
         hits[ids] += 1

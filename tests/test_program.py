@@ -11,7 +11,7 @@ from torch import nn
 from tests import small
 from undrift.core.names import names
 from undrift.jobs.registry import algorithm_class
-from undrift.round.order import RoundRecord
+from undrift.round.record import RoundRecord
 from undrift.simulate.simulation import Simulation
 
 

@@ -35,7 +35,7 @@ def test_r2_fedavgm_without_momentum_is_fedavg() -> None:
 def test_fedavgm_has_its_closed_form() -> None:
     """x_T = x_0 - eta_g sum_t (1 - beta^(T-t)) / (1 - beta) d_t."""
     run = simulation(FedAvgM(beta1=0.6, server_lr=0.7))
-    x0 = run.net.layout.sent(run.state.x)
+    x0 = run.net.sent(run.state.x, "model")
     points = torch.cat([x0[None], path(run, 5)])
     m, ds = torch.zeros_like(x0), []
     for t in range(5):  # d_t from m_{t+1} = beta m_t + d_t and x_{t+1} = x_t - eta_g m_{t+1}
@@ -56,7 +56,7 @@ def test_r3_with_changing_steps_gradient_units_rescale_the_momentum() -> None:
     run, mean = simulation(FedAvgM(beta1=0.5, momentum_units="grad"), epochs=1, cohort=2), []
     x, m, d_all = [run.state.x], torch.zeros_like(run.state.x), []
     for _ in range(4):
-        ids, _ = run.draw()
+        ids, _ = run.sampling.invite(run.t)
         mean.append(run.settings.plan.steps_of(run.data.sizes[ids.numpy()]).mean())
         fedavg = simulation(FedAvg(), epochs=1, cohort=2)
         fedavg.state, fedavg.t = fedavg.state._replace(x=run.state.x), run.t
@@ -158,7 +158,7 @@ def test_r16_constraints_hold_and_inactive_ones_leave_fedavgm() -> None:
 def test_r18_memory_invariants(slots: int, order: str) -> None:
     run, counts, evictions = simulation(GradMAS(slots=slots, order=order), cohort=3), [0] * 6, 0
     for _ in range(12):
-        ids, _ = run.draw()
+        ids, _ = run.sampling.invite(run.t)
         run.round()
         memory = run.state.server.memory
         held = [i for i in memory.ids.tolist() if i >= 0]

@@ -5,9 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from undrift.algorithms.gradient_memory.cone import combined, gram
-from undrift.algorithms.gradient_memory.memory import Memory
-from undrift.kernels.memory_cpu import fade_and_add, inner_products, long_products, renewed
+from undrift.algorithms.gradient_memory.cone import combine, gram
+from undrift.algorithms.gradient_memory.memory import Memory, renew_products
+from undrift.core.forms import plain_forms
+from undrift.kernels.memory_cpu import fade_and_add, in_one_pass, long, row_products
 from undrift.kernels.native import library
 
 
@@ -30,12 +31,12 @@ def test_long_products_are_those_of_float64(threads: int, few: int, rows: int, l
     m, r = 1 + torch.randn(length + 3), 1 + torch.randn(rows, length + 3)
     m, r, at = m[1:-2], r[:, 1:-2], torch.randperm(rows)[:few]
     v = torch.cat([r[at], m[None]])
-    assert long_products(r) and not long_products(r.double()) and not long_products(r[:, : 1 << 15])
+    assert long(r) and not long(r.double()) and not long(r[:, : 1 << 15])
     exact = v.double() @ r.double().T
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
-        found = inner_products(r, at, m)
+        found = row_products(r, at, m)
     finally:
         torch.set_num_threads(before)
     assert found.dtype == torch.float64
@@ -56,13 +57,26 @@ def test_rows_are_renewed_and_multiplied_in_one_pass(threads: int) -> None:
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
-        found = renewed(rows, at, scale, updates, m)
+        found = in_one_pass(rows, at, scale, updates, m)
     finally:
         torch.set_num_threads(before)
     torch.testing.assert_close(rows, expected)
     exact = torch.cat([expected[at], m[None]]).double() @ expected.double().T
     assert found is not None
     torch.testing.assert_close(found, exact, rtol=2e-6, atol=2e-6 * 66_003)
+
+
+@pytest.mark.parametrize("length", [500, 1 << 16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_renewed_products_are_the_plain_ones(dtype: torch.dtype, length: int) -> None:
+    torch.manual_seed(0)
+    rows, updates, m = (torch.randn(*shape, length, dtype=dtype) for shape in ((7,), (2,), ()))
+    at, scale, same = torch.tensor([4, 1]), torch.tensor([[0.5], [0.0]], dtype=dtype), rows.clone()
+    found = renew_products(rows, at, scale, updates, m)
+    with plain_forms():
+        expected = renew_products(same, at, scale, updates, m)
+    torch.testing.assert_close(rows, same)
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-2)
 
 
 def test_a_memory_of_long_rows_knows_its_products() -> None:
@@ -74,7 +88,7 @@ def test_a_memory_of_long_rows_knows_its_products() -> None:
     plain: dict[int, torch.Tensor] = {}
     for clients in ([0, 1, 2], [1, 3], [4, 1]):
         updates = torch.randn(len(clients), length)
-        memory, place = memory.mem_red(clients)
+        memory, place = memory.let_in(torch.tensor(clients))
         memory, along = memory.remember(place, updates, 0.5, parts, m)
         plain = {i: 0.5 * d for i, d in plain.items() if i in memory.ids.tolist()}
         for i, update in zip(clients, updates, strict=True):
@@ -96,6 +110,6 @@ def test_a_combination_is_summed_in_float64(dtype: torch.dtype) -> None:
     p, rows = torch.randn(150_005, dtype=dtype), torch.randn(5, 150_005, dtype=dtype)
     index, share, before = torch.tensor([3, 0]), torch.tensor([1e4, 2.0], dtype=torch.float64), p.clone()
     expected = (p.double() + share @ rows[index].double()).to(dtype)
-    assert torch.equal(combined(p, rows, index, share), expected) or dtype == torch.float64
-    torch.testing.assert_close(combined(p, rows, index, share), expected, rtol=1e-12, atol=1e-9)
+    assert torch.equal(combine(p, rows, index, share), expected) or dtype == torch.float64
+    torch.testing.assert_close(combine(p, rows, index, share), expected, rtol=1e-12, atol=1e-9)
     assert torch.equal(p, before)

@@ -7,21 +7,22 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from tests.reference import dp as plain
 from tests.small import path, simulation
 from undrift import cli
-from undrift.algorithms.base import looks_at_single_uploads
 from undrift.algorithms.fedavg import FedAvg
 from undrift.algorithms.scaffold import Scaffold
+from undrift.algorithms.settings import looks_at_single_uploads
 from undrift.core.errors import BadSetting, UnknownName
-from undrift.core.layout import Layout
+from undrift.core.layout import MODEL
 from undrift.core.names import names
 from undrift.jobs.config import from_mapping
 from undrift.jobs.registry import algorithm_class
+from undrift.oracle.net import Net
 from undrift.round.compressed import Uplink
-from undrift.simulate.execute import Stacked
+from undrift.simulate.here import AskHere, Stacked
 
 ROUNDS, SIZE = 6, 39  # of tests.small's network
 SPECS = ["rbgs:5", "randk:5", "topk:5", "fp16"]
@@ -41,17 +42,18 @@ def test_fedavg_equals_a_plain_loop(spec: str, execution: str) -> None:
     found = path(simulation(FedAvg(lr=0.1), cohort=3, compress=spec, execution=execution), ROUNDS)
     other, error = simulation(FedAvg(lr=0.1), cohort=3), {i: torch.zeros(SIZE, dtype=torch.float64) for i in range(6)}
     for t in range(ROUNDS):
-        part = other.takes_part(t)
-        alg, work, _, down, client = other.opening(part)
-        up = Stacked(3)(alg, down, client, other.state.buffers, work).up  # without compression, from the same x
-        d = other.net.layout.sent(up.d)
+        part = other.attendance(t)
+        who, work = other.who(part), other.work(part)
+        ask = AskHere(Stacked(3), work, other.clients)
+        up = ask.train(other.alg, other.down(who), other.state.buffers, who).up  # without compression, from the same x
+        d = other.net.sent(up.d, "model")
         sent = []
         for i, update in zip(part.ids.tolist(), d, strict=True):
             p = update + error[i]
             sent.append(compressed(spec, t, p))
             error[i] = p - sent[-1]
         x = other.state.x - F.pad(sum(sent) / 3, (0, other.net.layout.padding))
-        assert float((found[t] - other.net.layout.sent(x)).norm() / x.norm()) < 1e-12
+        assert float((found[t] - other.net.sent(x, "model")).norm() / x.norm()) < 1e-12
         other.state, other.t = other.state._replace(x=x), t + 1
         other.position[part.ids] += work.table.steps
     assert all(float(e.norm()) > 0 for e in error.values())
@@ -85,18 +87,16 @@ def test_every_vector_of_an_upload_arrives_in_the_end() -> None:
     run = simulation(Scaffold(lr=0.1), cohort=6, compress="rbgs:5")
     for _ in range(8):
         run.round()
-    state = run.clients.read(
-        torch.arange(6), run.fresh(run.algorithm(), run.opening(run.takes_part(8)).down, torch.arange(6))
-    )
+    _, _, state = run.serving()
     assert float(state.error.d.norm()) > 0 and float(state.error.dc.norm()) > 0
     # c = mean c_i in the method; here what has not arrived is missing from c: c + mean e = mean c_i.
-    assert torch.allclose(run.state.companion.c + state.error.dc.mean(0), state.own.c.mean(0), atol=1e-13)
+    assert torch.allclose(run.state.companion.c + state.error.dc.mean(0), state.inner.c.mean(0), atol=1e-13)
 
 
 def test_what_is_too_large_for_sixteen_bits_arrives_later() -> None:
-    uplink = Uplink("fp16", 0, Layout(("w",), (torch.Size((3,)),)))
+    uplink = Uplink("fp16", 0, Net(nn.Linear(3, 1, bias=False)))
     p, nowhere = torch.tensor([1e5, -1.0, float("inf")]), torch.zeros(0, dtype=torch.int32)
-    sent = uplink.put(uplink.taken(p, nowhere, 0), nowhere, 0, p)
+    sent = uplink.unpack(uplink.pack(p, MODEL, nowhere, 0), MODEL, nowhere, 0)[:3]
     assert sent.tolist() == [65504.0, -1.0, float("inf")]
     assert (p - sent)[0] == 1e5 - 65504.0
 

@@ -5,9 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
-from undrift.algorithms.base import Down, Momentum, Work
+from undrift.algorithms.base import Down, Work
+from undrift.algorithms.optimise.momentum import Momentum
 from undrift.core.trees import leaves, map_leaves, where
-from undrift.core.vec import LONG, clip, dot, mean, norm
+from undrift.core.vec import clip, dot, mean, norm
+from undrift.kernels.mean import LONG
 
 
 def test_reductions_agree_over_leading_dimensions() -> None:

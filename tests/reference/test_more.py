@@ -40,8 +40,8 @@ from undrift.data.federation import federate
 from undrift.data.load import load_dataset
 from undrift.jobs.registry import algorithm_class
 from undrift.oracle.net import Net
-from undrift.simulate.execute import LocalWhole, RoundWork
 from undrift.simulate.simulation import Settings, Simulation
+from undrift.simulate.work import LocalWhole, LocalWork
 
 CLASSES: dict[str, type[Any]] = {name: algorithm_class(name) for name in (*plain_more.ALGORITHMS, "fedavg")}
 REFERENCES: dict[str, type[plain.FedAvg]] = plain_more.ALGORITHMS | {"fedavg": plain.FedAvg}
@@ -303,7 +303,7 @@ def test_r5_scaffold_1_keeps_full_gradients_and_their_mean_over_everybody(weight
     run, side = simulation(case, execution), reference(case)
     own: dict[int, torch.Tensor] = {}
     for _ in range(ROUNDS):
-        x_t, ids = run.model(), run.draw()[0].tolist()
+        x_t, ids = run.model(), run.sampling.invite(run.t)[0].tolist()
         run.round()
         for i in ids:  # the clients' samples, client after client
             rows = list(range(sum(SIZES[:i]), sum(SIZES[: i + 1])))
@@ -333,7 +333,7 @@ def test_bytes_and_gradients_of_a_round(
         values = 8 * sum(p.numel() for p in module(model).parameters())
         statistics = 8 * sum(b.numel() for b in module(model).buffers())
         for _ in range(2):
-            ids = run.draw()[0].tolist()
+            ids = run.sampling.invite(run.t)[0].tolist()
             record = run.round()
             passes = [-(-EVEN[i] // plan.batch) for i in ids]
             steps = [plan.steps or 2 * p for p in passes]
@@ -346,7 +346,7 @@ def test_bytes_and_gradients_of_a_round(
 def whole(case: Case, clients: slice | int) -> tuple[Simulation, LocalWhole]:
     run, ids = simulation(case), torch.arange(len(SIZES))
     table = run.data.table(case.plan, case.seed, 0, ids.numpy(), np.zeros(len(SIZES), np.int64))
-    work = RoundWork(run.net, run.data, case.seed, 0, ids, table, case.plan.batch)
+    work = LocalWork(run.net, run.data, case.seed, 0, ids, table, case.plan.batch)
     return run, LocalWhole.of(work, clients, run.state.buffers)
 
 

@@ -18,8 +18,8 @@ from undrift.core.layout import Layout
 from undrift.data.batches import Plan
 from undrift.jobs.registry import algorithm_class
 from undrift.oracle.net import Net
-from undrift.personal.scores import personal_models
 from undrift.simulate.evaluate import accuracy
+from undrift.simulate.personal_scores import personal_models
 from undrift.simulate.simulation import Settings, Simulation
 
 N = len(SIZES)
@@ -99,7 +99,7 @@ def simulation(
 
 def batches(run: Simulation) -> dict[int, list[list[int]]]:
     """The rows of the next round's mini-batches."""
-    part = run.takes_part(run.t)
+    part = run.attendance(run.t)
     table = run.data.table(run.settings.plan, 0, run.t, part.ids, run.position[part.ids])
     return {
         int(i): [table.index[s, k, : table.count[s, k]].tolist() for k in range(table.steps[s])]

@@ -22,7 +22,7 @@ from undrift.data.from_user import dataset_from
 from undrift.data.load import load_dataset
 from undrift.jobs.registry import algorithm_class
 from undrift.oracle.net import Net
-from undrift.round.order import RoundRecord
+from undrift.round.record import RoundRecord
 from undrift.simulate.simulation import Settings, Simulation
 
 ROUNDS = 5
@@ -366,7 +366,7 @@ def schedule(source: Simulation) -> plain.Schedule:
     plan, seed = source.settings.plan, source.settings.seed
 
     def invited(t: int, taken: list[int]) -> plain.Invited:
-        ids, place = source.draw(t)
+        ids, place = source.sampling.invite(t)
         sampled = [int(ids[s]) for s in place.argsort()]
         batches = {}
         for i in sampled:

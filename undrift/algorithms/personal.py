@@ -89,8 +89,8 @@ class Personal(Checked):
         return bool(self.chooses)
 
     # Methods whose rounds are not all alike.
-    def at(self, t: int) -> Personal:
-        """The algorithm of round t, counted from 0: itself, or a copy with a field that says what is done now."""
+    def at(self, t: int) -> State:
+        """The algorithm of round t, counted from 0: itself, or what does that round in its place."""
         return self
 
     def remarks(self, rounds: int, cohort: int) -> list[str]:

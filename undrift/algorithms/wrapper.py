@@ -10,12 +10,11 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable
 from dataclasses import fields, replace
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple, cast
 
 from torch import Tensor
 
 from undrift.algorithms.base import Algorithm, Server, Worker
-from undrift.algorithms.personal import Personal
 from undrift.core.trees import State
 from undrift.oracle.oracle import LocalData
 
@@ -69,7 +68,7 @@ class WorkerWrapper(Worker):
         super().check(clients, cohort)
 
 
-class Wrapper(WorkerWrapper, Server):
+class Wrapper(WorkerWrapper, Algorithm):
     """A whole algorithm around another one. It has no settings of its own: fields are those of `inner`."""
 
     def __init__(self, inner: Algorithm) -> None:
@@ -88,10 +87,14 @@ class Wrapper(WorkerWrapper, Server):
         """The same wrapper around another algorithm."""
         return type(self)(inner)
 
+    def at_rate(self, lr: float | Tensor) -> Wrapper:
+        """The same with another local rate."""
+        return self.around(at_rate(self.inner, lr))
+
     def server_step(self, *given: Any) -> tuple[Tensor, State]:
         raise NotImplementedError  # forwarded, see below
 
-    def at(self, t: int) -> Personal:
+    def at(self, t: int) -> State:
         return self.around(self.inner.at(t))
 
 
@@ -147,9 +150,9 @@ class KeepMoments(Wrapper):
         return up, self.Client(after, self.inner.leave_moments(work, client.opt))
 
 
-def at_rate(alg: Any, lr: float | Tensor) -> Any:
+def at_rate(alg: Algorithm, lr: float | Tensor) -> Algorithm:
     """The algorithm with another local rate."""
-    return alg.around(at_rate(alg.inner, lr)) if isinstance(alg, Wrapper) else replace(alg, lr=lr)
+    return alg.at_rate(lr) if isinstance(alg, Wrapper) else replace(alg, lr=cast(float, lr))
 
 
 def innermost(alg: Any) -> Any:

@@ -60,5 +60,9 @@ class ClientFailed(UndriftError):
         who = "a client" if client is None else f"client {client}"
         super().__init__(f"{who}, {stage}: {type(error).__name__}: {error}")
 
+    def of(self, client: int) -> ClientFailed:
+        """The same of a client that is known."""
+        return ClientFailed(self.stage, self.error, client)
+
     def __reduce__(self) -> tuple[type[UndriftError], tuple[str]]:
         return UndriftError, (str(self),)

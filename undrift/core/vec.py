@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import functools
+from typing import Any
+
 import torch
 from torch import Tensor
-from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
-# One product of a vector with a matrix is made on one core; the pieces of a long mean on all of them.
-LONG, PIECES = 1 << 16, 8
+from undrift.core.forms import plain
 
 
 def dot(u: Tensor, v: Tensor) -> Tensor:
@@ -28,24 +29,20 @@ def norm(v: Tensor) -> Tensor:
     return v.square().sum(-1, keepdim=True).sqrt()
 
 
+@plain
 def mean(v: Tensor, weight: Tensor) -> Tensor:
     """The clients' weighted mean, [..., S, P] and [..., S, 1] to [..., P]; the weights add up to one.
 
     >>> mean(torch.tensor([[1.0, 2.0], [3.0, 6.0]]), torch.tensor([[0.5], [0.5]]))
     tensor([2., 4.])
     """
-    if fuses(v):
-        first, *more = (w * u for w, u in zip(weight.unbind(-2), v.unbind(-2), strict=True))
-        return sum(more, start=first)
-    if v.dim() == 2 and v.device.type == "cpu" and v.shape[-1] >= LONG and v.shape[-1] % PIECES == 0:
-        pieces = v.unflatten(-1, (PIECES, -1)).transpose(0, 1)
-        return torch.matmul(weight.T, pieces).flatten()
     return (weight.transpose(-1, -2) @ v).squeeze(-2)
 
 
-def fuses(v: Tensor) -> bool:
-    """Whether a mean is written as a sum, which a compiler puts into the kernels around it, as it does not do with a product."""
-    return v.shape[-2] <= 16 and v.device.type == "cuda" and get_proxy_mode() is not None
+@plain
+def witness(v: Tensor, weight: Tensor) -> Tensor:
+    """Numbers that are all finite only where v [..., S, P] is: v itself, or its `mean` where that is made anyway."""
+    return v
 
 
 def clip(v: Tensor, largest: float) -> Tensor:
@@ -64,3 +61,22 @@ def descend(x: Tensor, rate: float | Tensor, u: Tensor) -> Tensor:
     tensor([-1.])
     """
     return torch.addcmul(x, rate, u, value=-1) if isinstance(rate, Tensor) else torch.sub(x, u, alpha=rate)
+
+
+def beside(t: Tensor, other: Tensor) -> Tensor:
+    """t where another tensor lies."""
+    return t.to(other.device)
+
+
+def constant(values: tuple[Any, ...], other: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    """Nested tuples of numbers as a tensor where another one lies: made once, because a CUDA graph cannot hold a copy to it.
+
+    >>> constant((1.0, 2.0), torch.zeros(5))
+    tensor([1., 2.])
+    """
+    return _constant(values, dtype, other.device)
+
+
+@functools.cache
+def _constant(values: tuple[Any, ...], dtype: torch.dtype | None, device: torch.device) -> Tensor:
+    return torch.tensor(values, dtype=dtype, device=device)

@@ -23,10 +23,10 @@ from undrift.dataparallel.methods import Method
 from undrift.dataparallel.workers import Ranks, Stacked
 from undrift.oracle.net import Context, Net
 from undrift.oracle.oracle import Oracle
-from undrift.round.order import RoundRecord
+from undrift.round.record import RoundRecord, write_record
 from undrift.simulate.evaluate import Metric, means, sample_scores
-from undrift.simulate.execute import mini_batch
 from undrift.simulate.graphs import fused, recorded
+from undrift.simulate.work import mini_batch
 
 STATISTICS_BATCH = 500  # samples of a batch from which BatchNorm's statistics are taken anew
 
@@ -179,19 +179,9 @@ class Training:
         scores: dict[str, float] = {}
         if last or self.t % self.schedule.eval_every == 0:
             scores = self.evaluate()
-        return RoundRecord(
-            round=self.t,
-            loss=scores.pop("loss", None),
-            accuracy=scores.pop("accuracy", None),
-            bytes_down=0,
-            bytes_up=sent,
-            gradients=self.steps * self.workers.count,
-            consistency=scores.pop("consistency", float("nan")),
-            seconds=time.perf_counter() - began,
-            train_loss=train_loss,
-            clients=self.workers.count,
-            dropped=0,
-            more=scores | facts,
+        numbers = {"train_loss": train_loss} | scores | facts
+        return write_record(
+            self.t, began, numbers, self.workers.count, bytes_up=sent, gradients=self.steps * self.workers.count
         )
 
     def rounds(self, most: int, last: bool = False) -> list[RoundRecord]:

@@ -100,8 +100,8 @@ def pack(state: Any, net: Net) -> dict[str, Encoded]:
     return {name.removeprefix("."): encode(leaf) for name, leaf in named_leaves("", net.sent(state))}
 
 
-def unpack(arrays: Mapping[str, Encoded], like: T, net: Net) -> T:
-    """A NamedTuple like this one from what was sent; vectors get their padding again."""
+def unpack(arrays: Mapping[str, Encoded], like: T, net: Net, device: torch.device) -> T:
+    """A NamedTuple like this one, whose tensors need no memory, from what was sent; vectors get their padding again."""
     expected = {name.removeprefix("."): leaf for name, leaf in named_leaves("", net.sent(like))}
     if arrays.keys() != expected.keys():
         missing, extra = sorted(expected.keys() - arrays.keys()), sorted(arrays.keys() - expected.keys())
@@ -114,7 +114,7 @@ def unpack(arrays: Mapping[str, Encoded], like: T, net: Net) -> T:
 
     def padded(whole: Tensor) -> Tensor:
         tensor = next(sent)
-        return F.pad(tensor, (0, whole.shape[-1] - tensor.shape[-1])).to(whole.device)
+        return F.pad(tensor, (0, whole.shape[-1] - tensor.shape[-1])).to(device)
 
     return map_leaves(padded, like)
 

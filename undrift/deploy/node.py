@@ -18,7 +18,7 @@ from undrift.data.load import load_dataset
 from undrift.deploy.client import Client
 from undrift.deploy.settings import Plan
 from undrift.deploy.site_files import own_federation, own_path
-from undrift.jobs.run import simulated, simulated_on
+from undrift.jobs.run import build_net, deal_out, settings_of
 
 
 def name_of(node: Mapping[str, Any]) -> str:
@@ -51,11 +51,12 @@ def check_allowed(plan: Plan, node: Mapping[str, Any]) -> None:
 def this_client(plan: Plan, node: Mapping[str, Any]) -> Client:
     """The client that this node is in the run."""
     check_allowed(plan, node)
-    name = name_of(node)
-    run, path, device = plan.run, own_path(plan, node), pick_device(plan.run.device)
+    name, run, device = name_of(node), plan.run, pick_device(plan.run.device)
+    path, structures = own_path(plan, node), plan.structures
     if path is None:
-        simulation = simulated(run, plan.alg, load_dataset(run.dataset), run.model, device)
+        dataset = load_dataset(run.dataset)
+        data, structures = deal_out(run, dataset, device), dataset.structures
     else:
-        own = own_federation(plan, name, path, device)
-        simulation = simulated_on(own, run, plan.alg, plan.structures, run.model, device)
-    return Client(name, simulation, state_folder(node))
+        data = own_federation(plan, name, path, device)
+    net = build_net(data, run, plan.alg, structures, run.model)
+    return Client(name, plan.alg, net, data, settings_of(run, data.sizes, device), device, state_folder(node))

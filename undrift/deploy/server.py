@@ -9,20 +9,23 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import replace
-from typing import Any, NamedTuple, Protocol, cast
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from undrift.algorithms.base import Algorithm, Nothing
-from undrift.core.trees import map_leaves, named_leaves, unstacked
-from undrift.deploy.client import CLOSE, MEASURE, TRAIN, Measured, Reply, Request, answer_like
+from undrift.algorithms.base import Algorithm
+from undrift.core.trees import Nothing, State, map_leaves, named_leaves, unstacked
+from undrift.deploy.client import CLOSE, MEASURE, TRAIN, Measured, Reply, Request
 from undrift.deploy.messages import Encoded, Fact, Letter, Refused, check_finite, encode, pack, unpack
-from undrift.round.order import Answers, RoundRecord
-from undrift.simulate.execute import Execution, RoundWork
+from undrift.round.clients import Answers
+from undrift.round.record import RoundRecord
+from undrift.round.shapes import Forms
+from undrift.round.who import Who
 from undrift.simulate.simulation import Simulation
+from undrift.simulate.work import LocalWork
 
 
 class Post(Protocol):
@@ -57,41 +60,11 @@ class Remote:
         self.visits: list[Visit] = []
         self.absent = torch.nan  # what stands for a missing update; 0 where the sum is private, and nobody is left out
 
-    def __call__(
-        self, alg: Algorithm, down: Any, client: Any, buffers: Tensor, work: RoundWork, limit: int | None = None
-    ) -> Answers:
-        expected = answer_like(alg, down, map_leaves(lambda v: v[0], client), buffers)
-        up, facts, one = expected.up, expected.facts, expected.loss
-        like = Reply(up, expected.buffers)
+    def __call__(self, work: LocalWork) -> Letters:
+        """How the clients of a round are asked."""
+        return Letters(self, work)
 
-        def read(letter: Letter) -> Answers:
-            reply: Reply = unpack(letter.arrays, like, work.net)
-            check_finite(reply)
-            if letter.fact("anew", bool):
-                self.say(f"round {work.round + 1}: {letter.facts['client']} had lost its state and begins anew")
-            numbers = type(facts)(*(down.x.new_tensor([letter.number(f"fact.{n}")]) for n in facts._fields))
-            loss = down.x.new_tensor([letter.number("loss")])
-            # What stays with a client is not here: neither its state nor its model.
-            return Answers(reply.up, Nothing(), reply.buffers, one, loss, numbers)
-
-        found = self.ask(TRAIN, Request(down, buffers), work, read)
-        lost = map_leaves(lambda v: torch.full_like(v, torch.nan), Answers(up, Nothing(), buffers, one, one, facts))
-        lost = lost._replace(up=map_leaves(lambda v: torch.full_like(v, self.absent), up))
-        joined: Answers = map_leaves(lambda *parts: torch.stack(parts), *(lost if a is None else a for a in found))
-        return joined
-
-    def measure(self, alg: Algorithm, down: Any, buffers: Tensor, work: RoundWork) -> Tensor:
-        """The first exchange: what every client measures [S, P]."""
-
-        def read(letter: Letter) -> Measured:
-            measured: Measured = unpack(letter.arrays, Measured(down.x), work.net)
-            check_finite(measured)
-            return measured
-
-        found = self.ask(MEASURE, Request(down, buffers), work, read)
-        return torch.stack([torch.full_like(down.x, torch.nan) if a is None else a.sent for a in found])
-
-    def ask(self, exchange: str, request: Request, work: RoundWork, read: Callable[[Letter], Any]) -> list[Any]:
+    def ask(self, exchange: str, request: Request, work: LocalWork, read: Callable[[Letter], Any]) -> list[Any]:
         """The cohort's answers in the order of its ids, None for each that does not count."""
         arrays, letters = pack(request, work.net), {}
         for id in work.ids.tolist():
@@ -165,6 +138,49 @@ class Remote:
         return found
 
 
+class Letters:
+    """Asks the clients of one round by letter. Who does not answer stands in the cohort with NaN, and is left out."""
+
+    def __init__(self, remote: Remote, work: LocalWork) -> None:
+        self.remote, self.work = remote, work
+
+    def measure(self, alg: Algorithm, down: State, buffers: Tensor, who: Who) -> Tensor:
+        def read(letter: Letter) -> Measured:
+            measured: Measured = unpack(letter.arrays, Measured(down.x), self.work.net, down.x.device)
+            check_finite(measured)
+            return measured
+
+        found = self.remote.ask(MEASURE, Request(down, buffers), self.work, read)
+        return torch.stack([torch.full_like(down.x, torch.nan) if a is None else a.sent for a in found])
+
+    def train(self, alg: Algorithm, down: State, buffers: Tensor, who: Who) -> Answers:
+        remote, work, x = self.remote, self.work, down.x
+        form = Forms.of(alg, work.net, work.data.clients).answers
+        # What stays with a client is not here: neither its state nor its model.
+        facts, none = form.facts, x.new_full((1,), torch.nan)
+
+        def read(letter: Letter) -> Answers:
+            reply: Reply = unpack(letter.arrays, Reply(form.up, form.buffers), work.net, x.device)
+            check_finite(reply)
+            if letter.fact("anew", bool):
+                remote.say(f"round {work.round + 1}: {letter.facts['client']} had lost its state and begins anew")
+            numbers = type(facts)(*(x.new_tensor([letter.number(f"fact.{n}")]) for n in facts._fields))
+            return Answers(reply.up, Nothing(), reply.buffers, none, x.new_tensor([letter.number("loss")]), numbers)
+
+        found = remote.ask(TRAIN, Request(down, buffers), work, read)
+
+        def fill(value: float, like: State) -> State:
+            return map_leaves(lambda v: torch.full(v.shape, value, dtype=v.dtype, device=x.device), like)
+
+        nan = torch.nan
+        lost = Answers(
+            fill(remote.absent, form.up), Nothing(), fill(nan, form.buffers), none, fill(nan, form.loss),
+            fill(nan, facts),
+        )  # fmt: skip
+        rows = [lost if answer is None else answer for answer in found]
+        return map_leaves(lambda *parts: torch.stack(parts), *rows)
+
+
 class Deployment:
     """A run whose clients are elsewhere, with what `runs.Course` asks of a simulation."""
 
@@ -184,7 +200,7 @@ class Deployment:
         self.spent = spent
         self.simulation, self.remote, self.keep = simulation, remote, keep
         self.net, self.device = simulation.net, simulation.device
-        simulation.execution = cast(Execution, remote)
+        simulation.remote = remote
         simulation.data = replace(
             simulation.data, own={}
         )  # what clients hold out for tests, and their models, are theirs

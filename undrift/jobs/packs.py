@@ -20,7 +20,7 @@ from undrift.jobs.config import RunConfig, make_algorithm, parse_stop
 from undrift.jobs.folder import RunFolder
 from undrift.jobs.registry import algorithm_class
 from undrift.jobs.run import Course, Progress, drive, simulated
-from undrift.simulate.execute import available_memory, bytes_per_client
+from undrift.simulate.choose import available_memory, bytes_per_client
 from undrift.simulate.packed import Pack, structure
 from undrift.simulate.replay import Outlook
 from undrift.simulate.simulation import Simulation

@@ -45,12 +45,13 @@ from undrift.jobs.registry import algorithm_class, build_model
 from undrift.kernels.native import library
 from undrift.oracle import segmentation
 from undrift.oracle.net import Loss, Net
-from undrift.personal.scores import personal_models
-from undrift.round.order import RoundRecord
+from undrift.round.record import RoundRecord
+from undrift.simulate.choose import available_memory
 from undrift.simulate.client_store import DiskTable
 from undrift.simulate.clients import ClientTable
 from undrift.simulate.evaluate import Metric, accuracy
-from undrift.simulate.execute import Stacked, available_memory
+from undrift.simulate.here import Stacked
+from undrift.simulate.personal_scores import personal_models
 from undrift.simulate.simulation import Settings, Simulation
 
 REPAID = 50_000  # local steps: compiling takes ten to twenty seconds, and a step of a small model saves 0.1 to 0.5 ms
@@ -185,16 +186,7 @@ def simulated(
     metrics: Mapping[str, Metric] | None = None,
 ) -> Simulation:
     """The run that the settings describe, before its first round; `model` is an nn.Module, its name, or what builds it."""
-    clients = federation.federate(
-        dataset,
-        config.partition,
-        config.clients,
-        config.seed,
-        device,
-        config.val_fraction,
-        config.colour,
-        config.own_test,
-    )
+    clients = deal_out(config, dataset, device)
     return simulated_on(clients, config, alg, dataset.structures, model, device, loss, metrics)
 
 
@@ -209,6 +201,43 @@ def simulated_on(
     metrics: Mapping[str, Metric] | None = None,
 ) -> Simulation:
     """The same on clients that have their samples already; `structures` are what their masks show, if they have masks."""
+    net = build_net(clients, config, alg, structures, model, loss)
+    if metrics is None and structures:
+        metrics = segmentation.metrics(structures)
+    elif metrics is None:
+        metrics = {"accuracy": accuracy} if net.loss is F.cross_entropy else {}
+    return Simulation(alg, net, clients, settings_of(config, clients.sizes, device), metrics, device)
+
+
+def deal_out(config: RunConfig, dataset: Dataset, device: torch.device) -> federation.Federation:
+    """The data set in the hands of the clients."""
+    return federation.federate(
+        dataset, config.partition, config.clients, config.seed, device, config.val_fraction, config.colour,
+        config.own_test,
+    )  # fmt: skip
+
+
+def settings_of(config: RunConfig, sizes: NDArray[np.int64], device: torch.device) -> Settings:
+    """How rounds are run, for clients of these sizes."""
+    plan = Plan(config.batch, config.steps, config.epochs, config.batches == "persistent")
+    return Settings(
+        config.cohort, plan, config.seed, config.weights, config.eval_every, config.execution, config.chunk,
+        config.lr_decay, parse_drops(config.lr_drops), config.lr_drop, config.sampling, config.dropout_rate,
+        parse_slow(config.slow), config.bandwidth, config.latency, config.replay,
+        device.type == "cuda" and config.replay and compiles(config, plan, sizes), config.client_eval_every,
+        config.compress,
+    )  # fmt: skip
+
+
+def build_net(
+    clients: federation.Federation,
+    config: RunConfig,
+    alg: Any,
+    structures: tuple[str, ...],
+    model: Any,
+    loss: Loss = F.cross_entropy,
+) -> Net:
+    """The model that everybody trains, with the networks beside it that the algorithm asks for."""
     if not isinstance(model, nn.Module):
         model = build_model(model, clients.shape, clients.classes, config.seed)
     if structures and loss is F.cross_entropy:
@@ -217,19 +246,7 @@ def simulated_on(
     net = Net(model, loss, dtype)
     for name, (other, outputs) in alg.networks(clients.clients).items():
         net.put_beside(name, Net(build_model(other, clients.shape, outputs, config.seed), dtype=dtype))
-    if metrics is None and structures:
-        metrics = segmentation.metrics(structures)
-    elif metrics is None:
-        metrics = {"accuracy": accuracy} if net.loss is F.cross_entropy else {}
-    plan = Plan(config.batch, config.steps, config.epochs, config.batches == "persistent")
-    how = Settings(
-        config.cohort, plan, config.seed, config.weights, config.eval_every, config.execution, config.chunk,
-        config.lr_decay, parse_drops(config.lr_drops), config.lr_drop, config.sampling, config.dropout_rate,
-        parse_slow(config.slow), config.bandwidth, config.latency, config.replay,
-        device.type == "cuda" and config.replay and compiles(config, plan, clients.sizes), config.client_eval_every,
-        config.compress,
-    )  # fmt: skip
-    return Simulation(alg, net, clients, how, metrics, device)
+    return net
 
 
 def compiles(config: RunConfig, plan: Plan, sizes: NDArray[np.int64]) -> bool:

@@ -3,23 +3,26 @@
 A chain is a sequence of Linear, ReLU, Flatten, Conv2d and MaxPool2d with cross-entropy at its end. On a CPU the usual small
 models spend half of a step on recording the pass, on calling the module with other tensors, and on copying the layers'
 gradients into one vector, and on a GPU a quarter of a round that is not compiled. Here every layer is called directly and
-writes its gradient to its place in the vector. The plain form is `Oracle.grad(x, task_loss)`. Where a chain has only dense
-layers and a compiler is at hand, C does the same for clients stacked on a CPU (dense.py); a step along the gradient for many of
-them on a GPU has a form of its own (`Chain.step`).
+writes its gradient to its place in the vector. The plain form is `oracle.task_gradient`. Where a chain has only dense
+layers and a compiler is at hand, C does the same for clients stacked on a CPU (dense_cpu.py); a step along the gradient for many
+of them on a GPU has a form of its own (`Chain.step`).
 """
 
 from __future__ import annotations
 
 import functools
+import weakref
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from undrift.kernels import cross_entropy_gpu as fused_loss
-from undrift.kernels import dense_step_gpu as stepped
+from undrift.core.forms import faster, plain
+from undrift.kernels import devices
 from undrift.kernels.dense_cpu import Block, Dense
+from undrift.oracle.net import Net
+from undrift.oracle.oracle import Oracle, stacks_in_a_thread, task_gradient, task_step
 
 aten: Any = torch.ops.aten
 NARROW = 32  # channels: more are better computed by oneDNN
@@ -187,7 +190,7 @@ class Chain:
     def turns(self, clients: int, dtype: torch.dtype, device: torch.device) -> bool:
         """Whether a step is made by `step`, which wants turned inputs."""
         dense = self.stackable and self.dense is not None
-        return dense and stepped.available(clients * self.entries, dtype, device)
+        return dense and overflows(clients * self.entries, dtype, device)
 
     def gradient(
         self, x: Tensor, inputs: Tensor, targets: Tensor, real: Tensor | None, rate: float | Tensor | None = None
@@ -224,18 +227,40 @@ class Chain:
             z = w @ outs[-1]
             z = z + b[0].unsqueeze(-1) if b else z
             outs.append(torch.relu(z) if bend else z)
-        if fused_loss.available(outs[-1]):
-            loss, d = fused_loss.of_turned(outs[-1], targets, real)
-        else:
-            loss, d = cross_entropy(outs[-1].mT, targets, real)
-            d = d.mT
+        loss, d = turned_cross_entropy(outs[-1], targets, real)
         back = [d]
         for n in range(len(layers) - 1, -1, -1):
             if bent[n]:
                 back[0] = aten.threshold_backward.default(back[0], outs[n + 1], 0)
             if n:
                 back.insert(0, layers[n][0].mT @ back[0])
-        return loss, stepped.stepped(x, rate, outs[:-1], back, biased)
+        return loss, dense_step(x, rate, outs[:-1], back, biased)
+
+
+def overflows(entries: int, dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether clients' vectors with so many entries in all are more than a GPU's cache holds."""
+    return devices.gpu(device) and dtype == torch.float32 and 4 * entries > devices.cache(device)
+
+
+@plain
+def dense_step(x: Tensor, rate: float | Tensor, outs: list[Tensor], back: list[Tensor], biased: list[bool]) -> Tensor:
+    """x - rate g for x [S, P] and a number or rates [S], with the gradient g of dense layers.
+
+    Of every layer it takes the inputs [S, n, B] and the gradients of its outputs [S, m, B], both turned.
+    """
+    parts = []
+    for h, d, bias in zip(outs, back, biased, strict=True):
+        parts += [(d @ h.mT).flatten(1)] + ([d.sum(-1)] if bias else [])
+    g = torch.cat(parts, 1)
+    g = F.pad(g, (0, x.shape[1] - g.shape[1]))
+    return x - (rate.unsqueeze(-1) if isinstance(rate, Tensor) else rate) * g
+
+
+@plain
+def turned_cross_entropy(outputs: Tensor, targets: Tensor, real: Tensor | None) -> tuple[Tensor, Tensor]:
+    """The mean [S] over the real samples of outputs [S, classes, B], and its gradient like the outputs."""
+    loss, d = cross_entropy(outputs.mT, targets, real)
+    return loss, d.mT
 
 
 def cross_entropy(outputs: Tensor, targets: Tensor, real: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -325,3 +350,70 @@ def hooked(module: nn.Module) -> bool:
     """Whether calling the module does more than its forward."""
     kinds = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
     return any(vars(module).get(kind) for kind in kinds)
+
+
+_chains: weakref.WeakKeyDictionary[Net, Chain | None] = weakref.WeakKeyDictionary()
+
+
+def chain_of(net: Net) -> Chain | None:
+    """The chain that a network is; None: it is something else, or its loss is not cross-entropy."""
+    try:
+        return _chains[net]
+    except KeyError:
+        return _chains.setdefault(net, Chain.of(net.original) if net.loss is F.cross_entropy else None)
+
+
+def fitting(oracle: Oracle) -> Chain | None:
+    """The chain of an oracle's network, where it can be run on the mini-batch."""
+    chain, (inputs, targets, *_) = chain_of(oracle.net), oracle.batch
+    return chain if chain is not None and chain.fits(inputs, targets, oracle.lead) else None
+
+
+def writes_out(oracle: Oracle, x: Tensor) -> bool:
+    chain = fitting(oracle)
+    if chain is None or oracle.batch.inputs.device.type == "cpu":
+        return chain is not None
+    return chain.stackable and not devices.traced()  # a compiler has more to fuse in what autograd writes
+
+
+@faster(task_gradient, when=writes_out)
+def task_gradient_of_chain(oracle: Oracle, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    loss, g = written_out(oracle, x, None)
+    return g, loss, oracle.buffers
+
+
+def steps_at_once(oracle: Oracle, x: Tensor, rate: float | Tensor) -> bool:
+    chain = fitting(oracle) if type(oracle).grad is Oracle.grad else None
+    return chain is not None and chain.steps(x, oracle.lead.numel() if oracle.lead else 0)
+
+
+@faster(task_step, when=steps_at_once)
+def task_step_of_chain(oracle: Oracle, x: Tensor, rate: float | Tensor) -> Tensor:
+    if isinstance(rate, Tensor):
+        rate = flat(oracle, rate.expand(*oracle.lead, 1).squeeze(-1))
+    loss, made = written_out(oracle, x, rate)
+    oracle.tally.calls += 1
+    oracle.loss = loss.unsqueeze(-1)
+    return made
+
+
+def written_out(oracle: Oracle, x: Tensor, rate: float | Tensor | None) -> tuple[Tensor, Tensor]:
+    """The loss [...] and the gradient, or a step along it, by a chain of layers, for which all leading dimensions are one."""
+    chain, lead = chain_of(oracle.net), oracle.lead
+    assert chain is not None
+    inputs, targets, real, *_ = oracle.batch
+    x = flat(oracle, x.detach().expand(*lead, x.shape[-1]))
+    real = None if real is None else flat(oracle, real)
+    loss, made = chain.gradient(x, flat(oracle, inputs), flat(oracle, targets), real, rate)
+    return loss.view(lead), made.view(*lead, -1)
+
+
+def flat(oracle: Oracle, t: Tensor) -> Tensor:
+    """[..., n] with all clients in one dimension."""
+    return t.flatten(0, len(oracle.lead) - 1) if len(oracle.lead) > 1 else t
+
+
+@faster(stacks_in_a_thread, when=lambda net: chain_of(net) is not None)
+def stacks_in_a_thread_of_chain(net: Net) -> bool:
+    chain = chain_of(net)
+    return chain is not None and chain.stackable

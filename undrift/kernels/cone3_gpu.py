@@ -1,15 +1,20 @@
 """Projection on a cone of at most three constraints on a GPU, for float32 vectors: three kernels that read each vector twice.
 
 The first sums up the inner products of the three rows and p in float64, the second tries the eight sets of active
-constraints for every client, the third adds the rows to p. `cone3` is the plain form of all three, step by
+constraints for every client, the third adds the rows to p. `cone3.project_three` is the plain form of all three, step by
 step; written with PyTorch alone it would write float64 copies of the vectors, and take some two hundred small kernels.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
+from undrift.algorithms.gradient_memory.cone3 import project_three
+from undrift.core.forms import faster
+from undrift.kernels import devices
 from undrift.kernels.launch import launch, room
 
 try:
@@ -19,14 +24,16 @@ except ImportError:  # no Triton here: the plain form serves
     triton = None
 
 
-def available(p: Tensor) -> bool:
-    return triton is not None and p.device.type == "cuda" and p.dtype == torch.float32
+def serves(p: Tensor, rows: Sequence[Tensor], rho: float | Tensor = 0.0) -> bool:
+    return devices.gpu(p.device) and p.dtype == torch.float32
 
 
-def project(p: Tensor, rows: list[Tensor], rho: Tensor) -> tuple[Tensor, Tensor]:
-    """u [n, P] and who is active [n, 3], for p and three rows [n, P] each and rho [n]."""
-    u, active = torch.ops.undrift.project_three(p, *rows, rho)
-    return u, active
+@faster(project_three, when=serves)
+def project_three_gpu(p: Tensor, rows: Sequence[Tensor], rho: float | Tensor = 0.0) -> tuple[Tensor, Tensor]:
+    flat = [v.expand(p.shape).reshape(-1, p.shape[-1]) for v in (p, *rows)]
+    each = rho.expand(*p.shape[:-1], 1).reshape(-1) if isinstance(rho, Tensor) else p.new_full((len(flat[0]),), rho)
+    u, active = torch.ops.undrift.project_three(*flat, each)
+    return u.view(p.shape), active.view(*p.shape[:-1], 3)
 
 
 if triton is not None:
@@ -76,7 +83,7 @@ if triton is not None:
             total += tl.sum(
                 tl.load(sums + (row * blocks + block)[:, None] * 10 + lane[None, :], mask=here, other=0.0), 0
             )
-        # From here on vectors of eight entries: one for each set of active constraints, in the order of `small_cone.SETS`.
+        # From here on vectors of eight entries: one for each set of active constraints, in the order of `cone3.SETS`.
         which = tl.arange(0, 8)
         nought = tl.zeros([8], tl.float64)
         p00 = tl.sum(tl.where(lane == 0, total, 0.0), 0) + nought
@@ -176,7 +183,7 @@ if triton is not None:
         tl.store(out + row * length + at, made.to(tl.float32), mask=here)
 
     @torch.library.custom_op("undrift::project_three", mutates_args=())
-    def project_three(p: Tensor, a: Tensor, b: Tensor, c: Tensor, rho: Tensor) -> tuple[Tensor, Tensor]:
+    def _op(p: Tensor, a: Tensor, b: Tensor, c: Tensor, rho: Tensor) -> tuple[Tensor, Tensor]:
         vectors = [v if v.stride(1) == 1 else v.contiguous() for v in (a, b, c, p)]
         apart = [v.stride(0) for v in vectors]
         count, length = p.shape
@@ -189,6 +196,6 @@ if triton is not None:
         launch(_combination, (blocks, count), share, *vectors, *apart, u, length, WIDTH=WIDTH)
         return u, active.bool()
 
-    @project_three.register_fake
+    @_op.register_fake
     def _(p: Tensor, a: Tensor, b: Tensor, c: Tensor, rho: Tensor) -> tuple[Tensor, Tensor]:
         return torch.empty_like(p, memory_format=torch.contiguous_format), p.new_empty((len(p), 3), dtype=torch.bool)

@@ -13,6 +13,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from undrift.algorithms.gradient_memory.cone import Projection, gram, project
+from undrift.core.forms import doubt, faster
+from undrift.kernels import devices
 from undrift.kernels.launch import launch, room
 
 try:
@@ -24,17 +27,37 @@ except ImportError:  # no Triton here: the plain form serves
 MOST = 128  # constraints: the table stays in the cache of one multiprocessor
 
 
-def available(device: torch.device, constraints: int) -> bool:
-    return triton is not None and device.type == "cuda" and constraints <= MOST
+def serves(
+    p: Tensor,
+    rows: Tensor,
+    products: Tensor | None = None,
+    rho: float = 0.0,
+    along: Tensor | None = None,
+    counts: Tensor | None = None,
+    start: Tensor | None = None,
+) -> bool:
+    """Whether who counts is known on a GPU alone, so that the host would have to be asked for it."""
+    return counts is not None and devices.gpu(counts.device) and len(counts) <= MOST
 
 
-def project(
-    p: Tensor, rows: Tensor, products: Tensor, along: Tensor, rho: float, counts: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
-    """u [P], its multipliers z [m] in float64 and whether it was found [], with the arguments of `cone.project`."""
+@faster(project, when=serves)
+def project_gpu(
+    p: Tensor,
+    rows: Tensor,
+    products: Tensor | None = None,
+    rho: float = 0.0,
+    along: Tensor | None = None,
+    counts: Tensor | None = None,
+    start: Tensor | None = None,
+) -> Projection:
+    """Gives no help where the products' digits do not suffice, but says so (`doubt`)."""
+    assert counts is not None
+    products = gram(rows, rows) if products is None else products
+    along = gram(p.unsqueeze(0), rows).squeeze(0) if along is None else along
     length = torch.linalg.vector_norm(p, dtype=torch.float64)
     z, solved = torch.ops.undrift.pivots(products, along, length, counts, float(rho), p.dtype != torch.float64)
-    return torch.ops.undrift.add_rows(p, z, rows), z, solved
+    doubt(~solved)
+    return Projection(torch.ops.undrift.add_rows(p, z, rows), z, solved)
 
 
 if triton is not None:

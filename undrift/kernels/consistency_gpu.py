@@ -1,11 +1,15 @@
-"""How far apart vectors lie, on a GPU in one reading; the plain form is written out in `undrift.round.order.consistency`."""
+"""How far apart the local models lie, on a GPU in one reading."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
+from undrift.core.forms import faster
+from undrift.kernels import devices
 from undrift.kernels.launch import launch, room
+from undrift.round.clients import Answers
+from undrift.round.numbers import consistency
 
 try:
     import triton
@@ -16,8 +20,14 @@ except ImportError:  # no Triton here: the plain form serves
 MOST = 64  # vectors in a group: a program holds a stretch of all of them
 
 
-def available(x: Tensor) -> bool:
-    return triton is not None and x.device.type == "cuda" and x.dtype == torch.float32 and x.shape[-2] <= MOST
+def serves(answers: Answers, share: Tensor) -> bool:
+    x = answers.x
+    return devices.gpu(x.device) and x.dtype == torch.float32 and x.shape[-2] <= MOST
+
+
+@faster(consistency, when=serves)
+def consistency_gpu(answers: Answers, share: Tensor) -> Tensor:
+    return spread(answers.x, share)
 
 
 def spread(x: Tensor, share: Tensor) -> Tensor:

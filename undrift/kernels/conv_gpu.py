@@ -14,8 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from undrift.kernels import dense_step_gpu as stepped
+from undrift.core.forms import faster
+from undrift.kernels import devices
 from undrift.kernels.launch import current, joined, launch, room
+from undrift.oracle.net import StackedConv2d, conv2d
 
 try:
     import triton
@@ -28,10 +30,24 @@ BLOCK = 128  # places of the outputs that a program makes
 aten: Any = torch.ops.aten
 
 
-def available(x: Tensor, w: Tensor, padding: int) -> bool:
-    """Whether it is for inputs x [B, C, H, W] and filters w [O, C, k, k] of a client."""
-    fits = triton is not None and x.device.type == "cuda" and x.dtype == w.dtype == torch.float32
-    return fits and suits(x.shape, w.shape, padding) and only_stacked() and stepped.tensor_cores(x.device)
+def serves(layer: StackedConv2d, x: Tensor) -> bool:
+    """Whether it is for a layer of stacked clients and inputs x [B, C, H, W] of one of them."""
+    if not (layer.current.stacked and x.dim() == 4 and simple(layer) and devices.gpu(x.device)):
+        return False
+    w, padding = layer.weight, int(layer.padding[0])
+    single = x.dtype == w.dtype == torch.float32
+    return single and suits(x.shape, w.shape, padding) and only_stacked() and devices.tensor_cores(x.device)
+
+
+def simple(layer: StackedConv2d) -> bool:
+    """Whether it moves by one and pads with few zeros."""
+    moves = (layer.stride, layer.dilation, layer.groups) == ((1, 1), (1, 1), 1)
+    return moves and layer.padding_mode == "zeros" and layer.padding in ((0, 0), (1, 1), (2, 2), (3, 3))
+
+
+@faster(conv2d, when=serves)
+def conv2d_gpu(layer: StackedConv2d, x: Tensor) -> Tensor:
+    return convolution(x, layer.weight, layer.bias, int(layer.padding[0]))
 
 
 def suits(x: torch.Size, w: torch.Size, padding: int) -> bool:
@@ -142,7 +158,7 @@ if triton is not None:
         launch(
             _forward, (len(x), triton.cdiv(places, BLOCK)),
             x, w, b, out, w.stride(0), 0 if b is None else b.stride(0), places, **n, BIASED=b is not None,
-            PRECISION=stepped.precision(), PLACES=BLOCK, SOME=32 if n["M"] == 16 else 16, num_warps=2,
+            PRECISION=devices.precision(), PLACES=BLOCK, SOME=32 if n["M"] == 16 else 16, num_warps=2,
         )  # fmt: skip
         return out
 
@@ -157,7 +173,7 @@ if triton is not None:
         out = room(x, len(x), parts, *w.shape[1:])
         launch(
             _filters, (len(x), parts, blocks),
-            x, d, out, places, share, **n, PRECISION=stepped.precision(), PLACES=64, SOME=some, num_warps=2,
+            x, d, out, places, share, **n, PRECISION=devices.precision(), PLACES=64, SOME=some, num_warps=2,
         )  # fmt: skip
         return out.sum(1)
 

@@ -1,11 +1,13 @@
-"""Cross-entropy and its gradient for turned outputs of stacked clients on a GPU, in one kernel; `chain.cross_entropy` is the
-plain form."""
+"""Cross-entropy and its gradient for turned outputs of stacked clients on a GPU, in one kernel."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
+from undrift.core.forms import faster
+from undrift.kernels import devices
+from undrift.kernels.chain import turned_cross_entropy
 from undrift.kernels.launch import launch, room
 
 try:
@@ -17,18 +19,16 @@ except ImportError:  # no Triton here: the plain form serves
 MOST = 16384  # outputs of a client: a program holds them all
 
 
-def available(outputs: Tensor) -> bool:
-    if triton is None or outputs.device.type != "cuda" or outputs.dtype != torch.float32 or not outputs.numel():
+def serves(outputs: Tensor, targets: Tensor, real: Tensor | None) -> bool:
+    if not devices.gpu(outputs.device) or outputs.dtype != torch.float32 or not outputs.numel():
         return False
     _, classes, batch = outputs.shape
     return bool(triton.next_power_of_2(classes) * triton.next_power_of_2(batch) <= MOST)
 
 
-def of_turned(outputs: Tensor, targets: Tensor, real: Tensor | None) -> tuple[Tensor, Tensor]:
-    """The mean [S] over the real samples of outputs [S, classes, B], and its gradient like the outputs.
-
-    A label that is no class makes the loss and the sample's gradient NaN, where the plain form ends the program.
-    """
+@faster(turned_cross_entropy, when=serves)
+def turned_cross_entropy_gpu(outputs: Tensor, targets: Tensor, real: Tensor | None) -> tuple[Tensor, Tensor]:
+    """A label that is no class makes the loss and the sample's gradient NaN, where the plain form ends the program."""
     loss, d = torch.ops.undrift.cross_entropy(outputs, targets, real)
     return loss, d
 

@@ -12,8 +12,8 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
+from undrift.kernels import devices
 from undrift.kernels.native import address, library
 
 Rate = float | Tensor
@@ -49,8 +49,8 @@ class Dense:
 
         Float32, and a client for every thread at least, for a thread takes one at a time.
         """
-        fits = like.device.type == "cpu" and like.dtype == torch.float32 and max(clients, 1) >= torch.get_num_threads()
-        return fits and get_proxy_mode() is None and library() is not None
+        fits = devices.cpu(like.device) and like.dtype == torch.float32 and max(clients, 1) >= torch.get_num_threads()
+        return fits and not devices.traced() and library() is not None
 
     def gradient(
         self, x: Tensor, inputs: Tensor, targets: Tensor, real: Tensor | None, rate: Rate | None = None

@@ -2,18 +2,20 @@
 
 Where a cohort's vectors do not fit the cache, a step lasts as long as it takes them through memory: PyTorch writes the gradient,
 reads it again beside x, and writes x - rate g. Here the product that is a layer's gradient is subtracted from the weights at
-once, so that x is read once and written once. `Chain.step` comes before it.
+once, so that x is read once and written once.
 """
 
 from __future__ import annotations
 
-import functools
 import itertools
 import math
 
 import torch
 from torch import Tensor
 
+from undrift.core.forms import faster
+from undrift.kernels import devices
+from undrift.kernels.chain import dense_step, overflows
 from undrift.kernels.launch import launch, room
 
 try:
@@ -23,30 +25,16 @@ except ImportError:  # no Triton here: the plain form serves
     triton = None
 
 
-def available(entries: int, dtype: torch.dtype, device: torch.device) -> bool:
-    """Whether it is for clients' vectors with so many entries in all: more than the cache holds."""
-    fits = triton is not None and device.type == "cuda" and dtype == torch.float32
-    return fits and 4 * entries > cache(device)
+Rate = float | Tensor
 
 
-@functools.cache
-def cache(device: torch.device) -> float:
-    """In bytes; infinite for a GPU without NVIDIA's TF32, which the kernel is written for."""
-    return float(torch.cuda.get_device_properties(device).L2_cache_size) if tensor_cores(device) else math.inf
+def serves(x: Tensor, rate: Rate, outs: list[Tensor], back: list[Tensor], biased: list[bool]) -> bool:
+    return overflows(x.numel(), x.dtype, x.device)
 
 
-@functools.cache
-def tensor_cores(device: torch.device) -> bool:
-    """Whether the GPU has NVIDIA's TF32."""
-    return torch.version.hip is None and torch.cuda.get_device_capability(device) >= (8, 0)
-
-
-def stepped(x: Tensor, rate: float | Tensor, outs: list[Tensor], back: list[Tensor], biased: list[bool]) -> Tensor:
-    """x - rate g for x [S, P] and a number or rates [S].
-
-    Of every layer it takes the inputs [S, n, B] and the gradients of its outputs [S, m, B], both turned: tensor cores want the
-    samples side by side. The plain form: g holds, for one layer after another, `back @ outs.mT` and, with a bias, `back.sum(-1)`.
-    """
+@faster(dense_step, when=serves)
+def dense_step_gpu(x: Tensor, rate: Rate, outs: list[Tensor], back: list[Tensor], biased: list[bool]) -> Tensor:
+    """Wants everything turned, because tensor cores want the samples side by side."""
     rates, number = (rate, 0.0) if isinstance(rate, Tensor) else (None, rate)
     made: Tensor = torch.ops.undrift.stepped(x, rates, number, outs, back, biased)
     return made
@@ -107,10 +95,6 @@ if triton is not None:
             bias = m * n + row
             tl.store(made + bias, tl.load(x + bias, mask=row < m, other=0.0) - rate * sums, mask=row < m)
 
-    def precision() -> str:
-        """TF32's ten bits where they are allowed; else three products of them, which make up for one of float32's."""
-        return "tf32" if torch.backends.cuda.matmul.fp32_precision == "tf32" else "tf32x3"
-
     @torch.library.custom_op("undrift::stepped", mutates_args=())
     def _op(
         x: Tensor, rates: Tensor | None, rate: float, outs: list[Tensor], back: list[Tensor], biased: list[bool]
@@ -127,7 +111,7 @@ if triton is not None:
             x, made, tuple(t.contiguous() for t in outs), tuple(t.contiguous() for t in back), rates, rate,
             x.stride(0) // aligned, P // aligned, B, P,
             SIZES=tuple(sizes), BIASED=tuple(biased), PLACES=tuple(places), TILES=tuple(tiles), RATES=rates is not None,
-            PRECISION=precision(), ALIGNED=aligned, M=M, N=N, K=K, num_warps=4, num_stages=3,
+            PRECISION=devices.precision(), ALIGNED=aligned, M=M, N=N, K=K, num_warps=4, num_stages=3,
         )  # fmt: skip
         return made
 

@@ -5,6 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from undrift.algorithms.gradient_memory.cone import gram
+from undrift.core.forms import faster
+from undrift.kernels import devices
 from undrift.kernels.launch import launch, room
 
 try:
@@ -14,17 +17,14 @@ except ImportError:  # no Triton here: the plain form serves
     triton = None
 
 
-def inner_products(rows: Tensor, others: Tensor) -> Tensor:
-    """[a, b] in float64 for rows [a, P] and others [b, P]; the plain form is `rows @ others.T`.
+@faster(gram, when=lambda rows, others: devices.gpu(rows.device) and rows.dtype == torch.float32)
+def gram_gpu(rows: Tensor, others: Tensor) -> Tensor:
+    """In float64, and never with the ten bits of TF32 alone.
 
     Three products of TF32's ten bits make up for one of float32's, and a stretch is short: a noise of about 1e-8 remains.
     """
     found: Tensor = torch.ops.undrift.gram(rows, others).sum(0, dtype=torch.float64)
     return found
-
-
-def available(rows: Tensor) -> bool:
-    return triton is not None and rows.device.type == "cuda" and rows.dtype == torch.float32
 
 
 if triton is not None:
@@ -49,7 +49,7 @@ if triton is not None:
         tl.store(out + i[:, None] * b_count + j[None, :], total, mask=inside)
 
     @torch.library.custom_op("undrift::gram", mutates_args=())
-    def gram(rows: Tensor, others: Tensor) -> Tensor:
+    def _op(rows: Tensor, others: Tensor) -> Tensor:
         rows, others = (t if t.stride(1) == 1 else t.contiguous() for t in (rows, others))
         (a, length), b = rows.shape, len(others)
         parts = triton.cdiv(length, STRETCH)
@@ -59,6 +59,6 @@ if triton is not None:
         launch(_gram, grid, rows, others, out, *apart, a, b, length, STRETCH=STRETCH, A=16, B=128, DEPTH=32)
         return out
 
-    @gram.register_fake
+    @_op.register_fake
     def _(rows: Tensor, others: Tensor) -> Tensor:
         return rows.new_empty(-(-rows.shape[1] // STRETCH), len(rows), len(others))

@@ -9,8 +9,16 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from undrift.core.forms import faster
+from undrift.oracle.net import StackedLinear, linear
 
-def linear(x: Tensor, w: Tensor, b: Tensor | None) -> Tensor:
+
+@faster(linear, when=lambda layer, x: layer.current.stacked)
+def linear_stacked(layer: StackedLinear, x: Tensor) -> Tensor:
+    return product(x, layer.weight, layer.bias)
+
+
+def product(x: Tensor, w: Tensor, b: Tensor | None) -> Tensor:
     """F.linear(x, w, b) for x [..., n, in], for use under vmap."""
     y = w @ x.flatten(0, -2).mT  # [out, n]
     y = y if b is None else y + b.unsqueeze(-1)

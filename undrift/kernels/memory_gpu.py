@@ -1,13 +1,13 @@
-"""GradMA's mem_red on a GPU, without asking the host: who gets which row of the server's memory.
-
-`undrift.algorithms.gradient_memory.memory.Memory.mem_red` on the host is its plain form.
-"""
+"""GradMA's mem_red on a GPU, without asking the host: who gets which row of the server's memory."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
+from undrift.algorithms.gradient_memory.memory import Memory, mem_red
+from undrift.core.forms import faster
+from undrift.kernels import devices
 from undrift.kernels.launch import launch, room
 
 try:
@@ -15,6 +15,14 @@ try:
     import triton.language as tl
 except ImportError:  # no Triton here: the plain form serves
     triton = None
+
+
+@faster(mem_red, when=lambda memory, clients: devices.gpu(memory.ids.device))
+def mem_red_gpu(memory: Memory, clients: Tensor) -> tuple[Memory, Tensor]:
+    counters = torch.stack([memory.ids, memory.age, memory.uses, memory.since])
+    counters, place, evictions = torch.ops.undrift.mem_red(clients, counters, memory.evictions)
+    ids, age, uses, since = counters.unbind()
+    return memory._replace(ids=ids, age=age, uses=uses, since=since, evictions=evictions), place
 
 
 if triton is not None:
@@ -59,7 +67,7 @@ if triton is not None:
         tl.store(evicted, made_room)
 
     @torch.library.custom_op("undrift::mem_red", mutates_args=())
-    def mem_red(clients: Tensor, counters: Tensor, evictions: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def _op(clients: Tensor, counters: Tensor, evictions: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """The counters [4, m] after clients [S] have got their rows, those rows [S], and the evictions so far."""
         after, place, evicted = room(counters, *counters.shape), room(clients, len(clients)), room(evictions)
         m = counters.shape[1]
@@ -69,6 +77,6 @@ if triton is not None:
         )  # fmt: skip
         return after, place, evicted
 
-    @mem_red.register_fake
+    @_op.register_fake
     def _(clients: Tensor, counters: Tensor, evictions: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         return torch.empty_like(counters), torch.empty_like(clients), torch.empty_like(evictions)

@@ -8,6 +8,14 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from undrift.core.forms import faster
+from undrift.data.augment import lookup
+from undrift.data.federation import Federation
+from undrift.kernels import devices
+from undrift.kernels.chain import chain_of
+from undrift.oracle.net import Net
+from undrift.oracle.samples import samples
+
 try:
     import triton
     import triton.language as tl
@@ -15,13 +23,52 @@ except ImportError:  # no Triton here: the plain form serves
     triton = None
 
 
-def available(held: Tensor) -> bool:
-    """Whether these are pictures [N, C, H, W] of bytes on a GPU."""
-    pictures = held.dim() == 4 and held.dtype == torch.uint8 and held.is_contiguous()
-    return triton is not None and held.device.type == "cuda" and pictures
+def pictures(data: Federation, draw: Tensor | None, owner: Tensor | None) -> Tensor | None:
+    """The pictures [N, C, H, W] of bytes on a GPU, where nothing is done to them but to normalise them."""
+    held = data.train.held
+    if held is None or draw is not None or owner is not None or not devices.gpu(held.device):
+        return None
+    return held if held.dim() == 4 and held.dtype == torch.uint8 and held.is_contiguous() else None
 
 
-def looked_up(held: Tensor, index: Tensor, table: Tensor) -> Tensor:
+def wants_turned(
+    net: Net, data: Federation, rows: Tensor, draw: Tensor | None = None, owner: Tensor | None = None
+) -> bool:
+    """Whether the model's steps want the pictures of a client side by side."""
+    held, chain, lead = pictures(data, draw, owner), chain_of(net), rows.shape[:-1]
+    turns = held is not None and chain is not None and bool(lead)
+    return turns and chain.turns(lead.numel(), net.dtype, held.device)  # type: ignore[union-attr]
+
+
+@faster(samples, when=wants_turned)
+def samples_turned_gpu(
+    net: Net, data: Federation, rows: Tensor, draw: Tensor | None = None, owner: Tensor | None = None
+) -> Tensor:
+    held, table = with_table(net, data)
+    return turn(held, rows, table)
+
+
+def looks_up(net: Net, data: Federation, rows: Tensor, draw: Tensor | None = None, owner: Tensor | None = None) -> bool:
+    # A compiler puts it into one kernel by itself.
+    return pictures(data, draw, owner) is not None and not devices.traced()
+
+
+@faster(samples, when=looks_up)
+def samples_gpu(
+    net: Net, data: Federation, rows: Tensor, draw: Tensor | None = None, owner: Tensor | None = None
+) -> Tensor:
+    held, table = with_table(net, data)
+    return look_up(held, rows.flatten(), table).view(*rows.shape, *held.shape[1:])
+
+
+def with_table(net: Net, data: Federation) -> tuple[Tensor, Tensor]:
+    """All pictures, and what each byte becomes."""
+    held = data.train.held
+    assert held is not None
+    return held, lookup(data.transform, held.shape[1], net.dtype, held.device)
+
+
+def look_up(held: Tensor, index: Tensor, table: Tensor) -> Tensor:
     """[n, C, H, W] with table[c, byte] for the bytes of channel c, for held [N, C, H, W], index [n] and table [C, 256].
 
     The plain form is `table[arange(C).view(-1, 1, 1), held[index].long()]`.
@@ -30,7 +77,7 @@ def looked_up(held: Tensor, index: Tensor, table: Tensor) -> Tensor:
     return found
 
 
-def turned(held: Tensor, index: Tensor, table: Tensor) -> Tensor:
+def turn(held: Tensor, index: Tensor, table: Tensor) -> Tensor:
     """The same for index [..., B] as [..., B, C, H, W], with the B pictures of a client lying side by side, pixel for pixel."""
     found: Tensor = torch.ops.undrift.turned(held, index.flatten(0, -2), table)
     return found.mT.view(*index.shape, *held.shape[1:])

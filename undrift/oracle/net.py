@@ -21,12 +21,10 @@ from torch.nn.modules.dropout import _DropoutNd
 from torch.nn.modules.instancenorm import _InstanceNorm
 
 from undrift.core.errors import BadSetting
+from undrift.core.forms import plain
 from undrift.core.layout import MODEL, Layout
 from undrift.core.streams import mix
 from undrift.core.trees import map_tagged
-from undrift.kernels import conv_gpu as few_channels
-from undrift.kernels.chain import Chain
-from undrift.kernels.linear_stacked import linear
 from undrift.oracle.segmentation import dice_loss, soft_dice_loss
 
 T = TypeVar("T")
@@ -121,30 +119,33 @@ class StreamDropout(_DropoutNd):
 
 
 class StackedLinear(nn.Linear):
-    """A linear layer with a faster form for stacked clients."""
+    """A linear layer that knows whether its clients are stacked."""
 
     current: _Pass
 
     def forward(self, x: Tensor) -> Tensor:
-        return linear(x, self.weight, self.bias) if self.current.stacked else F.linear(x, self.weight, self.bias)
+        return linear(self, x)
 
 
 class StackedConv2d(nn.Conv2d):
-    """A convolution with a faster form for stacked clients, where it is a narrow one."""
+    """A convolution that knows whether its clients are stacked."""
 
     current: _Pass
 
     def forward(self, x: Tensor) -> Tensor:
-        if self.current.stacked and x.dim() == 4 and self.simple:
-            padding = int(self.padding[0])
-            if few_channels.available(x, self.weight, padding):
-                return few_channels.convolution(x, self.weight, self.bias, padding)
-        return super().forward(x)
+        return conv2d(self, x)
 
-    @property
-    def simple(self) -> bool:
-        moves = (self.stride, self.dilation, self.groups) == ((1, 1), (1, 1), 1)
-        return moves and self.padding_mode == "zeros" and self.padding in ((0, 0), (1, 1), (2, 2), (3, 3))
+
+@plain
+def linear(layer: StackedLinear, x: Tensor) -> Tensor:
+    """What a linear layer makes of x."""
+    return nn.Linear.forward(layer, x)
+
+
+@plain
+def conv2d(layer: StackedConv2d, x: Tensor) -> Tensor:
+    """What a convolution makes of x."""
+    return nn.Conv2d.forward(layer, x)
 
 
 class _Using(nn.Module):
@@ -188,7 +189,6 @@ class Net:
             or [torch.zeros(0, dtype=torch.bool)]
         )  # which entries of the buffers' vector are counters: they are aggregated by maximum
         self.beside: dict[str, Net] = {}  # further networks that an algorithm trains on the same samples, by name
-        self.chain = Chain.of(self.original) if self.loss is F.cross_entropy else None
         self._local = threading.local()
         self._prepared = prepared
         self._still = _unshared(prepared, self.current).eval()

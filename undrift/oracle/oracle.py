@@ -13,18 +13,17 @@ from typing import Any, NamedTuple, Protocol
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
+from undrift.core.forms import plain
 from undrift.core.layout import Layout
 from undrift.core.vec import descend
-from undrift.kernels.chain import Chain
 from undrift.oracle.net import Context, Net
 
 Objective = Callable[..., Tensor]
 
 
 class GradientOracle(Protocol):
-    """What `local_start` and `local_step` may use."""
+    """What `local_step` may use."""
 
     buffers: Tensor  # [..., Q] BatchNorm's statistics
     loss: Tensor  # [..., 1] of the last tracked gradient: the step's loss in the record
@@ -51,11 +50,22 @@ class GradientOracle(Protocol):
 
 
 class LocalData(Protocol):
-    """What `prepare` and `measure` may use: the whole of a client's data."""
+    """What `local_start` and `measure` may use: the whole of a client's data."""
 
-    buffers: Tensor  # [..., Q] BatchNorm's statistics at the start of the round
+    @property
+    def buffers(self) -> Tensor:
+        """[..., Q] BatchNorm's statistics at the start of the round."""
 
     def full_grad(self, x: Tensor) -> Tensor: ...
+
+
+class NoData(NamedTuple):
+    """`LocalData` of a client without samples, for whoever only wants to know what a state will be like."""
+
+    buffers: Tensor
+
+    def full_grad(self, x: Tensor) -> Tensor:
+        return torch.zeros_like(x)
 
 
 class Batch(NamedTuple):
@@ -204,55 +214,23 @@ class Oracle:
         that it needs, such as the server's model. Without an objective it is the task's loss.
         """
         self.tally.calls += 1
-        if objective is None and (chain := self.chain) is not None:
-            return self._written_out(chain, x, track)
+        g, losses, after = task_gradient(self, x) if objective is None else self.by_autograd(objective, x, *others)
+        if track:
+            self.buffers, self.loss = after, losses.unsqueeze(-1)
+        return g
+
+    def by_autograd(self, objective: Objective, x: Tensor, *others: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """`grad`, every client's mean loss [...], and the buffers [..., Q] after the pass."""
         points = [v.detach().expand(*self.lead, v.shape[-1]) for v in (x, *others)]
         at = points[0].requires_grad_()
         with torch.enable_grad():
-            losses, after = self._losses(objective or task_loss, at, points[1:])
+            losses, after = self._losses(objective, at, points[1:])
             (g,) = torch.autograd.grad(losses.sum(), at)
-        if track:
-            self.buffers, self.loss = after.detach(), losses.detach().unsqueeze(-1)
-        return g
-
-    @property
-    def chain(self) -> Chain | None:
-        """The form in which the task's gradient is written out; None: autograd finds it."""
-        chain = self._fitting
-        if chain is None or self.batch.inputs.device.type == "cpu":
-            return chain
-        # A compiler has more to fuse in what autograd writes.
-        return chain if chain.stackable and get_proxy_mode() is None else None
-
-    @property
-    def _fitting(self) -> Chain | None:
-        """The model as a chain of layers, where it is one for this mini-batch."""
-        chain, (inputs, targets, *_) = self.net.chain, self.batch
-        return chain if chain is not None and chain.fits(inputs, targets, self.lead) else None
-
-    def _flat(self, t: Tensor) -> Tensor:
-        """[..., n] with all clients in one dimension."""
-        return t.flatten(0, len(self.lead) - 1) if len(self.lead) > 1 else t
-
-    def _written_out(self, chain: Chain, x: Tensor, track: bool, rate: float | Tensor | None = None) -> Tensor:
-        """`grad` of the task's loss, or a `step`, by a chain of layers, for which all leading dimensions are one."""
-        inputs, targets, real, *_ = self.batch
-        x = self._flat(x.detach().expand(*self.lead, x.shape[-1]))
-        real = None if real is None else self._flat(real)
-        loss, made = chain.gradient(x, self._flat(inputs), self._flat(targets), real, rate)
-        if track:
-            self.loss = loss.view(*self.lead, 1)
-        return made.view(*self.lead, -1)
+        return g, losses.detach(), after.detach()
 
     def step(self, x: Tensor, rate: float | Tensor) -> Tensor:
-        """x - rate g(x) for the task's loss and a rate that meets x [..., P]: where the gradient is written out, in one go."""
-        chain = self._fitting if type(self).grad is Oracle.grad else None
-        if chain is None or not chain.steps(x, self.lead.numel() if self.lead else 0):
-            return descend(x, rate, self.grad(x))
-        self.tally.calls += 1
-        if isinstance(rate, Tensor):
-            rate = self._flat(rate.expand(*self.lead, 1).squeeze(-1))
-        return self._written_out(chain, x, True, rate)
+        """x - rate g(x) for the task's loss and a rate that meets x [..., P]."""
+        return task_step(self, x, rate)
 
     def grads(self, *points: Tensor) -> list[Tensor]:
         """The gradients at several points on the one mini-batch, with one dropout mask; the first one is tracked.
@@ -315,3 +293,21 @@ class Oracle:
         flat: list[Any] = [None if t is None else t.flatten(0, last) for t in (x, self.buffers, *batch[:-1], *others)]
         said, after = torch.vmap(of_one, in_dims=tuple(None if t is None else 0 for t in flat))(*flat)
         return said.unflatten(0, self.lead), after.unflatten(0, self.lead)
+
+
+@plain
+def task_gradient(oracle: Oracle, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """The gradient [..., P] of the task's loss at x, the loss [...] itself, and the buffers [..., Q] after the pass."""
+    return oracle.by_autograd(task_loss, x)
+
+
+@plain
+def task_step(oracle: Oracle, x: Tensor, rate: float | Tensor) -> Tensor:
+    """x - rate g(x) for the task's loss, as `Oracle.step`, which is tracked."""
+    return descend(x, rate, oracle.grad(x))
+
+
+@plain
+def stacks_in_a_thread(net: Net) -> bool:
+    """Whether a thread is faster with a few stacked clients than with one after another."""
+    return False

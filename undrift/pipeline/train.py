@@ -39,8 +39,8 @@ from undrift.pipeline.processes import Processes
 from undrift.pipeline.resolve import cut_names, resolved
 from undrift.pipeline.settings import PipeConfig, as_toml, from_mapping
 from undrift.pipeline.split import Part, parts
-from undrift.round.order import RoundRecord
-from undrift.simulate.execute import keep_freed_memory
+from undrift.round.record import RoundRecord, write_record
+from undrift.simulate.choose import keep_freed_memory
 
 
 @ranks.joined()
@@ -228,13 +228,12 @@ class Training:
         more |= {f"stored_bytes_{k}": size for k, (_, size) in enumerate(stored)}
         different = {k: value for facts in each for k, value in facts["differences"].items()}
         more |= {f"gradient_difference_{k}": different[k] for k in sorted(different)}
-        return RoundRecord(
-            round=self.t, loss=more.pop("loss", None), accuracy=more.pop("accuracy", None),
-            bytes_down=sum(facts["bytes"][1] for facts in each), bytes_up=sum(facts["bytes"][0] for facts in each),
-            gradients=self.steps * self.config.replicas, consistency=float("nan"), seconds=time.perf_counter() - began,
-            train_loss=sum(facts["loss"][0] for facts in each) / count if count else None,
-            clients=self.config.replicas, dropped=0, more=more,
-        )  # fmt: skip
+        more["train_loss"] = sum(facts["loss"][0] for facts in each) / count if count else None
+        bytes_up, bytes_down = (sum(facts["bytes"][way] for facts in each) for way in (0, 1))
+        replicas = self.config.replicas
+        return write_record(
+            self.t, began, more, replicas, bytes_down=bytes_down, bytes_up=bytes_up, gradients=self.steps * replicas
+        )
 
     def evaluated(self) -> dict[str, Any]:
         """Scores on the test set and, where there is one, on the validation set."""

@@ -8,112 +8,113 @@ of the uploads: what is dropped now arrives later.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from undrift.algorithms.base import Algorithm, looks_at_single_uploads
+from undrift.algorithms.base import Algorithm
+from undrift.algorithms.settings import looks_at_single_uploads
+from undrift.algorithms.wrapper import KeepMoments, Wrapper, at_rate
 from undrift.compress import LargestEntries, SharedPlaces, make_compressor
 from undrift.core.errors import BadSetting
-from undrift.core.layout import Layout
-from undrift.core.trees import map_leaves
-from undrift.oracle.oracle import GradientOracle, LocalData
+from undrift.core.layout import MODEL
+from undrift.core.trees import State, map_leaves, map_tagged
+from undrift.oracle.net import Net
+from undrift.oracle.oracle import NoData
 
 LARGEST = torch.finfo(torch.float16).max
 
 
-class Remembering(NamedTuple):
-    """A client's state between rounds."""
-
-    own: Any  # the method's
-    error: Any  # e_i, a vector for each vector of the upload
-
-
-class Sent(NamedTuple):
-    """What goes up, as it travels."""
-
-    values: Any  # the upload, with the kept entries [..., b] of each vector
-    places: Any  # where they belong, int32 [..., b] for Top-K; [..., 0] where both sides draw the places from the seed
-
-
 class Uplink:
-    """How the vectors [..., P] of an upload are compressed in a round: rbgs:R, randk:R, topk:R or fp16."""
+    """How the model's vectors [..., P] in an upload are compressed in a round: rbgs:R, randk:R, topk:R or fp16."""
 
-    def __init__(self, spec: str, seed: int, layout: Layout) -> None:
+    def __init__(self, spec: str, seed: int, net: Net) -> None:
         name, _, ratio = spec.partition(":")
-        self.size, self.entries, self.half = (
-            layout.size,
-            layout.entries,
-            name == "fp16",
-        )  # what pads a vector is not sent
-        self.compressor = None if self.half else make_compressor(name, "flat", float(ratio), seed, [layout.entries])
+        self.layout, self.dtype, self.half = net.layout, net.dtype, name == "fp16"
+        entries = net.layout.entries  # what pads a vector is not sent
+        self.compressor = None if self.half else make_compressor(name, "flat", float(ratio), seed, [entries])
 
-    def places(self, p: Tensor) -> Tensor:
+    def places(self, p: Tensor, tag: str) -> Tensor:
         """What has to be said about the places of the kept entries."""
-        if isinstance(self.compressor, LargestEntries) and p.shape[-1] == self.size:
-            return self.compressor.places(p[..., : self.entries]).int()
+        if isinstance(self.compressor, LargestEntries) and tag == MODEL:
+            return self.compressor.places(p[..., : self.layout.entries]).int()
         return torch.zeros(*p.shape[:-1], 0, dtype=torch.int32, device=p.device)
 
     def shared(self, t: int, device: torch.device) -> Tensor:
         """[b] the places that both sides draw."""
         assert isinstance(self.compressor, SharedPlaces)
-        everything = torch.arange(self.entries, device=device)
+        everything = torch.arange(self.layout.entries, device=device)
         return torch.cat([everything[place] for place in self.compressor.places(t, device)])
 
-    def taken(self, p: Tensor, places: Tensor, t: int) -> Tensor:
-        """C(p)'s entries as they travel; what is not a vector of the model's length travels whole."""
-        if p.shape[-1] != self.size:
+    def pack(self, p: Tensor, tag: str, places: Tensor, t: int) -> Tensor:
+        """C(p)'s entries as they travel; what is not a vector of the model travels whole."""
+        if tag != MODEL:
             return p
         if self.half:
-            sent = p[..., : self.entries]
+            sent = p[..., : self.layout.entries]
             return torch.where(sent.isfinite(), sent.clamp(-LARGEST, LARGEST), sent).half()  # the error keeps the rest
-        return p.gather(-1, places.long()) if places.numel() else p[..., self.shared(t, p.device)]
+        return p.take_along_dim(places.long(), -1) if places.numel() else p[..., self.shared(t, p.device)]
 
-    def put(self, values: Tensor, places: Tensor, t: int, like: Tensor) -> Tensor:
-        """C(p) [..., P] from what travelled, as long and of the dtype as `like`."""
-        if like.shape[-1] != self.size:
+    def unpack(self, values: Tensor, tag: str, places: Tensor, t: int) -> Tensor:
+        """C(p) [..., P] from what travelled."""
+        if tag != MODEL:
             return values
         if self.half:
-            return F.pad(values.to(like.dtype), (0, self.size - self.entries))
+            return F.pad(values.to(self.dtype), (0, self.layout.padding))
         where = places.long() if places.numel() else self.shared(t, values.device).expand(values.shape)
-        return values.new_zeros(*values.shape[:-1], self.size).scatter(-1, where, values)
+        return values.new_zeros(*values.shape[:-1], self.layout.size).scatter(-1, where, values)
 
 
-class Compressed:
-    """An algorithm whose uploads of round t are compressed; everything else is the algorithm's own."""
+class Compressed(Wrapper):
+    """An algorithm whose uploads of round t are compressed."""
 
-    def __init__(self, alg: Algorithm, uplink: Uplink, t: int) -> None:
-        self.alg, self.uplink, self.t = alg, uplink, t
+    extends = frozenset({"client", "up"})
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.alg, name)
+    class Client(NamedTuple):
+        inner: State
+        error: State  # e_i, a vector for each vector of the upload
 
-    def client_init(self, down: Any, ids: Tensor, buffers: Tensor) -> Remembering:
-        own = self.alg.client_init(down, ids, buffers)
-        up, _ = self.alg.local_end(down, own, self.alg.local_start(down, own))  # only to know what it will be like
-        return Remembering(own, map_leaves(torch.zeros_like, up))
+    class Up(NamedTuple):
+        """What goes up, as it travels."""
 
-    def local_start(self, down: Any, client: Remembering) -> Any:
-        return self.alg.local_start(down, client.own)
+        values: State  # the upload, with the kept entries [..., b] of each vector
+        places: State  # where they belong, int32 [..., b] for Top-K; [..., 0] where both sides draw the places
 
-    def prepare(self, down: Any, client: Remembering, work: Any, local: LocalData) -> Any:
-        return self.alg.prepare(down, client.own, work, local)
+    def __init__(self, inner: Algorithm, uplink: Uplink, t: int) -> None:
+        super().__init__(inner)
+        object.__setattr__(self, "uplink", uplink)
+        object.__setattr__(self, "t", t)
 
-    def local_step(self, down: Any, client: Remembering, work: Any, oracle: GradientOracle) -> Any:
-        return self.alg.local_step(down, client.own, work, oracle)
+    def around(self, inner: Algorithm) -> Compressed:
+        return Compressed(inner, self.uplink, self.t)
 
-    def local_end(self, down: Any, client: Remembering, work: Any) -> tuple[Sent, Remembering]:
-        up, own = self.alg.local_end(down, client.own, work)
+    def open(self, name: str, state: State) -> State:
+        """The upload as the server sees it, and the inner method's part of a client's state."""
+        if name == "up":
+            return map_tagged(lambda v, tag, at: self.uplink.unpack(v, tag, at, self.t), state.values, state.places)
+        return super().open(name, state)
+
+    def client_init(self, down: State, ids: Tensor, buffers: Tensor) -> Client:
+        inner = self.inner.client_init(down, ids, buffers)
+        work = self.inner.local_start(down, inner, NoData(buffers))
+        up, _ = self.inner.local_end(down, inner, work)  # only to know what it will be like
+        return self.Client(inner, map_leaves(torch.zeros_like, up))
+
+    def local_end(self, down: State, client: Client, work: State) -> tuple[Up, Client]:
+        up, inner = self.inner.local_end(down, client.inner, work)
         p = map_leaves(torch.add, up, client.error)  # p_i = up_i + e_i
-        places = map_leaves(self.uplink.places, p)
-        sent = Sent(map_leaves(lambda v, at: self.uplink.taken(v, at, self.t), p, places), places)
-        return sent, Remembering(own, map_leaves(torch.sub, p, self.received(sent, p)))  # e_i <- p_i - C(p_i)
+        places = map_tagged(self.uplink.places, p)
+        sent = self.Up(map_tagged(lambda v, tag, at: self.uplink.pack(v, tag, at, self.t), p, places), places)
+        return sent, self.Client(inner, map_leaves(torch.sub, p, self.open("up", sent)))  # e_i <- p_i - C(p_i)
 
-    def received(self, sent: Sent, like: Any) -> Any:
-        """The upload as the server sees it."""
-        return map_leaves(lambda v, at, p: self.uplink.put(v, at, self.t, p), *sent, like)
+
+def wrap(alg: Algorithm, factor: float = 1.0, uplink: Uplink | None = None, t: int = 0) -> Algorithm:
+    """The algorithm of round t with what the settings put around it; its rate is multiplied by `factor`."""
+    alg = alg if factor == 1.0 else at_rate(alg, alg.lr * factor)
+    alg = KeepMoments(alg) if alg.keep_moments else alg
+    return alg if uplink is None else Compressed(alg, uplink, t)
 
 
 def check_summed(alg: Algorithm) -> None:

@@ -1,95 +1,154 @@
-"""The order of calls in a round, written once for every engine, and the record of what a round did."""
+"""The order of calls in a round: the only one there is.
+
+Stacked clients, a pool, ranks, CUDA graphs, packs and real federations differ in how they *ask* the clients; what comes
+before and after is `play`, which a GPU records as it stands.
+"""
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple, TypeVar
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from undrift.algorithms.base import Algorithm, Cohort
 from undrift.algorithms.personal import Served
-from undrift.core.trees import Nothing, leaves
+from undrift.core.layout import MODEL
+from undrift.core.trees import Nothing, State, nbytes
 from undrift.core.vec import mean
-from undrift.kernels import consistency_gpu as spread
 from undrift.oracle.net import Net
-from undrift.round.clients import Answers as Answers
+from undrift.round.clients import Answers
+from undrift.round.numbers import numbers_of
+from undrift.round.who import Task, Who
 
-T = TypeVar("T")
 
-
-class State(NamedTuple):
+class ServerState(NamedTuple):
     """Everything the server holds."""
 
     x: Tensor  # [P]
     buffers: Tensor  # [Q] BatchNorm statistics, averaged beside x
-    server: Any  # the server part's state
-    companion: Any  # what the worker part keeps on the server
+    server: State  # the server part's
+    companion: State  # what the worker part keeps on the server
 
 
-def server_init(alg: Algorithm, net: Net, x0: Tensor, buffers: Tensor, clients: int) -> State:
+class Ask(Protocol):
+    """How answers are had from the clients of a round. Both methods return rows in the order of `who`."""
+
+    def measure(self, alg: Algorithm, down: State, buffers: Tensor, who: Who) -> Tensor:
+        """The first exchange: what every client measures [..., S, P]."""
+
+    def train(self, alg: Algorithm, down: State, buffers: Tensor, who: Who) -> State:
+        """The clients' answers, as `Task.read` takes them."""
+
+
+class After(NamedTuple):
+    """What a round leaves."""
+
+    state: ServerState
+    good: Tensor  # [S] whose answers count; where nobody is left out, [...] whether all of them are finite
+    ids: Tensor  # [..., S] of the clients whose answers count
+    client: State  # their states, with the server's reply
+    reply: State  # what the server sent each of them for that
+    numbers: Tensor  # [n, ...] for the record, in float64; `Cost.names` says which
+
+
+@dataclass
+class Cost:
+    """What a round costs each of its clients, measured on the messages themselves; and the names of its numbers."""
+
+    down: State = Nothing()  # the message to each client
+    measured: int = 0  # bytes that a client sends in a first exchange
+    up: int = 0  # and when it has trained
+    reply: int = 0  # and gets when the round is over
+    names: list[str] = field(default_factory=list)
+
+    def bytes_up(self, clients: int) -> int:
+        return clients * (self.measured + self.up)
+
+
+def at_once(close: Callable[..., After], *given: Any) -> After:
+    return close(*given)
+
+
+def play(
+    alg: Algorithm,
+    task: Task,
+    state: ServerState,
+    who: Who,
+    ask: Ask,
+    cost: Cost,
+    finish: Callable[..., Any] = at_once,
+) -> Any:
+    """One round: broadcast, first exchange, ask the clients, leave out bad answers, server, reply, bytes, numbers.
+
+    `finish(close, *given)` makes the part after the answers: at once, compiled, or later on the host.
+    """
+    net, clients = task.net, who.ids.numel()
+    rated = task.rated(alg, who.rate)
+    invited = task.cohort(rated, who)
+    companion, fine = state.companion, task.everybody(who)
+    down = send_down(rated, state.x, companion, invited)
+    if rated.measures:  # two exchanges: measure at x_t, then train with what the server made of it
+        sent = ask.measure(rated, down, state.buffers, who)
+        cost.measured, fine = nbytes(net.sent(sent, MODEL)) // clients, task.finite(who, [sent])
+        if task.anybody(fine):
+            kept, sent = task.keep(who, sent, fine)
+            companion = rated.measured(companion, sent, task.cohort(rated, kept))
+        down = send_down(rated, state.x, companion, invited)
+    cost.down = net.sent(down)
+    answered = ask.train(rated, down, state.buffers, who)
+
+    def close(who: Who, companion: State, fine: Tensor, answered: State, state: ServerState) -> After:
+        rated = task.rated(alg, who.rate)
+        answers = task.read(rated, answered)
+        cost.up = (nbytes(net.sent(answers.up)) + (nbytes(answers.buffers) if rated.buffers_up else 0)) // clients
+        good = fine & task.finite(who, task.sent_up(answers))
+        if not task.anybody(good):  # nobody's answer counts: everything stays as it was
+            none = torch.zeros(0, dtype=torch.float64)
+            return After(state, good, who.ids[:0], Nothing(), Nothing(), none)
+        kept, answers = task.keep(who, answers, good)
+        cohort = task.cohort(rated, kept)
+
+        d, companion = rated.gather(companion, answers.up, cohort)
+        x, server = rated.server_step(state.server, state.x, d, answers.up, cohort)
+        companion = rated.companion_step(companion, answers.up, cohort, state.x, x)
+        buffers = average_buffers(net, answers, cohort) if rated.buffers_up else state.buffers
+        reply = reply_to(rated, companion, answers, cohort)
+        cost.reply = nbytes(net.sent(reply)) // max(1, cohort.ids.numel())
+        client = receive(rated, answers.client, reply)
+
+        cost.names, numbers = numbers_of(rated, server, answers, cohort)
+        return After(ServerState(x, buffers, server, companion), good, cohort.ids, client, reply, numbers)
+
+    return finish(close, who, companion, fine, answered, state)
+
+
+def first_state(alg: Algorithm, net: Net, x0: Tensor, buffers: Tensor, clients: int) -> ServerState:
+    """What the server holds before the first round."""
     others = {name: Served(*(v.to(x0.device) for v in other.start())) for name, other in net.beside.items()}
     starts = {"model": Served(x0, buffers)} | others
     companion = alg.companion_networks(alg.companion_init(x0, clients), starts)
-    return State(x0, buffers, alg.server_init(x0, clients, net.layout), companion)
+    return ServerState(x0, buffers, alg.server_init(x0, clients, net.layout), companion)
 
 
-def server_part(alg: Algorithm, net: Net, state: State, answers: Answers, cohort: Cohort) -> State:
-    """What the server does with the answers."""
-    d, companion = alg.gather(state.companion, answers.up, cohort)
-    x, server = alg.server_step(state.server, state.x, d, answers.up, cohort)
-    companion = alg.companion_step(companion, answers.up, cohort, state.x, x)
-    if not alg.buffers_up:
-        return State(x, state.buffers, server, companion)
-    averaged = mean(answers.buffers, cohort.weight)
-    buffers = torch.where(net.counters, answers.buffers.amax(-2), averaged) if net.counters.numel() else averaged
-    return State(x, buffers, server, companion)
+def send_down(alg: Algorithm, x: Tensor, companion: State, invited: Cohort) -> State:
+    """The server's message to every client that is invited."""
+    return alg.broadcast(x, companion, invited)
 
 
-def replied(alg: Algorithm, state: State, answers: Answers, cohort: Cohort) -> tuple[Any, Any]:
-    """The clients' states after the round is over, and what the server sent each of them for that."""
-    reply = alg.reply(state.companion, answers.up, answers.buffers, cohort)
-    return received(alg, answers.client, reply), reply
+def reply_to(alg: Algorithm, companion: State, answers: Answers, cohort: Cohort) -> State:
+    """The server's message to each client by itself, when the round is over."""
+    return alg.reply(companion, answers.up, answers.buffers, cohort)
 
 
-def received(alg: Algorithm, client: Any, reply: Any) -> Any:
+def receive(alg: Algorithm, client: State, reply: State) -> State:
     """The clients' states with the server's reply; where there are none, or they are elsewhere, still none."""
     return client if isinstance(client, Nothing) else alg.receive(client, reply)
 
 
-def finite(answers: Answers) -> Tensor:
-    """[S] whether everything a client sent is finite. A finite sum has finite terms; only a doubtful one is looked into."""
-    sent = [t.flatten(1) for t in (*leaves(answers.up), answers.buffers)]
-    if bool(torch.stack([t.sum(1) for t in sent]).isfinite().all()):
-        return torch.ones(len(answers.loss), dtype=torch.bool, device=answers.loss.device)
-    return torch.stack([t.isfinite().all(1) for t in sent]).all(0)
-
-
-def consistency(answers: Answers, share: Tensor) -> Tensor:
-    """(1/S) sum |x_i^K - mean x^K|^2, how far apart the local models end; `share` [..., S, 1] is 1/S for every client."""
-    if spread.available(answers.x):
-        return spread.spread(answers.x, share)
-    apart = answers.x - mean(answers.x, share).unsqueeze(-2)
-    return mean(torch.linalg.vector_norm(apart, dim=-1, keepdim=True).square(), share).squeeze(-1)
-
-
-class RoundRecord(NamedTuple):
-    """One line of rounds.jsonl."""
-
-    round: int
-    loss: float | None  # on the test set, in rounds that were evaluated
-    accuracy: float | None
-    bytes_down: int
-    bytes_up: int
-    gradients: int  # mini-batch gradients that the clients computed
-    consistency: float
-    seconds: float
-    train_loss: float | None  # mean over the cohort and its local steps; None where a pipeline has only been filled
-    clients: int  # that were invited
-    dropped: int  # who failed to answer, or whose update was not finite
-    more: dict[str, Any]  # other metrics, validation scores, the algorithm's own facts
-
-    def as_dict(self) -> dict[str, Any]:
-        flat = self._asdict() | self.more
-        del flat["more"]
-        return flat
+def average_buffers(net: Net, answers: Answers, cohort: Cohort) -> Tensor:
+    """BatchNorm's statistics, averaged; its counters are aggregated by maximum."""
+    averaged = mean(answers.buffers, cohort.weight)
+    return torch.where(net.counters, answers.buffers.amax(-2), averaged) if net.counters.numel() else averaged

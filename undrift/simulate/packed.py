@@ -3,13 +3,12 @@ leading dimension.
 
 The server's models are [R, P], the cohorts [R, S] and the clients' vectors [R, S, P]. A real field in which the runs differ
 becomes a tensor: [R, 1, 1] where clients use it, [R, 1] on the server. Every simulation stays what it is: it draws
-its own cohorts and batches, and after each stretch of rounds it is handed its part of the state and makes its records.
+its own cohorts and batches, and after each block of rounds it is handed its part of the state and makes its records.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import inspect
 import time
 from collections.abc import Sequence
 from typing import Any, cast
@@ -19,40 +18,35 @@ import torch
 from torch import Tensor
 
 from undrift.algorithms.base import Algorithm, Cohort
+from undrift.algorithms.wrapper import KeepMoments, Wrapper, at_rate
 from undrift.core.errors import BadSetting
-from undrift.core.trees import leaves, map_leaves
+from undrift.core.trees import map_leaves
 from undrift.data.federation import Federation, Ids
 from undrift.oracle.net import Net
-from undrift.round.order import Answers, RoundRecord, State, server_part
+from undrift.round.order import ServerState
+from undrift.round.record import RoundRecord
+from undrift.round.who import Attendance
 from undrift.simulate.clients import ClientTable
-from undrift.simulate.program import COMPILED_FROM, Now, Program, Shape
-from undrift.simulate.replay import Block, Outlook, Part, Replay, filled, laid_out
+from undrift.simulate.program import COMPILED_FROM, Later, Program, Shape
+from undrift.simulate.replay import Block, Outlook, Replay, Stretch, lay_out
 from undrift.simulate.simulation import Simulation
 
-BRANCHED = ("weight_decay", "clip")  # real fields that every method asks whether they are zero
 
-
-def may_differ(kind: type[Any], field: dataclasses.Field[Any]) -> bool:
-    """Whether runs with different values of this field can be packed: a real number that only meets vectors [..., P].
-
-    The package's own parts keep to that, but for those with an objective, which meets single samples instead. Of classes from
-    elsewhere nothing is known.
-    """
-    owner = next(c for c in kind.__mro__ if field.name in inspect.get_annotations(c))
-    real = field.type in ("float", float, "tuple[float, ...]", tuple[float, ...]) and field.name not in BRANCHED
-    return real and owner.__module__.startswith("undrift.") and "objective" not in vars(owner)
+def varying(alg: Algorithm) -> set[str]:
+    """The fields in which runs of one program may differ: what the classes of an algorithm name as `varies`."""
+    return {name for kind in type(alg).__mro__ for name in vars(kind).get("varies", ())}
 
 
 def structure(alg: Algorithm) -> tuple[Any, ...]:
     """What algorithms of one kind must have in common to be packed; of real numbers it is how many there are."""
+    free = varying(alg)
 
-    def common(field: dataclasses.Field[Any]) -> Any:
-        value = getattr(alg, field.name)
-        if not may_differ(type(alg), field):
+    def common(name: str, value: Any) -> Any:
+        if name not in free:
             return value
         return len(value) if isinstance(value, tuple) else 1
 
-    return tuple(common(field) for field in dataclasses.fields(cast(Any, alg)))
+    return tuple(common(f.name, getattr(alg, f.name)) for f in dataclasses.fields(cast(Any, alg)))
 
 
 def joined(algs: Sequence[Algorithm], like: Tensor, dimensions: int) -> Algorithm:
@@ -68,6 +62,78 @@ def joined(algs: Sequence[Algorithm], like: Tensor, dimensions: int) -> Algorith
             several = isinstance(values[0], tuple)
             fields[field.name] = tuple(map(as_tensor, zip(*values, strict=True))) if several else as_tensor(values)
     return dataclasses.replace(algs[0], **fields)
+
+
+# What the server does; the rest of the interface is the clients'.
+SERVER_SIDE = (
+    "companion_init", "companion_networks", "companion_step", "broadcast", "measured", "gather", "reply",
+    "server_init", "server_step", "facts", "lr", "selector",
+)  # fmt: skip
+
+
+class Together(Wrapper):
+    """The algorithms of several runs as one: clients see one form of the fields that differ, the server another."""
+
+    def __init__(self, inner: Algorithm, server: Algorithm, algs: Sequence[Algorithm]) -> None:
+        super().__init__(inner)
+        object.__setattr__(self, "server", server)
+        object.__setattr__(self, "algs", algs)
+
+    def at_rate(self, lr: float | Tensor) -> Together:
+        assert isinstance(lr, Tensor)
+        each = [at_rate(alg, rate) for alg, rate in zip(self.algs, lr.expand(len(self.algs)), strict=True)]
+        return Together(at_rate(self.inner, lr.view(-1, 1, 1)), at_rate(self.server, lr.view(-1, 1)), each)
+
+    @property
+    def lr(self) -> float:
+        return self.server.lr  # type: ignore[no-any-return]
+
+    def forward(self, name: str, given: dict[str, Any]) -> Any:
+        if name not in SERVER_SIDE:
+            return super().forward(name, given)
+        if self.inner.one_run or name == "facts":
+            return self.run_by_run(name, given)
+        return getattr(self.server, name)(**given)
+
+    def run_by_run(self, name: str, given: dict[str, Any]) -> Any:
+        """Each run with its own plain algorithm, on its own clients without empty places."""
+        cohort: Cohort | None = given.get("cohort", given.get("invited"))
+        views: dict[int, Tensor] = {}  # which tensor of all runs a run's tensor is a part of
+        results = []
+        for r, alg in enumerate(self.algs):
+            present = None if cohort is None or cohort.there is None else int(cohort.there[r].sum())
+            mine = {n: part_of_run(n, value, r, present, alg.lr, views) for n, value in given.items()}
+            results.append(getattr(alg, name)(**mine))
+        return together(results, views)
+
+
+def part_of_run(name: str, value: Any, run: int, present: int | None, lr: float, views: dict[int, Tensor]) -> Any:
+    """A run's part of an argument; of answers and cohorts the first `present` clients."""
+
+    def part(t: Tensor) -> Tensor:
+        mine = t[run, :present] if name == "up" and present is not None else t[run]
+        views[id(mine)] = t
+        kept.append(mine)  # a tensor's id is its own only while it lives
+        return mine
+
+    kept: list[Tensor] = views.setdefault(0, [])  # type: ignore[arg-type, assignment]
+    if isinstance(value, Cohort):
+        ids, drawn, weight, steps = (t[run, :present] for t in value[:4])
+        weight = weight / weight.sum(-2, keepdim=True) if present is not None else weight
+        return value._replace(ids=ids, drawn=drawn, weight=weight, steps=steps, lr=lr, there=None)
+    return value if isinstance(value, int) else map_leaves(part, value)
+
+
+def together(results: list[Any], views: dict[int, Tensor]) -> Any:
+    """The results of all runs as one. What every run gave back as it got it stays where it is: it may be large."""
+    first = results[0]
+    if isinstance(first, Tensor):
+        whole = {id(views.get(id(result))) for result in results}
+        return views[id(first)] if id(first) in views and len(whole) == 1 else torch.stack(results)
+    if isinstance(first, dict):
+        return {name: torch.stack([result[name] for result in results]) for name in first}
+    each = [together(list(parts), views) for parts in zip(*results, strict=True)]
+    return type(first)(*each) if hasattr(first, "_fields") else tuple(each)
 
 
 def united(federations: Sequence[Federation]) -> Federation:
@@ -96,71 +162,23 @@ class PackedProgram(Program):
         algs: list[Algorithm],
         net: Net,
         data: Federation,
-        state: State,
+        state: ServerState,
         width: int,
         by_size: bool,
         empty: bool,
         compile: bool,
     ) -> None:
-        super().__init__(joined(algs, state.x, 3), net, data, state, width, by_size, empty, compile)
-        runs = len(algs)
-        self.lead, self.algs, self.server_alg = (runs,), algs, joined(algs, state.x, 2)
-        self.total = data.clients // runs
-        self.first_row = torch.arange(runs, device=state.x.device).view(-1, 1) * self.total
-        # A server part that keeps numbers of slots or clients is not written for more dimensions, nor for empty places.
-        kept = leaves((state.server, state.companion))
-        self.by_run = not all(t.is_floating_point() or not t.numel() for t in kept)
-        self.apart = self.apart or (self.by_run and empty)
-        self.holds: Tensor | None = None  # [R] which server steps that were made run by run hold
-        self.fuses_end = self.fuses_end and not self.by_run
-
-    def on_clients(self, rate: Any) -> Algorithm:
-        return super().on_clients(rate.view(-1, 1, 1) if isinstance(rate, Tensor) else rate)
-
-    def on_server(self, rate: Any) -> Algorithm:
-        return super().on_server(rate.view(-1, 1) if isinstance(rate, Tensor) else rate)
+        runs, clients = len(algs), joined(algs, state.x, 3)
+        clients = KeepMoments(clients) if clients.keep_moments else clients
+        alg = Together(clients, joined(algs, state.x, 2), algs)
+        super().__init__(alg, net, data, state, width, by_size, empty, compile, (runs,))
+        self.first_row = torch.arange(runs, device=state.x.device).view(-1, 1) * (data.clients // runs)
 
     def rows(self, ids: Tensor) -> Tensor:
         return self.first_row + ids
 
-    def served(self, state: State, answers: Answers, cohort: Cohort) -> State:
-        if not self.by_run:
-            return super().served(state, answers, cohort)
-        return self.served_by_run(state, answers, cohort, [cohort.ids.shape[-1]] * len(self.algs))
-
-    def served_apart(self, state: State, answers: Answers, now: Now, clients: Sequence[int]) -> State:
-        return self.served_by_run(state, answers, self.cohort(now), clients)
-
-    def served_by_run(self, state: State, answers: Answers, cohort: Cohort, clients: Sequence[int]) -> State:
-        """Run by run, each with its own plain algorithm; what is large is written where it is."""
-        holds: list[Any] = []
-        for r, count in enumerate(clients):
-            before, place = of_run(state, r), of_run(self.state, r)
-            mine = map_leaves(lambda t, r=r, count=count: t[r, :count], answers)
-            ids, drawn, weight, steps = (t[r, :count] for t in cohort[:4])
-            alg = self.algs[r]
-            if isinstance(cohort.lr, Tensor):
-                alg = dataclasses.replace(alg, lr=cast(float, cohort.lr.expand(len(clients), 1)[r, 0]))
-            own = Cohort(ids, drawn, weight / weight.sum(), steps, alg.lr, self.total, self.net.layout)
-            after = server_part(alg, self.net, before, mine, own)
-            holds.append(alg.settled(before.server, after.server))
-            for old, new in zip(leaves(place), leaves(after), strict=True):
-                if old.data_ptr() != new.data_ptr():  # GradMA's memory was written where it is
-                    old.copy_(new)
-        self.holds = None if None in holds else torch.stack(holds)
-        return self.state
-
-    def settled(self, before: Any, after: Any) -> Tensor | None:
-        return self.holds if self.by_run else super().settled(before, after)
-
-    def facts(self, server: Any) -> dict[str, Tensor]:
-        each = [alg.facts(of_run(server, r)) for r, alg in enumerate(self.algs)]
-        return {name: torch.stack([facts[name] for facts in each]) for name in each[0]}
-
-
-def of_run(state: Any, run: int) -> Any:
-    """A run's part of a state [R, ...]."""
-    return map_leaves(lambda t: t[run], state)
+    def end_apart(self, later: Later, clients: Sequence[int]) -> None:
+        self.keep(later.given[0], later.close(*later.given))
 
 
 class Pack:
@@ -178,6 +196,7 @@ class Pack:
             outlook.longest = outlook.fitting(len(simulations))
         self.program: PackedProgram | None = None  # made for the first round in which somebody takes part in every run
         self.columns: list[Tensor] = []  # the clients' tables, run after run, and a last row that is nobody's
+        self.tables: list[ClientTable] = []
         self.data = united([s.data for s in simulations])
         self.block: Block | None = None
         self.following: Block | None = None  # laid out while the device was busy
@@ -185,26 +204,26 @@ class Pack:
 
     def begin(self) -> PackedProgram:
         """The program, and one table for all clients of all runs, of which each simulation's is a part."""
-        first, tables = self.simulations[0], []
-        for simulation in self.simulations:
-            client = simulation.opening(simulation.takes_part(simulation.t)).client
-            if not Replay.possible(simulation, client) or not isinstance(simulation.clients, ClientTable):
+        first = self.simulations[0]
+        for outlook, simulation in zip(self.outlooks, self.simulations, strict=True):
+            states, table = simulation.first_states(), simulation.clients
+            if states is None or not Replay.possible(simulation, states.client) or not isinstance(table, ClientTable):
                 raise BadSetting(
                     "runs are packed only where cohorts are stacked, and samples and client state in memory"
                 )
             if not all(map(torch.equal, constants(simulation.net), constants(first.net))):
                 raise BadSetting("runs are packed only where what the model does not train is the same in all of them")
-            simulation.clients.begin(client)
-            simulation.clients.spread(simulation.data.clients)
-            tables.append(simulation.clients)
-        for column in zip(*(table.columns for table in tables), strict=True):
+            outlook.whole = states.whole
+            table.begin(states.client)
+            table.spread(simulation.data.clients)
+            self.tables.append(table)
+        for column in zip(*(table.columns for table in self.tables), strict=True):
             self.columns.append(torch.cat([*(c[:-1] for c in column), column[0][-1:]]))
         N = first.data.clients
-        for r, table in enumerate(tables):
+        for r, table in enumerate(self.tables):
             table.columns = [column[r * N : (r + 1) * N] for column in self.columns]
-        state: State = stacked([s.state for s in self.simulations])
         program = PackedProgram(
-            [s.alg for s in self.simulations], first.net, self.data, state,
+            [s.alg for s in self.simulations], first.net, self.data, stack([s.state for s in self.simulations]),
             self.outlooks[0].width, first.settings.weights == "size",
             not all(outlook.always_whole for outlook in self.outlooks),
             first.settings.compile and first.t >= COMPILED_FROM,
@@ -221,9 +240,8 @@ class Pack:
         if self.program is not None and first.settings.compile:
             most = self.program.compiled_in_time(first.t, most)
         block = self.due()
-        at = first.t - block.first
+        at, room = first.t - block.first, self.outlooks[0].clients
         parts = [mine[at : at + min(most, first.until_scores())] for mine in block.parts]
-        room = self.outlooks[0].clients
         count = next((n for n, now in enumerate(zip(*parts, strict=True)) if not fits(now, room)), len(parts[0]))
         if not count:  # nobody comes in one of the runs, or more than there is room for: everybody on their own
             self.block = None
@@ -232,72 +250,65 @@ class Pack:
         if not self.taken:
             program.take(block.ahead)
             self.taken = True
-        parts = [mine[:count] for mine in parts]
-        device, N = first.device, first.data.clients
-        touched = [np.unique(np.concatenate([part.ids for part in mine])) for mine in parts]
-        rows = [torch.from_numpy(ids + r * N).to(device) for r, ids in enumerate(touched)]
-        before = [[column[mine] for column in self.columns] for mine in rows]
-        tables = [cast(ClientTable, simulation.clients) for simulation in self.simulations]
-        known = [r * N + i for r, table in enumerate(tables) for i in table.row]
-        program.load(stacked([s.state for s in self.simulations]), self.columns, known, at)
-        for now in zip(*parts, strict=True):
-            shapes = [outlook.shape(part) for outlook, part in zip(self.outlooks, now, strict=True)]
-            shape = Shape(*(max(sizes) for sizes in zip(*shapes, strict=True)))
-            live = zip(*(outlook.live(part) for outlook, part in zip(self.outlooks, now, strict=True)), strict=True)
-            program.run(shape, [len(part.ids) for part in now], [max(counts) for counts in live])
-        # While the device is busy: what follows, and the records.
-        stood = [(s.t, s.last_cohort) for s in self.simulations]
-        positions = [simulation.position.copy() for simulation in self.simulations]
-        for position, mine in zip(positions, parts, strict=True):
-            for part in mine:
-                position[part.ids] += part.steps
-        if at + count == len(block.parts[0]):
-            self.following = self.laid_out(first.t + count, positions)
-        sent = [first.net.sent(of_run(program.down, r)) for r in range(len(parts))]
-        made = [
-            [outlook.record(part, program, down) for part in mine]
-            for outlook, mine, down in zip(self.outlooks, parts, sent, strict=True)
+        stretches = [
+            Stretch(outlook, table, mine[:count])
+            for outlook, table, mine in zip(self.outlooks, self.tables, parts, strict=True)
         ]
-        left = {name: values.T.tolist() for name, values in program.numbers(at, count).items()}  # [R, rounds]
-        fine = [all(of_rounds) for of_rounds in left.pop("fine")]
-        for r, (simulation, table) in enumerate(zip(self.simulations, tables, strict=True)):
-            if not fine[r]:
-                for column, old in zip(self.columns, before[r], strict=True):
-                    column[rows[r]] = old
-                table.columns = [column.clone() for column in table.columns]  # no part of the pack's any more
-                simulation.t, simulation.last_cohort = stood[r]
-                made[r] = []
+        known = [r * first.data.clients + i for r, table in enumerate(self.tables) for i in table.row]
+        program.load(stack([s.state for s in self.simulations]), self.columns, known, at)
+        for now in zip(*(stretch.parts for stretch in stretches), strict=True):
+            self.play(program, now)
+        # While the device is busy: what follows, and the records.
+        if at + count == len(block.parts[0]):
+            self.following = self.lay_out(first.t + count, [stretch.position for stretch in stretches])
+        for r, stretch in enumerate(stretches):
+            stretch.write(program, dataclasses.replace(program.cost, down=of_run(program.cost.down, r)))
+        numbers = {name: values.T.tolist() for name, values in program.numbers(at, count).items()}  # [R, rounds]
+        good = numbers.pop("good")
+        records = []
+        for r, (simulation, stretch) in enumerate(zip(self.simulations, stretches, strict=True)):
+            if not all(good[r]):
+                stretch.take_back()
+                stretch.table.columns = [column.clone() for column in stretch.table.columns]  # no part of the pack's
+                records.append([])
                 continue
-            mine = of_run(program.state, r)
-            simulation.state = map_leaves(lambda t, old: t.to(old.device, copy=True), mine, simulation.state)
-            if table.columns:
-                table.row |= {i: i for i in touched[r].tolist()}
-            simulation.position = positions[r]
-            told = [{name: values[r][n] for name, values in left.items()} for n in range(count)]
-            records = [filled(record, numbers) for record, numbers in zip(made[r], told, strict=True)]
-            made[r] = simulation.scored(records, parts[r][-1].ids, last and count == most)
-        seconds = (time.perf_counter() - began) / (count * len(made))  # each run's share
-        return [[record._replace(seconds=seconds) for record in records] for records in made]
+            by_round = [{name: values[r][n] for name, values in numbers.items()} for n in range(count)]
+            mine = stretch.keep(of_run(program.state, r), by_round)
+            records.append(simulation.scored(mine, stretch.parts[-1].ids, last and count == most))
+        seconds = (time.perf_counter() - began) / (count * len(records))  # each run's share
+        return [[record._replace(seconds=seconds) for record in mine] for mine in records]
 
-    def laid_out(self, t: int, positions: Sequence[Ids]) -> Block:
-        return laid_out(self.outlooks, self.data, t, positions, (len(self.outlooks),))
+    def play(self, program: PackedProgram, now: Sequence[Attendance]) -> None:
+        """The next round of all runs."""
+        pairs = list(zip(self.outlooks, now, strict=True))
+        shape = Shape(*(max(sizes) for sizes in zip(*(outlook.shape(part) for outlook, part in pairs), strict=True)))
+        live = zip(*(outlook.live(part) for outlook, part in pairs), strict=True)
+        program.run(shape, [len(part.ids) for part in now], [max(counts) for counts in live])
+
+    def lay_out(self, t: int, positions: Sequence[Ids]) -> Block:
+        return lay_out(self.outlooks, self.data, t, positions, (len(self.outlooks),))
 
     def due(self) -> Block:
         """The block that holds the next round."""
         t = self.simulations[0].t
         if self.block is None or not self.block.holds(t):
             block = self.following if self.following is not None and self.following.holds(t) else None
-            self.block = block or self.laid_out(t, [simulation.position for simulation in self.simulations])
+            self.block = block or self.lay_out(t, [simulation.position for simulation in self.simulations])
             self.following, self.taken = None, False
-            self.outlooks[0].waited_for()
+            self.outlooks[0].wait()
         return self.block
 
 
-def fits(parts: Sequence[Part], room: int) -> bool:
+def of_run(state: Any, run: int) -> Any:
+    """A run's part of a state [R, ...]."""
+    return map_leaves(lambda t: t[run], state)
+
+
+def fits(parts: Sequence[Attendance], room: int) -> bool:
     """Whether a round of every run has somebody in it, and not more than there is room for."""
     return all(0 < len(part.ids) <= room for part in parts)
 
 
-def stacked(states: Sequence[Any]) -> Any:
+def stack(states: Sequence[ServerState]) -> ServerState:
     """The states of R runs as one [R, ...]."""
     return map_leaves(lambda *each: torch.stack(each), *states)

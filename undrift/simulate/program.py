@@ -1,42 +1,58 @@
-"""Rounds as a program for the GPU: all that a round does, on tensors that stay where they are, replayed as CUDA graphs.
+"""Rounds as a program for the GPU: `play` on tensors that stay where they are, replayed as CUDA graphs.
 
-The inputs of the next rounds (who takes part, on which samples, at which rate) are laid out on the device beforehand, and
-a counter on the device says which round it is. A replay needs nothing from the host, which looks at the results only when
-a stretch of rounds is over. The functions captured are ordinary ones: without a GPU they run as they stand, which is how
-the tests compare them with the engine's own rounds.
+The inputs of the next rounds (who takes part, on which samples, at which rate) are put on the device beforehand, and a
+counter on the device says which round it is. A replay needs nothing from the host, which looks at the results only when a
+block of rounds is over. Without a GPU everything runs as it stands, which is how the tests compare it with rounds that are
+run one by one.
 
-What a stretch takes for granted is checked afterwards: where a client's answer was not finite, the stretch is taken back
-and the engine runs it round by round.
+What a block takes for granted is checked afterwards: where a client's answer was not finite, the block is taken back and run
+round by round.
 """
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import replace
 from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
 from torch import Tensor
 
-from undrift.algorithms.base import Algorithm, Cohort, Server, Worker
-from undrift.core.trees import leaves, map_leaves, nbytes
-from undrift.core.vec import fuses, mean
+from undrift.algorithms.base import Algorithm
+from undrift.core.forms import watching
+from undrift.core.trees import State, leaves, map_leaves
+from undrift.core.vec import witness
 from undrift.data.federation import Federation
 from undrift.oracle.net import Net
 from undrift.oracle.oracle import Oracle
-from undrift.round.order import Answers, State, begin, client_init, consistency, end, replied, server_part, step
-from undrift.simulate.execute import LocalWhole, mini_batch
-from undrift.simulate.graphs import fused, recorded
+from undrift.round.clients import Answers, Started, begin, end, new_clients, step
+from undrift.round.order import After, Cost, ServerState, play
+from undrift.round.who import Task, Who
+from undrift.simulate.graphs import Recording, fused, recorded
+from undrift.simulate.here import shared
+from undrift.simulate.work import LocalWhole, mini_batch
 
 T = TypeVar("T")
 COMPILED_FROM = 64  # round: compiling takes twenty seconds, in which somebody would wait for the first one
 LONGEST_UNROLLED = 16  # local steps of one graph; with more, a step is a graph of its own
 
 
-def uses_whole(alg: Algorithm) -> bool:
+class Noticing:
+    """`LocalData` that notices whether it is asked for anything."""
+
+    def __init__(self, buffers: Tensor) -> None:
+        self.buffers, self.asked = buffers, False
+
+    def full_grad(self, x: Tensor) -> Tensor:
+        self.asked = True
+        return torch.zeros_like(x)
+
+
+def uses_whole(alg: Algorithm, down: State, client: State, buffers: Tensor) -> bool:
     """Whether the method makes passes over a client's whole data."""
-    return alg.measures or type(alg).prepare is not Worker.prepare
+    local = Noticing(buffers)
+    alg.local_start(down, client, local)
+    return alg.measures or local.asked
 
 
 class Ahead(NamedTuple):
@@ -59,7 +75,7 @@ class Ahead(NamedTuple):
 
 
 class Shape(NamedTuple):
-    """What a graph is captured for."""
+    """What a graph is recorded for."""
 
     clients: int  # S
     steps: int  # K, or 0 for any number
@@ -78,82 +94,145 @@ class Inputs(NamedTuple):
     augment: Tensor  # [S] keys
 
 
-class Now(NamedTuple):
-    """What is known of a round before it begins; () where a field is not needed."""
+class Moving(NamedTuple):
+    """Clients between two local steps."""
 
-    ids: Tensor  # [..., S]
-    drawn: Tensor  # [..., S]
-    weight: Tensor  # [..., S, 1]
-    steps: Tensor  # [..., S, 1]
-    there: Any  # [..., S, 1] 1 for a client, 0 for an empty place
-    rate: Any  # [...] eta_l, where it changes
-
-
-class Here(NamedTuple):
-    """Where the clients stand in a round."""
-
-    companion: Any  # of the server, after a first exchange
-    down: Any
-    client: Any
-    work: Any
-    buffers: Tensor
+    at: Started
     loss: Tensor  # [..., S, 1] summed over the steps made
     made: Tensor  # [..., S, 1] steps made
-    fine: Tensor  # [...] whether the first exchange was finite
 
 
-class Standing(NamedTuple):
-    """A round under way."""
+class Held(NamedTuple):
+    """What steps that are graphs of their own read, and change: it stays where it is."""
 
-    now: Now
-    here: Here
-
-
-class Graphs(NamedTuple):
-    """A round, or its beginning, one local step for each of some numbers of clients, and its end."""
-
-    first: Callable[[], Any]
-    steps: dict[int, Callable[[], Any]]
-    last: Callable[[], Any] | None
+    rate: Any
+    down: State
+    moving: Moving
 
 
-class After(NamedTuple):
-    """What a round leaves."""
+class Trained(NamedTuple):
+    """What a program's clients answer with; `ProgramTask.read` makes the answers of it."""
 
-    state: State
-    client: Any
-    numbers: Tensor  # [n, ...] for the record, in float64
+    down: State
+    at: Started
+    loss: Tensor  # [..., S, 1] mean over the steps made
+
+
+class Later(NamedTuple):
+    """The end of a round that the host has to make, and what it needs."""
+
+    close: Callable[..., After]
+    given: tuple[Any, ...]
+
+
+class ProgramTask(Task):
+    """Nobody is left out in a recorded round: whether all is finite is looked at when the block is over."""
+
+    def __init__(self, net: Net, clients: int, lead: tuple[int, ...]) -> None:
+        super().__init__(net, clients)
+        self.lead = lead  # of the runs that are packed
+
+    def everybody(self, who: Who) -> Tensor:
+        return torch.ones(self.lead, dtype=torch.bool, device=who.ids.device)
+
+    def read(self, alg: Algorithm, answered: Trained) -> Answers:
+        return end(alg, *answered)
+
+    def finite(self, who: Who, sent: list[Tensor]) -> Tensor:
+        looked_at = [witness(t, who.weight) for t in sent]
+        return torch.stack([t.flatten(len(self.lead)).sum(-1) for t in looked_at]).isfinite().all(0)
+
+    def anybody(self, good: Tensor) -> bool:
+        return True
+
+    def keep(self, who: Who, answers: T, good: Tensor) -> tuple[Who, T]:
+        return who, answers
+
+
+class AskPlaces:
+    """Asks the clients in the places of a program: their steps are part of a graph, or graphs of their own."""
+
+    def __init__(self, program: Program, shape: Shape, recording: Recording[Any] | None) -> None:
+        self.program, self.shape, self.recording = program, shape, recording
+
+    def whole(self, ids: Tensor, buffers: Tensor) -> LocalWhole:
+        p, rows, statistics = self.program, self.program.rows(ids), buffers.unsqueeze(-2)
+        return LocalWhole(p.net, p.data, ids, p.start[rows], p.sizes[rows], p.width, self.shape.batches, statistics)
+
+    def measure(self, alg: Algorithm, down: State, buffers: Tensor, who: Who) -> Tensor:
+        whole = self.whole(who.ids, buffers)
+        sent = alg.measure(shared(down), whole)
+        self.program.passes_measured = whole.calls
+        return sent
+
+    def train(self, alg: Algorithm, down: State, buffers: Tensor, who: Who) -> Trained:
+        p, message, this = self.program, shared(down), self.program.read()
+        ids = this.ids[..., : self.shape.clients]  # in the order of the steps that they make
+        whole, rows, columns = self.whole(ids, buffers), p.rows(ids), iter(p.columns)
+        known = p.known[rows]
+
+        def stored(new: Tensor) -> Tensor:
+            mask = known.view(*known.shape, *(1,) * (new.dim() - known.dim()))
+            return torch.where(mask, next(columns)[rows], new)
+
+        client = map_leaves(stored, new_clients(alg, message, ids, buffers.unsqueeze(-2)))
+        at = begin(alg, message, client, buffers.unsqueeze(-2), ids.shape, whole)
+        p.passes = whole.calls
+        none = torch.zeros_like(at.work.x[..., :1])
+        moving = Moving(at, none, none)
+        if self.shape.steps:
+            for k in range(self.shape.steps):
+                inputs = p.batch(this, self.shape.clients, k)
+                moving = p.advance(who.rate, message, moving, inputs, self.shape.ragged)
+        else:
+            moving = self.steps_apart(who, message, moving)
+        return Trained(message, moving.at, moving.loss / moving.made.clamp(min=1))
+
+    def steps_apart(self, who: Who, message: State, moving: Moving) -> Moving:
+        """Any number of steps, each a graph of its own; afterwards the clients in the order of their ids."""
+        p, shape = self.program, self.shape
+        if shape not in p.held:
+            p.held[shape] = map_leaves(lambda t: t.clone(), Held(who.rate, message, moving))
+        held = p.held[shape]
+        copy_into(held, Held(who.rate, message, moving))
+        p.at.zero_()
+        if self.recording is None:
+            p.run_steps(shape, record=False)
+        else:
+            self.recording.host(lambda: p.run_steps(shape, record=True), lambda: p.try_steps(shape))
+        back = p.read().back[..., : shape.clients]
+        return map_leaves(lambda t: reorder(t, back), held.moving)
 
 
 class Program:
     """The rounds of one algorithm on one federation. `state` and the clients' table are changed in place.
 
-    `packed.PackedProgram` has several runs as one more leading dimension: [..., S] below is [S] here and [R, S] there, and what
-    is done otherwise there has a method or a field of its own here.
+    `packed.PackedProgram` has several runs as one more leading dimension: [..., S] below is [S] here and [R, S] there.
     """
-
-    lead: tuple[int, ...] = ()  # runs that are packed
 
     def __init__(
         self,
         alg: Algorithm,
         net: Net,
         data: Federation,
-        state: State,
+        state: ServerState,
         width: int,
         by_size: bool,
         empty: bool,
         compile: bool,
+        lead: tuple[int, ...] = (),
     ) -> None:
         self.alg, self.net, self.data, self.width, self.by_size = alg, net, data, width, by_size
-        self.server_alg = alg  # for the server's vectors [..., P]
-        self.total = data.clients  # N
+        self.lead = lead  # runs that are packed
+        self.task = ProgramTask(net, data.clients // max(1, len(lead) and lead[0]), lead)
         device = state.x.device
-        self.apart = alg.needs_host(device, empty)  # the server's part is no part of a graph
+        # A part that keeps numbers of slots or clients is not written for empty places: the host ends such a round.
+        self.apart = bool(alg.one_run and empty)
         self.captures = True  # False: play rounds as they are written, on a GPU too
-        self.compile = compile
+        self.compile, self.in_place = compile, False
+        self.tried = False  # whether a round was played to see what may be recorded and compiled
         self.compiled: dict[tuple[Any, ...], Callable[..., Any]] = {}
-        self.fuses_end = type(alg).needs_host is Server.needs_host  # a server that may need the host writes in place
+        self.home = state  # where the server's tensors lie when nothing is recorded
         self.state = map_leaves(lambda t: t.clone() if self.apart else t.to(device, copy=True), state)
         self.uniform: dict[torch.Size, Tensor] = {}  # weights 1/S by the cohort's shape
         self.sizes, self.start = (torch.from_numpy(v).to(device) for v in (data.sizes, data.start))
@@ -163,15 +242,18 @@ class Program:
         self.columns: list[Tensor] = []  # the clients' table, [N + 1, ...] each; the last row is that of empty places
         self.known = torch.zeros(data.clients + 1, dtype=torch.bool, device=device)  # whose row holds a state
         self.turn, self.at = (torch.zeros(1, dtype=torch.int64, device=device) for _ in range(2))  # round, local step
-        self.left: Tensor  # [R, n, ...] what each round leaves for its record
-        self.told: list[str] = []  # its names
-        self.graphs: dict[Shape, Graphs] = {}
-        # What every round has alike, found out by playing one.
-        self.down: Any = None
-        self.bytes_measured = self.bytes_answered = 0  # what one client sends up in the two exchanges
-        self.bytes_replied = 0  # what it gets when the round is over
+        self.left: Tensor  # [R, n, ...] the numbers of each round, and last whether they are good
+        self.graphs: dict[Shape, Callable[[], Any]] = {}
+        self.step_graphs: dict[tuple[Shape, int], Callable[[], None]] = {}  # of steps of so many clients
+        self.held: dict[Shape, Held] = {}
+        self.live: Sequence[int] = ()  # how many clients make a first step, a second, ...; of the round under way
+        self.cost = Cost()  # of a round for a client, measured by playing one
         self.calls = 0  # gradients of a step
-        self.passes = 0  # over a client's whole data
+        self.passes = self.passes_measured = 0  # over a client's whole data, in either exchange
+
+    def rows(self, ids: Tensor) -> Tensor:
+        """Where clients ids [..., S] stand in all tables."""
+        return ids
 
     def take(self, ahead: Ahead) -> None:
         """The inputs of the next R rounds: whole numbers side by side, so that a round reads them at once."""
@@ -191,10 +273,10 @@ class Program:
         this = Ahead(*(part.view(form) for part, form in zip(parts, self.forms, strict=True)))
         return this._replace(rate=self.rates.index_select(0, self.turn).squeeze(0) if len(self.rates) else self.rates)
 
-    def load(self, state: State, columns: list[Tensor], known: Collection[int], turn: int) -> None:
+    def load(self, state: ServerState, columns: list[Tensor], known: Collection[int], turn: int) -> None:
         """Begin with this state of server and clients at one of the rounds ahead."""
         if [id(c) for c in columns] != [id(c) for c in self.columns]:
-            self.graphs.clear()  # they were captured for other tensors
+            self.forget_graphs()  # they were recorded for other tensors
             self.columns = columns
         for old, new in zip(leaves(self.state), leaves(state), strict=True):
             old.copy_(new)
@@ -209,109 +291,78 @@ class Program:
             return min(most, COMPILED_FROM - t)
         if not self.compile:
             self.compile = True
-            self.graphs.clear()
+            self.forget_graphs()
         return most
+
+    def forget_graphs(self) -> None:
+        self.graphs.clear()
+        self.step_graphs.clear()
 
     def run(self, shape: Shape, clients: Sequence[int], live: Sequence[int]) -> None:
         """The next round, of so many clients (in each run), of whom `live[k]` make a k-th step."""
+        self.live = live
         if shape not in self.graphs:
-            self.graphs[shape] = self.captured(shape)
-        graphs = self.graphs[shape]
-        end = graphs.first()
-        for count in filter(None, live):
-            graphs.steps[min(width for width in graphs.steps if width >= count)]()
-        if graphs.last is not None:
-            end = graphs.last()
-        if self.apart:
-            now, companion, answers, fine = end
-            state = self.served_apart(self.state._replace(companion=companion), answers, now, clients)
-            self.keep(now, self.after(state, answers, fine, self.cohort(now)))
+            self.graphs[shape] = self.record(shape)
+        later = self.graphs[shape]()
+        if later is not None:
+            self.end_apart(later, clients)
 
-    def captured(self, shape: Shape) -> Graphs:
-        """The round as one graph, or as several: its beginning, a step of so many clients, its end."""
-        if shape.steps:
+    def record(self, shape: Shape) -> Callable[[], Later | None]:
+        """A round of this shape as a function that can be called again and again."""
 
-            def whole() -> Any:
-                this = self.read()
-                now = self.look(this, shape)
-                here = self.open(now, shape)
-                for k in range(shape.steps):
-                    here = self.advance(now, here, self.batch(this, shape.clients, k), shape)
-                return self.close(now, here)
+        def whole(recording: Recording[Any] | None) -> Later | None:
+            who, ask = self.who(self.read(), shape), AskPlaces(self, shape, recording)
+            after = play(self.alg, self.task, self.state, who, ask, self.cost, self.finish)
+            return after if isinstance(after, Later) else self.keep(who, after)
 
-            return Graphs(self.recorded(whole), {}, None)
-
-        now = self.look(self.read(), shape)
-        held = map_leaves(lambda t: t.clone(), Standing(now, self.open(now, shape)))
-        self.at.zero_()
-
-        def hold(new: Any, place: Any) -> None:
-            for old, tensor in zip(leaves(place), leaves(new), strict=True):
-                old.copy_(tensor)
-
-        def opening() -> None:
-            now = self.look(self.read(), shape)
-            hold((now, self.open(now, shape)), held)
-            self.at.zero_()
-
-        def one_step(width: int) -> None:
-            """A step of the first clients."""
-            here = held.here
-            moving = (here.client, here.work, here.buffers, here.loss, here.made)
-            first = [map_leaves(lambda t: t.narrow(len(self.lead), 0, width), part) for part in moving]
-            part = here._replace(client=first[0], work=first[1], buffers=first[2], loss=first[3], made=first[4])
-            new = self.advance(held.now, part, self.batch(self.read(), width, None), shape)
-            hold((new.work, new.buffers, new.loss, new.made), first[1:])
-            self.at.add_(1)
-
-        def closing() -> Any:
-            """The clients' work in the order of their ids."""
-            ordered = functools.partial(self.reordered, self.read().back[..., : shape.clients])
-            now, here = held
-            now = now._replace(
-                **{name: ordered(getattr(now, name)) for name in ("ids", "drawn", "weight", "steps", "there")}
-            )
-            moved = {name: ordered(getattr(here, name)) for name in ("client", "work", "buffers", "loss", "made")}
-            return self.close(now, here._replace(**moved))
-
-        steps = {width: self.recorded(functools.partial(one_step, width)) for width in self.widths(shape.clients)}
-        return Graphs(self.recorded(opening), steps, self.recorded(closing))
-
-    def widths(self, clients: int) -> list[int]:
-        """How many clients a step is recorded for: some numbers up to all of them, or because compiling takes time only that."""
-        return [clients] if self.compile else sorted({-(-clients * tenths // 10) for tenths in (1, 2, 3, 5, 7, 10)})
-
-    def reordered(self, order: Tensor, state: T) -> T:
-        """A state of clients [..., S, ...] with its clients in another order [..., S]."""
-
-        def moved(t: Tensor) -> Tensor:
-            index = order.view(*order.shape, *(1,) * (t.dim() - order.dim()))
-            return t.take_along_dim(index.expand(t.shape), len(self.lead))
-
-        return map_leaves(moved, state)
-
-    def recorded(self, play: Callable[[], Any]) -> Callable[[], Any]:
         if not self.captures:
-            return play
+            return functools.partial(whole, None)
+        device = self.turn.device
         changed = [self.turn, self.at, self.known, *leaves(self.state), *self.columns]
-        return recorded(play, changed, self.turn.device)
+        recording = Recording(whole, changed, device)
+        if not self.tried:
+            self.tried, compile, self.compile = True, self.compile, False
+            with watching() as seen:
+                recording.rehearse()
+            self.compile, self.in_place = compile, seen.in_place  # what writes into the state is not compiled
+            if seen.by_value and device.type == "cuda":  # no graph can hold what the host decides
+                self.apart = True
+                self.state = map_leaves(lambda t, home: t.to(home.device), self.state, self.home)
+                return self.record(shape)
+        if self.compile:
+            recording.rehearse()
+        recording.record()
+        return recording
 
-    # The parts of a round. None of them asks the host for anything, but for a server step that says so.
-    def on_clients(self, rate: Any) -> Algorithm:
-        """The algorithm with this round's rate, for the clients' vectors [..., S, P]."""
-        return replace(self.alg, lr=cast(float, rate)) if isinstance(rate, Tensor) else self.alg
+    def finish(self, close: Callable[..., After], *given: Any) -> After | Later:
+        """The end of a round: within the graph, compiled where that was asked for; or later, on the host."""
+        if self.apart:
+            return Later(close, given)
+        with watching() as seen:
+            if self.in_place:
+                after = close(*given)
+            else:
+                after = self.fuse(("end", given[0].ids.shape[-1]), close, *given)
+        for doubt in seen.doubts:  # the host has to solve it: the block is taken back
+            after = after._replace(good=after.good & ~doubt.reshape(self.lead))
+        return after
 
-    def on_server(self, rate: Any) -> Algorithm:
-        """The same for the server's vectors [..., P]."""
-        return replace(self.server_alg, lr=cast(float, rate)) if isinstance(rate, Tensor) else self.server_alg
+    def end_apart(self, later: Later, clients: Sequence[int]) -> None:
+        """The end of a round on the first clients alone, without empty places."""
+        (count,) = clients
+        who, companion, fine, trained, _ = later.given
+        first = Who(*(t[:count] for t in who[:5]), rate=who.rate)
+        share = first.share / first.share.sum(-2, keepdim=True)
+        some = trained._replace(at=map_leaves(lambda t: t[:count], trained.at), loss=trained.loss[:count])
+        self.keep(first, later.close(first._replace(weight=share), companion, fine, some, self.state))
 
-    def rows(self, ids: Tensor) -> Tensor:
-        """Where clients ids [..., S] stand in all tables."""
-        return ids
-
-    def look(self, this: Ahead, shape: Shape) -> Now:
-        """The round's clients, among them perhaps empty places."""
-        x, ids = self.state.x, this.ids[..., : shape.clients]
+    # The parts of a round. None of them asks the host for anything.
+    def who(self, this: Ahead, shape: Shape) -> Who:
+        """The round's clients in the order of their ids, among them perhaps empty places."""
+        x = self.state.x
+        ids, drawn, steps = (t[..., : shape.clients] for t in (this.ids, this.drawn, this.steps))
+        if not shape.steps:
+            ids, drawn, steps = (reorder(t, this.back[..., : shape.clients]) for t in (ids, drawn, steps))
         there: Any = ()
         if self.by_size or shape.empty:
             weight = (self.sizes[self.rows(ids)] if self.by_size else torch.ones_like(ids)).to(x.dtype).unsqueeze(-1)
@@ -324,44 +375,8 @@ class Program:
             if ids.shape not in self.uniform:
                 self.uniform[ids.shape] = x.new_full((*ids.shape, 1), 1 / shape.clients)
             weight = self.uniform[ids.shape]
-        steps = this.steps[..., : shape.clients].to(x.dtype).unsqueeze(-1)
         rate: Any = this.rate if this.rate.numel() else ()
-        return Now(ids, this.drawn[..., : shape.clients], weight, steps, there, rate)
-
-    def cohort(self, now: Now) -> Cohort:
-        ids, drawn, weight, steps, there, rate = now
-        empty = there if isinstance(there, Tensor) else None
-        return Cohort(ids, drawn, weight, steps, self.on_server(rate).lr, self.total, self.net.layout, empty)
-
-    def open(self, now: Now, shape: Shape) -> Here:
-        """Up to the first local step."""
-        alg, server, state, fine = self.on_clients(now.rate), self.on_server(now.rate), self.state, self.turn >= 0
-        cohort, buffers = self.cohort(now), state.buffers.unsqueeze(-2)
-        ids, rows = cohort.ids, self.rows(cohort.ids)
-        start, sizes = self.start[rows], self.sizes[rows]
-        whole = LocalWhole(self.net, self.data, ids, start, sizes, self.width, shape.batches, buffers)
-        companion, down = state.companion, server.broadcast(state.x, state.companion, cohort)
-        shared = map_leaves(lambda t: t.unsqueeze(-2), down)
-        fresh = client_init(alg, shared, ids, buffers)
-        known, columns = self.known[rows], iter(self.columns)
-        client = map_leaves(
-            lambda new: torch.where(
-                known.view(*known.shape, *(1,) * (new.dim() - known.dim())), next(columns)[rows], new
-            ),
-            fresh,
-        )
-        if alg.measures:  # two exchanges
-            sent = alg.measure(shared, whole)
-            self.bytes_measured = nbytes(self.net.sent(sent)) // ids.numel()
-            fine = sent.isfinite().flatten(len(self.lead)).all(-1).view(-1)
-            companion = server.measured(companion, sent, cohort)
-            down = server.broadcast(state.x, companion, cohort)
-            shared = map_leaves(lambda t: t.unsqueeze(-2), down)
-        self.down = down
-        client, buffers, work = begin(alg, shared, client, buffers, ids.shape, whole)
-        self.passes = whole.calls
-        nothing = torch.zeros_like(work.x[..., :1])
-        return Here(companion, shared, client, work, buffers, nothing, nothing, fine)
+        return Who(ids, drawn, weight, weight, steps.to(x.dtype).unsqueeze(-1), there, rate)
 
     def batch(self, this: Ahead, clients: int, k: int | None) -> Inputs:
         """What the first clients make their k-th local step on; None: the one that is next."""
@@ -371,111 +386,93 @@ class Program:
             return Inputs(this.ids[..., :clients], *(t.index_select(dim + 1, self.at).squeeze(dim + 1) for t in some))
         return Inputs(this.ids[..., :clients], *(t.select(dim + 1, k) for t in some))
 
-    def advance(self, now: Now, here: Here, inputs: Inputs, shape: Shape) -> Here:
-        """One local step."""
-        play = functools.partial(self.one_step, ragged=shape.ragged)
-        made: Here = self.fused(("step", inputs.ids.shape[-1], shape.ragged), play, now.rate, here, inputs)
-        return made
-
-    def fused(self, name: tuple[Any, ...], play: Callable[..., T], *given: Any) -> T:
-        """play(*given), compiled where that was asked for: a function of states that returns a state and changes nothing."""
+    def fuse(self, name: tuple[Any, ...], function: Callable[..., T], *given: Any) -> T:
+        """function(*given), compiled where that was asked for: a function of states that changes nothing."""
         if not self.compile:
-            return play(*given)
+            return function(*given)
         name = (*name, *(t.stride() for t in leaves(given)))  # in the first step all clients share the server's vectors
         if name not in self.compiled:
-            self.compiled[name] = fused(play, *given)
+            self.compiled[name] = fused(function, *given)
         return cast(T, self.compiled[name](*given))
 
-    def one_step(self, rate: Any, here: Here, inputs: Inputs, ragged: bool) -> Here:
+    def advance(self, rate: Any, down: State, moving: Moving, inputs: Inputs, ragged: bool) -> Moving:
+        """One local step."""
+        play = functools.partial(self.one_step, ragged=ragged)
+        return self.fuse(("step", inputs.ids.shape[-1], ragged), play, rate, down, moving, inputs)
+
+    def one_step(self, rate: Any, down: State, moving: Moving, inputs: Inputs, ragged: bool) -> Moving:
         """One local step as it is written."""
-        alg = self.on_clients(rate)
+        alg = self.task.rated(self.alg, rate)
         ids, samples, real, dropout, augment = inputs
         batch = mini_batch(self.net, self.data, ids, samples, real if ragged else None, dropout, augment)
         live = (real > 0).unsqueeze(-1) if ragged else None
-        oracle = Oracle(self.net, batch, here.buffers)
-        work, buffers, loss = step(alg, here.down, here.client, here.work, here.buffers, oracle, live)
+        oracle = Oracle(self.net, batch, moving.at.buffers)
+        at, loss = step(alg, down, moving.at, oracle, live)
         self.calls = oracle.calls
         made = torch.ones_like(loss) if live is None else live.to(loss.dtype)
         loss = loss if live is None else torch.where(live, loss, 0.0)
-        return here._replace(work=work, buffers=buffers, loss=here.loss + loss, made=here.made + made)
+        return Moving(at, moving.loss + loss, moving.made + made)
 
-    def close(self, now: Now, here: Here) -> Any:
-        """The end of a round; where the server's part is made apart from it, what that needs."""
-        if self.apart:
-            return now, here.companion, *self.answers(now, here)
-        name, given = ("end", now.ids.shape[-1]), (now, here, self.state)
-        return self.keep(now, self.fused(name, self.end, *given) if self.fuses_end else self.end(*given))
+    def step_held(self, shape: Shape, width: int) -> None:
+        """The next step of the first clients."""
+        rate, down, moving = self.held[shape]
+        first = map_leaves(lambda t: t.narrow(len(self.lead), 0, width), moving)
+        copy_into(first, self.advance(rate, down, first, self.batch(self.read(), width, None), shape.ragged))
+        self.at.add_(1)
 
-    def end(self, now: Now, here: Here, state: State) -> After:
-        """What comes back from the clients, and the server's step."""
-        (answers, fine), cohort = self.answers(now, here), self.cohort(now)
-        new = self.served(state._replace(companion=here.companion), answers, cohort)
-        settled = self.settled(state.server, new.server)
-        return self.after(new, answers, fine if settled is None else fine & settled, cohort)
+    def run_steps(self, shape: Shape, record: bool) -> None:
+        """The steps of a round, of as many clients as still have a batch."""
+        widths = self.widths(shape.clients)
+        for count in filter(None, self.live):
+            width = min(w for w in widths if w >= count)
+            if not record:
+                self.step_held(shape, width)
+                continue
+            if (shape, width) not in self.step_graphs:
+                changed = [self.at, *leaves(self.held[shape].moving)]
+                graph = recorded(functools.partial(self.step_held, shape, width), changed, self.turn.device)
+                self.step_graphs[shape, width] = graph
+            self.step_graphs[shape, width]()
 
-    def answers(self, now: Now, here: Here) -> tuple[Answers, Tensor]:
-        """What comes back from the clients, and whether it is all finite."""
-        loss = here.loss / here.made.clamp(min=1)
-        answers = end(self.on_clients(now.rate), here.down, here.client, here.work, here.buffers, loss)
-        dim = len(self.lead)
-        # A mean over the clients is finite only where all of them are. Most servers take it anyway, so that a compiler reads the
-        # vectors once for both.
-        looked_at = [mean(t, now.weight) if fuses(t) else t for t in (*leaves(answers.up), answers.buffers)]
-        sums = torch.stack([t.flatten(dim).sum(-1) for t in looked_at])
-        sent = nbytes(self.net.sent(answers.up)) + (nbytes(answers.buffers) if self.alg.buffers_up else 0)
-        self.bytes_answered = sent // loss.numel()
-        return answers, here.fine & sums.isfinite().all(0)
+    def try_steps(self, shape: Shape) -> None:
+        for width in self.widths(shape.clients):
+            self.step_held(shape, width)
+            self.at.zero_()
 
-    def served(self, state: State, answers: Answers, cohort: Cohort) -> State:
-        """The server's step."""
-        return server_part(replace(self.server_alg, lr=cohort.lr), self.net, state, answers, cohort)
+    def widths(self, clients: int) -> list[int]:
+        """How many clients a step is recorded for: some numbers up to all of them, or because compiling takes time only that."""
+        return [clients] if self.compile else sorted({-(-clients * tenths // 10) for tenths in (1, 2, 3, 5, 7, 10)})
 
-    def served_apart(self, state: State, answers: Answers, now: Now, clients: Sequence[int]) -> State:
-        """The same on the first clients alone, without empty places."""
-        (count,) = clients
-        first = now._replace(
-            **{name: getattr(now, name)[:count] for name in ("ids", "drawn", "weight", "steps")}, there=()
-        )
-        return self.served(state, map_leaves(lambda t: t[:count], answers), self.cohort(first))
-
-    def settled(self, before: Any, after: Any) -> Tensor | None:
-        """[...] whether the server's step between these states holds."""
-        settled = self.alg.settled(before, after)
-        return None if settled is None else settled.view(-1)
-
-    def facts(self, server: Any) -> dict[str, Tensor]:
-        """The server part's own numbers."""
-        return self.alg.facts(server)
-
-    def after(self, state: State, answers: Answers, fine: Tensor, cohort: Cohort) -> After:
-        """The states of server and clients, and the numbers for the record."""
-        share, clients = cohort.uniform, (-2, -1)
-        tells = {"train_loss": (answers.loss * share).sum(clients), "consistency": consistency(answers, share)}
-        tells |= {name: (fact * share).sum(clients) for name, fact in answers.facts._asdict().items()}
-        tells |= {"fine": fine} | self.facts(state.server)
-        self.told = list(tells)
-        numbers = [value.reshape(self.lead).to(share.device, torch.float64) for value in tells.values()]
-        client, reply = replied(self.server_alg, state, answers, cohort)
-        self.bytes_replied = nbytes(self.net.sent(reply)) // share.numel()
-        return After(state, client, torch.stack(numbers))
-
-    def keep(self, now: Now, after: After) -> None:
+    def keep(self, who: Who, after: After) -> None:
         """Put what a round leaves where the next one finds it."""
         for old, new in zip(leaves(self.state), leaves(after.state), strict=True):
-            old.copy_(new)
+            if old is not new:  # a large memory is written where it lies
+                old.copy_(new)
         if self.columns:
-            rows = self.rows(now.ids)
-            if isinstance(now.there, Tensor):
-                rows = torch.where(now.there.squeeze(-1) > 0, rows, len(self.sizes))
+            rows = self.rows(who.ids)
+            if isinstance(who.there, Tensor):
+                rows = torch.where(who.there.squeeze(-1) > 0, rows, len(self.sizes))
             rows = rows.flatten()
             self.known.index_fill_(0, rows, True)
             for column, new in zip(self.columns, leaves(after.client), strict=True):
                 column.index_copy_(0, rows, new.reshape(len(rows), *column.shape[1:]))
+        numbers = torch.cat([after.numbers, after.good.to(after.numbers).view(1, *self.lead)])
         if not hasattr(self, "left"):
-            self.left = after.numbers.new_zeros((len(self.ahead), *after.numbers.shape))
-        self.left.index_copy_(0, self.turn, after.numbers.unsqueeze(0))
+            self.left = numbers.new_zeros((len(self.ahead), *numbers.shape))
+        self.left.index_copy_(0, self.turn, numbers.unsqueeze(0))
         self.turn.add_(1)
 
     def numbers(self, first: int, count: int) -> dict[str, Tensor]:
-        """What each of some rounds left for its record, [count, ...] under each name."""
-        return dict(zip(self.told, self.left[first : first + count].cpu().unbind(1), strict=True))
+        """What each of some rounds left for its record, [count, ...] under each name; `good`: all of it was finite."""
+        return dict(zip([*self.cost.names, "good"], self.left[first : first + count].cpu().unbind(1), strict=True))
+
+
+def copy_into(place: State, new: State) -> None:
+    for old, tensor in zip(leaves(place), leaves(new), strict=True):
+        old.copy_(tensor)
+
+
+def reorder(t: Tensor, order: Tensor) -> Tensor:
+    """A tensor of clients [..., S, ...] with its clients in another order [..., S]."""
+    index = order.view(*order.shape, *(1,) * (t.dim() - order.dim()))
+    return t.take_along_dim(index.expand(t.shape), order.dim() - 1)

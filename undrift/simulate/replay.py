@@ -1,47 +1,75 @@
-"""Stretches of rounds replayed as a `Program`: laid out on the host, run on the device, told afterwards."""
+"""Blocks of rounds as a `Program`: inputs are prepared on the host, rounds are run on the device and recorded afterwards."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from undrift.algorithms.base import Algorithm
 from undrift.core.streams import Purpose, fold, stream
-from undrift.core.trees import map_leaves, nbytes
+from undrift.core.trees import State, map_leaves, nbytes
 from undrift.data.batches import table
 from undrift.data.federation import Federation, Ids
-from undrift.round.order import RoundRecord
+from undrift.oracle.net import Net
+from undrift.round.order import Cost, ServerState
+from undrift.round.record import RoundRecord
+from undrift.round.who import Attendance, Sampling, attendances
+from undrift.simulate.choose import available_memory
+from undrift.simulate.client_store import DiskTable
 from undrift.simulate.clients import ClientTable
-from undrift.simulate.execute import Stacked, available_memory
-from undrift.simulate.program import COMPILED_FROM, LONGEST_UNROLLED, Ahead, Program, Shape, uses_whole
-
-if TYPE_CHECKING:
-    from undrift.simulate.simulation import Settings, Simulation
+from undrift.simulate.here import Execution, Stacked
+from undrift.simulate.program import COMPILED_FROM, LONGEST_UNROLLED, Ahead, Program, Shape
 
 LONGEST = 128  # rounds at most that are laid out together
 TOGETHER = 512  # of all runs of a pack, so that it does not take longer than the device takes for the rounds before
 ROOM = 1 << 28  # bytes for their samples
 
 
-class Part(NamedTuple):
-    """Who takes part in a round, on the host."""
+class FirstStates(NamedTuple):
+    """The states of the next round's clients, as they would be at their first."""
 
-    invited: Ids
-    ids: Ids  # who answers
-    drawn: Ids  # their places in the order drawn
-    steps: Ids  # K_i
+    client: State
+    whole: bool  # whether the method makes passes over a client's whole data
+
+
+class Replayed(Protocol):
+    """What is asked of a run whose rounds are replayed."""
+
+    t: int
+    alg: Algorithm
+    net: Net
+    data: Federation
+    settings: Any
+    state: ServerState
+    device: torch.device
+    clients: ClientTable | DiskTable
+    execution: Execution | None
+    position: Ids
+    last_cohort: Ids
+
+    @property
+    def sampling(self) -> Sampling: ...
+
+    def wrap(self, alg: Algorithm) -> Algorithm: ...
+
+    def first_states(self) -> FirstStates | None: ...
+
+    def record(
+        self, attendance: Attendance, kept: int, cost: Cost, gradients: int, numbers: dict[str, Any], began: float
+    ) -> RoundRecord: ...
 
 
 class Block(NamedTuple):
     """Rounds that are laid out together, of one run or of several."""
 
     first: int  # round
-    parts: list[list[Part]]  # of each run
+    parts: list[list[Attendance]]  # of each run
     ahead: Ahead
 
     def holds(self, t: int) -> bool:
@@ -49,15 +77,12 @@ class Block(NamedTuple):
 
 
 class Outlook:
-    """What lies ahead of a simulation: lays its rounds out, and makes their records afterwards.
+    """What lies ahead of a run: the sizes of its rounds. The runs of a pack share them."""
 
-    The simulations of a pack share the sizes of what is laid out.
-    """
-
-    def __init__(self, simulation: Simulation) -> None:
-        self.simulation = simulation
-        settings, data, alg = simulation.settings, simulation.data, simulation.alg
-        self.plan, self.data, self.alg = settings.plan, data, alg
+    def __init__(self, run: Replayed, whole: bool = False) -> None:
+        settings, data = run.settings, run.data
+        self.run, self.data, self.sampling, self.plan = run, data, run.sampling, settings.plan
+        self.device, self.dtype, self.whole = run.device, run.state.x.dtype, whole
         self.width = int(min(self.plan.batch, data.sizes.max()))
         self.steps = int(self.plan.steps_of(data.sizes).max())  # most local steps
         self.always_whole = settings.sampling == "fixed" and not settings.dropout_rate
@@ -69,15 +94,19 @@ class Outlook:
         self.ragged = not (full and self.always_whole and not (data.sizes % self.width).any())
         self.largest = int(-(-data.sizes.max() // self.width))  # batches of the largest client
         self.aside = None  # a stream of its own, so that the next rounds are laid out while these are run
-        if simulation.device.type == "cuda":
+        if run.device.type == "cuda":
             torch.cuda.synchronize()  # the samples are in place
             self.aside = torch.cuda.Stream()
+
+    def rate(self, t: int) -> float:
+        """The local rate of round t."""
+        return float(self.run.alg.lr * self.run.settings.schedule(t))
 
     def fitting(self, runs: int) -> int:
         """How many rounds of so many runs are laid out together."""
         return max(1, min(LONGEST, TOGETHER // runs, ROOM // (8 * runs * self.clients * self.steps * self.width)))
 
-    def waited_for(self) -> None:
+    def wait(self) -> None:
         """What was laid out is ready for what follows on the device."""
         if self.aside is not None:
             torch.cuda.current_stream().wait_stream(self.aside)
@@ -85,45 +114,37 @@ class Outlook:
     def put(self, array: NDArray[Any]) -> Tensor:
         """The array on the device, without waiting for what the device is doing."""
         tensor = torch.from_numpy(array)
-        if self.simulation.device.type == "cuda":
+        if self.device.type == "cuda":
             tensor = tensor.pin_memory()
-        return tensor.to(self.simulation.device, non_blocking=True)
+        return tensor.to(self.device, non_blocking=True)
 
-    def shape(self, part: Part) -> Shape:
-        """The graph for a round. Sizes are rounded up to a few, so that few are captured."""
+    def shape(self, part: Attendance) -> Shape:
+        """The graph for a round. Sizes are rounded up to a few, so that few are recorded."""
         steps = self.plan.steps if self.unrolled else 0
         clients = self.clients if self.always_whole else rounded_up(len(part.ids), self.clients)
         batches = 0
-        if uses_whole(self.alg):
+        if self.whole:
             batches = rounded_up(int(-(-self.data.sizes[part.ids].max() // self.width)), self.largest)
         return Shape(clients, steps, not self.always_whole, self.ragged, batches)
 
-    def live(self, part: Part) -> list[int]:
+    def live(self, part: Attendance) -> list[int]:
         """How many clients make a first step, a second, and so on."""
         return [] if self.unrolled else (part.steps[:, None] > np.arange(self.steps)).sum(0).tolist()
 
-    def record(self, part: Part, program: Program, sent: Any) -> RoundRecord:
-        """The record of the next round, in which `sent` went down to each client; without what the device has to tell."""
-        simulation, invited, clients = self.simulation, len(part.invited), len(part.ids)
-        # In the first round nobody lacks anything of a round before.
-        before = set(simulation.last_cohort.tolist())
-        returning = len(before.intersection(part.invited.tolist())) if simulation.t else invited
-        bytes_down = self.alg.bytes_down(sent, invited, returning, self.data.clients)
-        bytes_down += invited * nbytes(simulation.state.buffers) if self.alg.buffers_down else 0
-        bytes_down += clients * program.bytes_replied
-        bytes_up = clients * (program.bytes_measured + program.bytes_answered)
-        passes = program.passes * int((-(-self.data.sizes[part.ids] // self.width)).sum())
-        network = simulation.network_seconds(bytes_down / invited + bytes_up / clients, 2 if self.alg.measures else 1)
-        simulation.last_cohort = part.ids
-        simulation.t += 1
-        return RoundRecord(
-            round=simulation.t, loss=None, accuracy=None, bytes_down=bytes_down, bytes_up=bytes_up,
-            gradients=program.calls * int(part.steps.sum()) + passes, consistency=0.0, seconds=0.0,
-            train_loss=0.0, clients=invited, dropped=invited - clients, more=network,
-        )  # fmt: skip
+    def gradients(self, part: Attendance, program: Program) -> int:
+        """Mini-batch gradients that a round takes."""
+        passes = (program.passes + program.passes_measured) * int((-(-self.data.sizes[part.ids] // self.width)).sum())
+        return program.calls * int(part.steps.sum()) + passes
+
+    def moved(self, parts: Sequence[Attendance]) -> Ids:
+        """How many batches each client has taken after these rounds."""
+        position = self.run.position.copy()
+        for part in parts:
+            position[part.ids] += part.steps
+        return position
 
 
-def laid_out(
+def lay_out(
     outlooks: Sequence[Outlook], data: Federation, first: int, positions: Sequence[Ids], lead: tuple[int, ...]
 ) -> Block:
     """The rounds from `first` on, where the clients of each run have taken `positions` batches before.
@@ -131,9 +152,9 @@ def laid_out(
     `data` holds the clients run after run; `lead` is () for one run, (runs,) for a pack. It is made on the stream `aside`.
     """
     one, runs = outlooks[0], len(outlooks)
-    R, S, N, device, plan = one.longest, one.clients, data.clients // runs, one.simulation.device, one.plan
+    R, S, N, device, plan = one.longest, one.clients, data.clients // runs, one.device, one.plan
     ahead = range(first, first + R)
-    parts = one.simulation.parts([o.simulation for o in outlooks], ahead)
+    parts = attendances([o.sampling for o in outlooks], ahead)
     # One row for each round and run, the runs of a round together.
     ids, drawn, steps, taken = (np.zeros((R * runs, S), dtype=np.int64) for _ in range(4))
     clients, back = np.zeros((R * runs, 1), dtype=np.int64), np.tile(np.arange(S), (R * runs, 1))
@@ -161,7 +182,7 @@ def laid_out(
 
     def named(names: Callable[[int, Ids], Ids]) -> Ids:
         """[R * runs] a stream for each round and run, by seed and round."""
-        return np.stack([names(o.simulation.settings.seed, np.asarray(ahead)) for o in outlooks], 1).reshape(-1)
+        return np.stack([names(o.sampling.seed, np.asarray(ahead)) for o in outlooks], 1).reshape(-1)
 
     with torch.cuda.stream(one.aside):
         real = np.zeros((R * runs, S, one.steps), dtype=np.int64)
@@ -189,8 +210,8 @@ def laid_out(
             names = one.put(named(lambda seed, rounds: fold(stream(seed, use), torch.from_numpy(rounds)).numpy()))
             return fold(fold(names.unsqueeze(-1), where).unsqueeze(-1), step)
 
-        rates = [[o.alg.lr * o.simulation.settings.schedule(t) for o in outlooks] for t in ahead if one.scheduled]
-        rate = one.put(np.array(rates)).to(one.simulation.state.x.dtype).view(len(rates), *lead)
+        rates = [[o.rate(t) for o in outlooks] for t in ahead if one.scheduled]
+        rate = one.put(np.array(rates)).to(one.dtype).view(len(rates), *lead)
 
         def shaped(numbers: Tensor, *each: int) -> Tensor:
             return numbers.view(R, *lead, *each)
@@ -208,40 +229,67 @@ def laid_out(
         )  # fmt: skip
 
 
-def filled(record: RoundRecord, told: dict[str, float]) -> RoundRecord:
-    """The record with what the device has told of the round."""
-    loss, consistency = told.pop("train_loss"), told.pop("consistency")
-    return record._replace(train_loss=loss, consistency=consistency, more=told | record.more)
+class Stretch:
+    """Rounds of one run that a program plays, to be kept or taken back."""
+
+    def __init__(self, outlook: Outlook, table: ClientTable, parts: list[Attendance]) -> None:
+        self.run, self.outlook, self.table, self.parts = outlook.run, outlook, table, parts
+        self.position, self.stood = outlook.moved(parts), (self.run.t, self.run.last_cohort)
+        self.touched = np.unique(np.concatenate([part.ids for part in parts]))
+        self.rows = torch.from_numpy(self.touched).to(outlook.device)
+        self.before = [column[self.rows] for column in table.columns]
+        self.records: list[RoundRecord] = []
+
+    def write(self, program: Program, cost: Cost) -> None:
+        """The records, without what the device has to tell: it may still be busy."""
+        for part in self.parts:
+            gradients = self.outlook.gradients(part, program)
+            self.records.append(self.run.record(part, len(part.ids), cost, gradients, {}, 0.0))
+            self.run.t += 1
+
+    def take_back(self) -> None:
+        """Put everything back as it was."""
+        for column, old in zip(self.table.columns, self.before, strict=True):
+            column[self.rows] = old
+        self.run.t, self.run.last_cohort = self.stood
+
+    def keep(self, state: ServerState, numbers: list[dict[str, float]]) -> list[RoundRecord]:
+        """The run after these rounds, and their records with the device's numbers."""
+        run = self.run
+        run.state = map_leaves(lambda t, old: t.to(old.device, copy=True), state, run.state)
+        run.position = self.position
+        if self.table.columns:
+            self.table.row |= {i: i for i in self.touched.tolist()}
+        return [record.with_numbers(mine) for record, mine in zip(self.records, numbers, strict=True)]
 
 
 class Replay:
-    """Runs a simulation's rounds as a `Program`."""
+    """Runs one run's rounds as a `Program`."""
 
-    def __init__(self, simulation: Simulation, table: ClientTable) -> None:
-        self.simulation, self.table, self.outlook = simulation, table, Outlook(simulation)
-        settings, outlook = simulation.settings, self.outlook
-        weighted = settings.weights == "size"
+    def __init__(self, run: Replayed, table: ClientTable, whole: bool) -> None:
+        self.run, self.table, self.outlook = run, table, Outlook(run, whole)
+        settings, outlook = run.settings, self.outlook
         self.program = Program(
-            simulation.alg, simulation.net, simulation.data, simulation.state, outlook.width, weighted,
-            not outlook.always_whole, settings.compile and simulation.t >= COMPILED_FROM,
+            run.wrap(run.alg), run.net, run.data, run.state, outlook.width, settings.weights == "size",
+            not outlook.always_whole, settings.compile and run.t >= COMPILED_FROM,
         )  # fmt: skip
         self.block: Block | None = None
         self.following: Block | None = None  # laid out while the device was busy
 
     @staticmethod
-    def possible(simulation: Simulation, client: Any) -> bool:
+    def possible(run: Replayed, client: State) -> bool:
         """Whether cohorts are stacked whole, samples lie on the device, and everybody's state has room there.
 
         `client` [S, ...] is the state of some clients.
         """
-        execution, data = simulation.execution, simulation.data
+        execution, data = run.execution, run.data
         everybody = nbytes(map_leaves(lambda t: t[0], client)) * data.clients
         return (
-            isinstance(simulation.clients, ClientTable)
+            isinstance(run.clients, ClientTable)
             and isinstance(execution, Stacked)
-            and execution.chunk >= largest_cohort(simulation.settings, data.clients)
+            and execution.chunk >= largest_cohort(run.settings, data.clients)
             and data.train.held is not None
-            and everybody < available_memory(simulation.device) // 3
+            and everybody < available_memory(run.device) // 3
         )
 
     def rounds(self, most: int) -> tuple[list[RoundRecord], Ids]:
@@ -249,67 +297,49 @@ class Replay:
 
         None, and nothing changed, where it does not work out: nobody comes, too many, or an answer was not finite.
         """
-        simulation, program, outlook = self.simulation, self.program, self.outlook
-        most = program.compiled_in_time(simulation.t, most) if simulation.settings.compile else most
+        run, program, outlook = self.run, self.program, self.outlook
+        most = program.compiled_in_time(run.t, most) if run.settings.compile else most
         block, nobody = self.due(), np.zeros(0, dtype=np.int64)
-        at, every = simulation.t - block.first, block.parts[0]
+        at, every = run.t - block.first, block.parts[0]
         parts = every[at : at + most]
         sizes = [len(part.ids) for part in parts]
         fitting = [0 < size <= outlook.clients for size in sizes]
         parts = parts[: [*fitting, False].index(False)]
         if not parts:
-            self.block = None if sizes[0] else block  # the engine runs this round, and may drop somebody
+            self.block = None if sizes[0] else block  # this round is run by itself, and may drop somebody
             return [], nobody
-        table = self.table
-        touched = np.unique(np.concatenate([part.ids for part in parts]))
-        rows = torch.from_numpy(touched).to(simulation.device)
-        before = [column[rows] for column in table.columns]
-        program.load(simulation.state, table.columns, table.row.keys(), at)
-
-        def take_back() -> None:
-            for column, old in zip(table.columns, before, strict=True):
-                column[rows] = old
-
+        stretch = Stretch(outlook, self.table, parts)
+        program.load(run.state, self.table.columns, self.table.row.keys(), at)
         try:
             for part in parts:
                 program.run(outlook.shape(part), [len(part.ids)], outlook.live(part))
         except RuntimeError:
-            take_back()
+            stretch.take_back()
             raise
-        position = simulation.position.copy()
-        for part in parts:
-            position[part.ids] += part.steps
         if at + len(parts) == len(every):  # lay out what follows while the device is busy
-            self.following = laid_out([outlook], outlook.data, block.first + len(every), [position], ())
-        before_records = simulation.t, simulation.last_cohort
-        sent = simulation.net.sent(program.down)
-        records = [outlook.record(part, program, sent) for part in parts]  # and the records
-        left = {name: values.tolist() for name, values in program.numbers(at, len(parts)).items()}
-        if not all(left.pop("fine")):
-            take_back()
-            simulation.t, simulation.last_cohort = before_records
+            self.following = lay_out([outlook], outlook.data, block.first + len(every), [stretch.position], ())
+        stretch.write(program, program.cost)
+        numbers = {name: values.tolist() for name, values in program.numbers(at, len(parts)).items()}
+        if not all(numbers.pop("good")):
+            stretch.take_back()
             self.block = self.following = None
             return [], nobody
-        simulation.state = map_leaves(lambda t, old: t.to(old.device, copy=True), program.state, simulation.state)
-        simulation.position = position
-        if table.columns:
-            table.row |= {i: i for i in touched.tolist()}
-        told = [{name: values[n] for name, values in left.items()} for n in range(len(parts))]
-        return [filled(record, numbers) for record, numbers in zip(records, told, strict=True)], parts[-1].ids
+        by_round = [{name: values[n] for name, values in numbers.items()} for n in range(len(parts))]
+        return stretch.keep(program.state, by_round), parts[-1].ids
 
     def due(self) -> Block:
         """The block that holds the next round."""
-        t = self.simulation.t
+        t = self.run.t
         if self.block is None or not self.block.holds(t):
             block = self.following if self.following is not None and self.following.holds(t) else None
-            block = block or laid_out([self.outlook], self.outlook.data, t, [self.simulation.position], ())
+            block = block or lay_out([self.outlook], self.outlook.data, t, [self.run.position], ())
             self.block, self.following = block, None
-            self.outlook.waited_for()
+            self.outlook.wait()
             self.program.take(block.ahead)
         return self.block
 
 
-def largest_cohort(settings: Settings, clients: int) -> int:
+def largest_cohort(settings: Any, clients: int) -> int:
     """The most clients to be expected in a round: four standard deviations above the mean, where chance decides."""
     if settings.sampling == "fixed":
         return settings.cohort

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any, NamedTuple, TypeVar
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -18,10 +18,11 @@ from torch import Tensor
 
 from undrift.algorithms.base import Algorithm
 from undrift.core import ranks
-from undrift.core.trees import map_leaves
+from undrift.core.trees import State, map_leaves
 from undrift.data.batches import Table
-from undrift.round.order import Answers
-from undrift.simulate.execute import Execution, Pool, RoundWork, Stacked
+from undrift.round.clients import Answers
+from undrift.simulate.here import Execution, Pool, Stacked
+from undrift.simulate.work import LocalWork
 
 T = TypeVar("T")
 
@@ -29,11 +30,11 @@ T = TypeVar("T")
 class Message(NamedTuple):
     """What goes down to every client."""
 
-    down: Any
+    down: State
     buffers: Tensor
 
 
-def agreed(name: str, chunk: int, device: torch.device, choose: Callable[[str, int], Execution]) -> Execution:
+def agree(name: str, chunk: int, device: torch.device, choose: Callable[[str, int], Execution]) -> Execution:
     """The execution that rank 0 chooses, on every rank."""
     if ranks.count() == 1:
         return choose(name, chunk)
@@ -46,7 +47,7 @@ def agreed(name: str, chunk: int, device: torch.device, choose: Callable[[str, i
     return chosen
 
 
-def over_ranks(execution: Execution) -> Execution | Sharded:
+def over_ranks(execution: Execution) -> Execution:
     """The execution as it is, or divided among the ranks where there are several."""
     return execution if ranks.count() == 1 else Sharded(execution)
 
@@ -55,22 +56,23 @@ class Sharded:
     """An execution of which each rank does a part; all ranks get all the answers."""
 
     def __init__(self, execution: Execution) -> None:
-        self.execution = execution
+        self.execution, self.name = execution, execution.name
 
-    def __call__(self, alg: Algorithm, down: Any, client: Any, buffers: Tensor, work: RoundWork) -> Answers:
+    def train(
+        self, alg: Algorithm, down: State, client: State, buffers: Tensor, work: LocalWork, limit: int | None = None
+    ) -> Answers:
         down, buffers = ranks.from_first_rank(Message(down, buffers))
 
-        def train(part: slice, mine: RoundWork) -> Answers:
-            return self.execution(alg, down, map_leaves(lambda t: t[part], client), buffers, mine)
+        def some(part: slice, mine: LocalWork) -> Answers:
+            return self.execution.train(alg, down, map_leaves(lambda t: t[part], client), buffers, mine, limit)
 
-        return self.divided(work, train)
+        return self.divide(work, some)
 
-    def measure(self, alg: Algorithm, down: Any, buffers: Tensor, work: RoundWork) -> Tensor:
-        """The first exchange: what every client measures [S, P]."""
+    def measure(self, alg: Algorithm, down: State, buffers: Tensor, work: LocalWork) -> Tensor:
         down, buffers = ranks.from_first_rank(Message(down, buffers))
-        return self.divided(work, lambda part, mine: self.execution.measure(alg, down, buffers, mine))
+        return self.divide(work, lambda part, mine: self.execution.measure(alg, down, buffers, mine))
 
-    def divided(self, work: RoundWork, do: Callable[[slice, RoundWork], T]) -> T:
+    def divide(self, work: LocalWork, do: Callable[[slice, LocalWork], T]) -> T:
         """What `do` answers for the whole cohort, from its answers for each rank's part."""
         # Stacked clients cost the same, because they are padded; in a pool each costs what it has to do.
         cost = work.table.count.sum(1) if isinstance(self.execution, Pool) else np.ones_like(work.table.steps)

@@ -4,35 +4,40 @@ from __future__ import annotations
 
 import time
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple, cast
+from typing import Any
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from undrift.algorithms.base import Algorithm, Cohort, Worker, check
+from undrift.algorithms.base import Algorithm
+from undrift.algorithms.personal import Personal
+from undrift.algorithms.settings import check_algorithm
 from undrift.core import ranks
 from undrift.core.errors import BadSetting
-from undrift.core.streams import Purpose, fold, sample, samples, stream, uniform
-from undrift.core.trees import map_leaves, named_leaves, nbytes
+from undrift.core.trees import State, map_leaves, named_leaves, nbytes
 from undrift.data.batches import Plan
 from undrift.data.federation import Federation, Ids, pooled
 from undrift.oracle.net import Net
-from undrift.personal.scores import own_scores
-from undrift.round.compressed import Compressed, Uplink, check_summed
-from undrift.round.order import Kept, RoundRecord, client_init, consistency, finite, replied, server_init, server_part
+from undrift.round.clients import new_clients
+from undrift.round.compressed import Uplink, check_summed, wrap
+from undrift.round.order import Ask, Cost, ServerState, first_state, play, send_down
+from undrift.round.record import RoundRecord, write_record
+from undrift.round.who import Attendance, Sampling, Task, Who
+from undrift.simulate.choose import check_labels, check_repeatable, choose, keep_freed_memory
 from undrift.simulate.client_store import DiskTable
 from undrift.simulate.clients import ClientTable
 from undrift.simulate.evaluate import Metric, accuracy, client_scores, forgetting, group_means, means, sample_scores
-from undrift.simulate.execute import Execution, RoundWork, check_labels, check_repeatable, choose, keep_freed_memory
 from undrift.simulate.graphs import recorded
-from undrift.simulate.replay import LONGEST, Part, Replay
-from undrift.simulate.sharded import agreed, over_ranks
-
-DRAWN_TOGETHER = 128  # clients of a cohort: larger ones are drawn one after another
+from undrift.simulate.here import AskHere, Execution, shared
+from undrift.simulate.personal_scores import own_scores
+from undrift.simulate.program import uses_whole
+from undrift.simulate.replay import LONGEST, FirstStates, Replay
+from undrift.simulate.sharded import agree, over_ranks
+from undrift.simulate.work import LocalWork
 
 
 @dataclass(frozen=True)
@@ -64,18 +69,11 @@ class Settings:
         return float(self.lr_decay**t * self.lr_drop ** sum(t >= drop for drop in self.lr_drops))
 
 
-class Opening(NamedTuple):
-    """What a round begins with."""
-
-    alg: Algorithm  # with this round's rate
-    work: RoundWork
-    invited: Cohort
-    down: Any
-    client: Any
-
-
 class Simulation:
-    """A run in memory. `round()` advances it and returns the round's record; `tensors()` is all that a checkpoint needs."""
+    """A run in memory. `rounds()` advances it and returns records; `tensors()` is all that a checkpoint needs.
+
+    `remote` asks clients that are elsewhere; without it they are run here.
+    """
 
     def __init__(
         self,
@@ -85,12 +83,13 @@ class Simulation:
         settings: Settings,
         metrics: Mapping[str, Metric],
         device: torch.device,
+        remote: Callable[[LocalWork], Ask] | None = None,
     ) -> None:
         if alg.pools:
             data, settings = pooled(data), replace(settings, cohort=1)
         if not 1 <= settings.cohort <= data.clients:
             raise BadSetting(f"cohort must lie between 1 and the {data.clients} clients, not {settings.cohort}")
-        check(alg, data.clients, data.clients if settings.sampling == "bernoulli" else settings.cohort)
+        check_algorithm(alg, data.clients, data.clients if settings.sampling == "bernoulli" else settings.cohort)
         taken = [name for name in metrics if name in RoundRecord._fields and name != "accuracy"]
         if taken:
             raise BadSetting(
@@ -98,176 +97,141 @@ class Simulation:
             )
         self.whole = alg  # `alg` is what it does in the present round
         self.alg, self.net, self.data, self.settings, self.metrics = alg, net.to(device), data, settings, metrics
-        self.device = device
-        self.uplink = Uplink(settings.compress, settings.seed, net.layout) if settings.compress else None
+        self.device, self.remote = device, remote
+        self.uplink = Uplink(settings.compress, settings.seed, net) if settings.compress else None
         if self.uplink is not None:
             check_summed(alg)
         self.t = 0
         x0, buffers = (v.to(device) for v in net.start())
-        self.state = server_init(alg, net, x0, buffers, data.clients)
+        self.state: ServerState = first_state(alg, net, x0, buffers, data.clients)
         self.clients: ClientTable | DiskTable = ClientTable()
         self.position = np.zeros(data.clients, dtype=np.int64)  # batches each client has taken so far
         self.last_cohort = np.zeros(0, dtype=np.int64)  # who took part in the round before
-        self.last_reply: tuple[Tensor, Any] | None = None  # whom the server wrote to when the round was over, and what
+        self.last_reply: tuple[Tensor, State] | None = (
+            None  # whom the server wrote to when the round was over, and what
+        )
         self.class_best = torch.full((data.classes,), -1.0, dtype=torch.float64)  # accuracy so far; -1: none
         self.execution: Execution | None = None
-        on_one_gpu = device.type == "cuda" and ranks.count() == 1
-        self.replays = settings.replay and on_one_gpu and self.uplink is None
+        on_one_gpu = device.type == "cuda" and ranks.count() == 1 and remote is None
+        self.replays = settings.replay and on_one_gpu and self.uplink is None and settings.execution != "debug"
         self.replay: Replay | None = None
         self.evaluation: tuple[Tensor, Tensor, Callable[[], dict[str, Tensor]]] | None = None
         if device.type == "cpu":
             keep_freed_memory()
 
-    def draw(self, t: int | None = None) -> tuple[Tensor, Tensor]:
-        """Who is invited to a round, by default the next: ids in rising order, and each one's place in the order drawn."""
-        settings, clients = self.settings, self.data.clients
-        key = stream(settings.seed, Purpose.COHORT, self.t if t is None else t)
-        if settings.sampling == "fixed":
-            ids = torch.tensor(sample(key, clients, settings.cohort))
-            order = ids.argsort()
-            return ids[order], order
-        ids = torch.zeros(0, dtype=torch.int64)
-        while not len(ids):  # an empty cohort is drawn again
-            ids = (self.chances(key, torch.arange(clients)) < settings.cohort / clients).nonzero().squeeze(-1)
-            key += 1
-        return ids, torch.arange(len(ids))
+    @property
+    def task(self) -> Task:
+        return Task(self.net, self.data.clients)
 
-    @staticmethod
-    def chances(key: int, ids: Tensor) -> Tensor:
-        """A number in [0, 1) for each client."""
-        return uniform(fold(key, ids))
+    @property
+    def sampling(self) -> Sampling:
+        """How cohorts are drawn."""
+        how = self.settings
+        return Sampling(self.data.sizes, how.plan, how.cohort, how.seed, how.sampling, how.dropout_rate, how.slow)
 
-    @staticmethod
-    def parts(simulations: Sequence[Simulation], rounds: Sequence[int]) -> list[list[Part]]:
-        """Who takes part in each of some rounds of each simulation: `takes_part(t)`, with all cohorts drawn together."""
-        settings, clients = simulations[0].settings, simulations[0].data.clients
-        alike = all((s.settings.cohort, s.data.clients) == (settings.cohort, clients) for s in simulations)
-        fixed = all(s.settings.sampling == "fixed" for s in simulations) and settings.cohort <= DRAWN_TOGETHER
-        if not (alike and fixed) or clients >> 31:
-            return [[s.takes_part(t) for t in rounds] for s in simulations]
-        every = torch.tensor(rounds)
-        keys = torch.cat([fold(stream(s.settings.seed, Purpose.COHORT), every) for s in simulations])
-        drawn = (t.view(len(simulations), len(rounds), -1) for t in samples(keys, clients, settings.cohort).sort(1))
-        return [s.all_parts(rounds, *mine) for s, *mine in zip(simulations, *drawn, strict=True)]
-
-    def all_parts(self, rounds: Sequence[int], invited: Tensor, drawn: Tensor) -> list[Part]:
-        """`part` for some rounds with the cohorts invited [R, S]."""
-        if self.settings.dropout_rate or self.settings.slow[0]:
-            return [self.part(t, *mine) for t, *mine in zip(rounds, invited, drawn, strict=True)]
-        ids = invited.numpy()
-        return list(map(Part, ids, ids, drawn.numpy(), self.settings.plan.steps_of(self.data.sizes[ids])))
-
-    def takes_part(self, t: int) -> Part:
+    def attendance(self, t: int) -> Attendance:
         """Who takes part in round t, and how much each one does."""
-        return self.part(t, *self.draw(t))
+        return self.sampling.round(t)
 
-    def part(self, t: int, invited: Tensor, drawn: Tensor) -> Part:
-        """The same for clients that are known to be invited."""
-        settings, ids = self.settings, invited
-        if settings.dropout_rate:
-            answering = self.chances(self.key(Purpose.FAILURE, t), ids) >= settings.dropout_rate
-            ids, drawn = ids[answering], drawn[answering]
-        steps = settings.plan.steps_of(self.data.sizes[ids.numpy()])
-        chance, share = settings.slow
-        if chance:
-            slow = self.chances(self.key(Purpose.SLOWNESS, t), ids).numpy() < chance
-            steps = np.where(slow, np.maximum(1, np.rint(share * steps)), steps).astype(np.int64)
-        return Part(invited.numpy(), ids.numpy(), drawn.numpy(), steps)
+    def wrap(self, alg: Algorithm) -> Algorithm:
+        """The algorithm with what the settings put around it, at the rate of the next round."""
+        return wrap(alg, self.settings.schedule(self.t), self.uplink, self.t)
 
-    def opening(self, part: Part) -> Opening:
-        """What the next round begins with; the first one also checks everything and chooses how clients are run."""
-        ids, drawn = (torch.from_numpy(v).to(self.device) for v in (part.ids, part.drawn))
-        table = self.data.table(self.settings.plan, self.settings.seed, self.t, part.ids, self.position[part.ids])
-        if (part.steps < table.steps).any():
-            table = table.shortened(part.steps)
-        work = RoundWork(self.net, self.data, self.settings.seed, self.t, ids, table, self.settings.plan.batch)
-        alg = self.algorithm()
-        invited = self.cohort(alg, ids, drawn, torch.from_numpy(table.steps).to(self.device))
-        down = alg.broadcast(self.state.x, self.state.companion, invited)
-        client = self.clients.read(ids, self.fresh(alg, down, ids))
+    def who(self, attendance: Attendance) -> Who:
+        """The clients of a round as the server sees them."""
+        ids, drawn = (torch.from_numpy(v).to(self.device) for v in (attendance.ids, attendance.drawn))
+        size = torch.from_numpy(self.data.sizes[attendance.ids]).to(self.state.x).unsqueeze(-1)
+        share = size if self.settings.weights == "size" else torch.ones_like(size)
+        steps = torch.from_numpy(attendance.steps).to(self.state.x).unsqueeze(-1)
+        return Who(ids, drawn, share, share / share.sum(-2, keepdim=True), steps)
+
+    def work(self, attendance: Attendance) -> LocalWork:
+        """What the clients of the next round train on."""
+        ids, how = attendance.ids, self.settings
+        table = self.data.table(how.plan, how.seed, self.t, ids, self.position[ids])
+        if (attendance.steps < table.steps).any():
+            table = table.shortened(attendance.steps)
+        return LocalWork(
+            self.net, self.data, how.seed, self.t, torch.from_numpy(ids).to(self.device), table, how.plan.batch
+        )
+
+    def ask(self, work: LocalWork, who: Who) -> Ask:
+        """How the clients of the next round are asked; the first call also checks the task and chooses an execution."""
+        if self.remote is not None:
+            return self.remote(work)
         if self.execution is None:
             where = (self.net, self.state.x, self.state.buffers, work)
             check_labels(*where)
             check_repeatable(*where)
-            self.execution = agreed(
+            alg = self.wrap(self.alg)
+            down = self.down(who)
+            client = new_clients(alg, shared(down), who.ids, self.state.buffers.unsqueeze(-2))
+            self.execution = agree(
                 self.settings.execution,
                 self.settings.chunk,
                 self.device,
                 lambda name, chunk: choose(name, chunk, alg, down, client, *where),
             )
             work.gradients = 0  # only the round itself counts
-        return Opening(alg, work, invited, down, client)
+        return AskHere(over_ranks(self.execution), work, self.clients)
 
-    def fresh(self, alg: Algorithm, down: Any, ids: Tensor) -> Any:
-        """The states of clients that take part for the first time."""
-        shared = map_leaves(lambda v: v.unsqueeze(-2), down)
-        return client_init(alg, shared, ids, self.state.buffers.unsqueeze(-2))
+    def down(self, who: Who) -> State:
+        """What would go down to these clients now."""
+        alg = self.wrap(self.alg)
+        return send_down(alg, self.state.x, self.state.companion, self.task.cohort(alg, who))
+
+    @property
+    def plan(self) -> Plan:
+        return self.settings.plan
+
+    def serving(self) -> tuple[Algorithm, State, State]:
+        """The algorithm, what would go down to everybody now, and everybody's state."""
+        everybody = np.arange(self.data.clients)
+        who = self.who(Attendance(everybody, everybody, everybody, np.ones_like(everybody)))
+        alg, down = self.wrap(self.alg), self.down(who)
+        new = new_clients(alg, shared(down), who.ids, self.state.buffers.unsqueeze(-2))
+        return alg, down, self.clients.read(who.ids, new)
 
     def round(self, last: bool = False) -> RoundRecord:
         """One round; `last` asks for an evaluation whatever the interval is."""
         began = time.perf_counter()
         self.enter()
-        part = self.takes_part(self.t)
-        invited_ids, host_ids = part.invited, part.ids
-        if not len(host_ids):
-            return self.nothing_happened(len(invited_ids), began, last)
-        alg, work, invited, down, client = self.opening(part)
-        assert self.execution is not None
-        ids, drawn, steps, table = invited.ids, invited.drawn, invited.steps.squeeze(-1), work.table
-        state, sent, fine = self.state, None, torch.ones_like(ids, dtype=torch.bool)
-        if alg.measures:  # two exchanges: measure at x_t, then train with what the server made of it
-            sent = over_ranks(self.execution).measure(alg, down, self.state.buffers, work)
-            fine = sent.isfinite().all(-1)
-            measuring = self.cohort(alg, ids[fine], drawn[fine], steps[fine])
-            if bool(fine.any()):
-                state = state._replace(companion=alg.measured(state.companion, sent[fine], measuring))
-            down = alg.broadcast(state.x, state.companion, invited)
-        answers = over_ranks(self.execution)(alg, down, client, self.state.buffers, work)
-        # Bytes are those of what travels; the server sees it unpacked.
-        bytes_up = nbytes(self.net.sent(answers.up)) + (nbytes(answers.buffers) if alg.buffers_up else 0)
-        bytes_up += 0 if sent is None else nbytes(self.net.sent(sent))
-        if isinstance(alg, Compressed):
-            own = answers.client.own if isinstance(answers.client, Kept) else answers.client
-            answers = answers._replace(up=alg.received(answers.up, own.error))
-        # In the first round nobody lacks anything of a round before.
-        returning = len(np.intersect1d(invited_ids, self.last_cohort)) if self.t else len(invited_ids)
-        asked = len(invited_ids)
-        bytes_down = alg.bytes_down(self.net.sent(down), asked, returning, self.data.clients)
-        bytes_down += asked * nbytes(self.state.buffers) if alg.buffers_down else 0
-
-        # A client whose update is not finite is dropped: its state stays as it was, the others' weights add up to one.
-        good = finite(answers) & fine
-        kept = len(ids) if bool(good.all()) else int(good.sum())
-        if kept < len(ids):
-            answers = map_leaves(lambda v: v[good], answers)
-        cohort = self.cohort(alg, ids[good], drawn[good], steps[good])
-        if kept:
-            self.state = server_part(alg, self.net, state, answers, cohort)
-            client, reply = replied(alg, self.state, answers, cohort)
-            self.last_reply = cohort.ids, reply
-            bytes_down += nbytes(self.net.sent(reply))
-            self.clients.write(cohort.ids, client)
-            self.last_cohort = host_ids
-        self.position[host_ids[good.cpu().numpy()]] += table.steps[good.cpu().numpy()]
-
+        attendance, cost = self.attendance(self.t), Cost()
+        kept, gradients, numbers = attendance.ids[:0], 0, {"train_loss": float("nan"), "consistency": 0.0}
+        if len(attendance.ids):
+            who, work = self.who(attendance), self.work(attendance)
+            after = play(self.wrap(self.alg), self.task, self.state, who, self.ask(work, who), cost)
+            good = after.good.cpu().numpy()
+            kept, gradients = attendance.ids[good], work.gradients
+            self.state, self.last_reply = after.state, (after.ids, after.reply)
+            self.position[kept] += work.table.steps[good]
+            if len(kept):
+                self.clients.write(after.ids, after.client)
+                numbers = dict(zip(cost.names, after.numbers.tolist(), strict=True))
+        if not len(kept):
+            self.last_reply = None
+            numbers |= {name: float(value) for name, value in self.alg.facts(self.state.server).items()}
+        record = self.record(attendance, len(kept), cost, gradients, numbers, began)
         self.t += 1
-        scores = self.evaluate(ids, last)
-        return RoundRecord(
-            round=self.t,
-            loss=scores.pop("loss", None),
-            accuracy=scores.pop("accuracy", None),
-            bytes_down=bytes_down,
-            bytes_up=bytes_up,
-            gradients=work.gradients,
-            consistency=float(consistency(answers, cohort.uniform)) if kept else 0.0,
-            seconds=time.perf_counter() - began,
-            train_loss=float(answers.loss.mean()) if kept else float("nan"),
-            clients=len(invited_ids),
-            dropped=len(invited_ids) - kept,
-            more=scores
-            | ({name: float(fact.mean()) for name, fact in answers.facts._asdict().items()} if kept else {})
-            | self.facts(bytes_down / len(invited_ids) + bytes_up / len(ids), 2 if alg.measures else 1),
-        )
+        scores = self.evaluate(torch.from_numpy(attendance.ids).to(self.device), last)
+        return record.with_scores(scores)._replace(seconds=time.perf_counter() - began)
+
+    def record(
+        self, attendance: Attendance, kept: int, cost: Cost, gradients: int, numbers: Mapping[str, Any], began: float
+    ) -> RoundRecord:
+        """The next round's record, without scores; who took part is remembered."""
+        invited, asked, alg = len(attendance.invited), len(attendance.ids), self.alg
+        # In the first round nobody lacks anything of a round before.
+        before = set(self.last_cohort.tolist())
+        returning = len(before.intersection(attendance.invited.tolist())) if self.t else invited
+        down, up = 0, cost.bytes_up(asked)
+        if asked:
+            down = alg.bytes_down(cost.down, invited, returning, self.data.clients) + kept * cost.reply
+            down += invited * nbytes(self.state.buffers) if alg.buffers_down else 0
+        if kept:
+            self.last_cohort = attendance.ids
+        network = self.network_seconds(down / invited + up / max(1, asked), 2 if alg.measures and asked else 1)
+        return write_record(self.t + 1, began, {**numbers, **network}, invited, invited - kept, down, up, gradients)
 
     def rounds(self, most: int, last: bool = False) -> list[RoundRecord]:
         """The next rounds, at most so many, and no further than the next evaluation; `last`: the run ends after `most`.
@@ -276,15 +240,7 @@ class Simulation:
         """
         alike = self.enter()
         if self.replays and self.replay is None:
-            part = self.takes_part(self.t)
-            if not len(part.ids):
-                return [self.round(last and most == 1)]
-            client = self.opening(part).client
-            self.replays = Replay.possible(self, client)
-            if self.replays and isinstance(self.clients, ClientTable):
-                self.clients.begin(client)
-                self.clients.spread(self.data.clients)
-                self.replay = Replay(self, self.clients)
+            self.begin_replay()
         if self.replay is None:
             return [self.round(last and most == 1)]
         began = time.perf_counter()
@@ -299,34 +255,44 @@ class Simulation:
         seconds = (time.perf_counter() - began) / len(records)
         return [record._replace(seconds=seconds) for record in records]
 
+    def begin_replay(self) -> None:
+        """Replay rounds from now on, where that is possible: a round of nobody says nothing of it."""
+        first = self.first_states()
+        if first is None:
+            return
+        self.replays = Replay.possible(self, first.client)
+        if self.replays and isinstance(self.clients, ClientTable):
+            self.clients.begin(first.client)
+            self.clients.spread(self.data.clients)
+            self.replay = Replay(self, self.clients, first.whole)
+
+    def first_states(self) -> FirstStates | None:
+        """What is known of the next round's clients before they are asked; None where nobody takes part."""
+        attendance = self.attendance(self.t)
+        if not len(attendance.ids):
+            return None
+        who = self.who(attendance)
+        self.ask(self.work(attendance), who)  # the first call chooses an execution
+        alg, down, buffers = self.wrap(self.alg), shared(self.down(who)), self.state.buffers.unsqueeze(-2)
+        client = new_clients(alg, down, who.ids, buffers)
+        return FirstStates(client, uses_whole(alg, down, client, buffers))
+
     def enter(self) -> int:
         """Turn to what the algorithm does in the next round; for how many rounds, up to LONGEST, it goes on like that."""
         now = self.whole.at(self.t)
         if now != self.alg:
             self.alg, self.replay = now, None
         alike = (n for n in range(1, LONGEST) if self.whole.at(self.t + n) != now)
-        return LONGEST if type(self.whole).at is Worker.at else next(alike, LONGEST)
+        return LONGEST if type(self.whole).at is Personal.at else next(alike, LONGEST)
 
     def scored(self, records: list[RoundRecord], cohort: Ids, last: bool) -> list[RoundRecord]:
         """The records with what is due of scores in the last one, in which `cohort` took part."""
         scores = self.evaluate(torch.from_numpy(cohort).to(self.device), last)
-        loss, accuracy = scores.pop("loss", None), scores.pop("accuracy", None)
-        return [
-            *records[:-1],
-            records[-1]._replace(loss=loss, accuracy=accuracy, more=scores | records[-1].more),
-        ]
+        return [*records[:-1], records[-1].with_scores(scores)]
 
     def until_scores(self) -> int:
         """Rounds up to the next evaluation."""
         return min(e - self.t % e for e in (self.settings.eval_every, self.settings.client_eval_every) if e)
-
-    def key(self, purpose: Purpose, t: int) -> int:
-        return stream(self.settings.seed, purpose, t)
-
-    def facts(self, bytes_per_client: float, exchanges: int) -> dict[str, float]:
-        """The algorithm's own numbers, and how long the messages of a round would take."""
-        facts = {name: float(value) for name, value in self.alg.facts(self.state.server).items()}
-        return facts | self.network_seconds(bytes_per_client, exchanges)
 
     def network_seconds(self, bytes_per_client: float, exchanges: int) -> dict[str, float]:
         """How long the messages of a round would take, where a network is simulated."""
@@ -334,29 +300,6 @@ class Simulation:
             return {}
         sending = bytes_per_client * 8 / (self.settings.bandwidth * 1e6) if self.settings.bandwidth else 0.0
         return {"network_seconds": 2 * exchanges * self.settings.latency + sending}
-
-    def nothing_happened(self, invited: int, began: float, last: bool) -> RoundRecord:
-        """The record of a round in which nobody answered: all state stays as it is."""
-        self.t += 1
-        scores = self.evaluate(torch.zeros(0, dtype=torch.int64, device=self.device), last)
-        loss, accuracy = scores.pop("loss", None), scores.pop("accuracy", None)
-        seconds = time.perf_counter() - began
-        more = scores | self.facts(0.0, 1)
-        return RoundRecord(self.t, loss, accuracy, 0, 0, 0, 0.0, seconds, float("nan"), invited, invited, more)
-
-    def algorithm(self) -> Algorithm:
-        """The algorithm with this round's local rate."""
-        rate = self.settings.schedule(self.t)
-        alg = self.alg if rate == 1.0 else replace(self.alg, lr=self.alg.lr * rate)
-        return alg if self.uplink is None else cast(Algorithm, Compressed(alg, self.uplink, self.t))
-
-    def cohort(self, alg: Algorithm, ids: Tensor, drawn: Tensor, steps: Tensor) -> Cohort:
-        size = torch.from_numpy(self.data.sizes)[ids.cpu()].to(self.state.x).unsqueeze(-1)
-        weight = size if self.settings.weights == "size" else torch.ones_like(size)
-        return Cohort(
-            ids, drawn, weight / weight.sum(-2, keepdim=True), steps.to(self.state.x).unsqueeze(-1), alg.lr,
-            self.data.clients, self.net.layout,
-        )  # fmt: skip
 
     def evaluate(self, cohort: Tensor, last: bool) -> dict[str, Any]:
         """What is due after this round of the server's model's scores: on the test samples, on the validation samples as

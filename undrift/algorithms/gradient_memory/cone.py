@@ -20,9 +20,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from undrift.kernels import cone_gpu as pivots
-from undrift.kernels import gram_gpu as gram_kernel
-from undrift.kernels import memory_cpu as kernel_rows
+from undrift.core.forms import plain
+from undrift.core.vec import beside
 
 Array = NDArray[np.float64]
 
@@ -35,16 +34,13 @@ class Projection(NamedTuple):
     solved: Tensor  # [] False: non-finite input or no convergence; then u is p, or the best point found
 
 
+@plain
 def gram(rows: Tensor, others: Tensor) -> Tensor:
-    """Inner products [a, b] of rows [a, P] with others [b, P], never with the ten bits of TF32.
-
-    On a GPU they are summed up in float64 over stretches of the rows, which leaves a noise of about 1e-8 in float32 rows.
-    """
-    if gram_kernel.available(rows):
-        return gram_kernel.inner_products(rows, others)
+    """Inner products [a, b] of rows [a, P] with others [b, P]; a faster form may sum them up in float64."""
     return rows @ others.T
 
 
+@plain(by_value=True)
 def project(
     p: Tensor,
     rows: Tensor,
@@ -60,25 +56,23 @@ def project(
     the rows only those that `counts` [m] names are constraints, and none that is exactly zero. `start` [m] names those
     that may be active, such as those that were so in a programme much like this one.
 
-    Where `counts` lies on a GPU the host is asked for nothing, and gives no help where the products' digits do not suffice.
-
     >>> project(torch.tensor([1.0, -1.0]), torch.tensor([[0.0, 1.0]])).u
     tensor([1., 0.])
     """
     products = gram(rows, rows) if products is None else products
     along = gram(p.unsqueeze(0), rows).squeeze(0) if along is None else along
-    if counts is not None and counts.device.type == "cuda":
-        return Projection(*pivots.project(p, rows, products, along, rho, counts))
     length = norm(p)
-    on_host = torch.cat([products.double().flatten(), along.double(), length.view(1)]).cpu().numpy()  # one trip
+    flat = torch.cat([products.double().flatten(), along.double(), length.view(1)]).cpu().numpy()  # one trip
     m = len(rows)
     named = np.ones(m, dtype=bool) if counts is None else counts.cpu().numpy()
     guess = np.zeros(m, dtype=bool) if start is None else start.cpu().numpy() & named
-    G, b, size, even = normalised(rows, on_host[: m * m].reshape(m, m), on_host[m * m : -1], on_host[-1], rho, named)
+    G, b, size, even = normalised(rows, flat[: m * m].reshape(m, m), flat[m * m : -1], flat[-1], rho, named)
     if even is not None:  # rows so short that their squares are zero: their length counts for nothing
         stretched = project(p.double(), even, None, rho, None, torch.from_numpy(named), torch.from_numpy(guess))
-        return Projection(stretched.u.to(p.dtype), stretched.z / even_scale(rows).cpu(), stretched.solved)
-    still, yes, no = torch.zeros(m, dtype=torch.float64), torch.tensor(True), torch.tensor(False)
+        found = stretched.z / even_scale(rows).cpu()
+        return Projection(stretched.u.to(p.dtype), found if counts is None else beside(found, counts), stretched.solved)
+    still = torch.zeros(m, dtype=torch.float64) if counts is None else counts.new_zeros(m, dtype=torch.float64)
+    yes, no = torch.tensor(True), torch.tensor(False)
     if not (np.isfinite(G).all() and np.isfinite(b).all()):
         return Projection(p, still, no)
     if (b >= 0).all():  # feasible already: p itself, bit for bit
@@ -88,30 +82,29 @@ def project(
     if single and (not solved or digits_lost(G, z > 0) > 4):
         wide = rows.double()
         exact = gram(wide, wide).cpu().numpy(), (wide @ p.double()).cpu().numpy()
-        G, b, size, _ = normalised(wide, *exact, on_host[-1], rho, named)
+        G, b, size, _ = normalised(wide, *exact, flat[-1], rho, named)
         z, solved = solve(G, b, 1e-12, guess)
     straight = None
     if not solved or digits_lost(G, z > 0) > 8:
         z, straight, solved = by_columns(p, rows, np.where(named, size, 0.0), rho)
     active = z > 0
-    index, share = np.flatnonzero(active), z[active] * on_host[-1] / size[active]
-    u = combined(p, rows, *(torch.from_numpy(v).to(p.device) for v in (index, share))) if straight is None else straight
-    found = still.index_copy(0, torch.from_numpy(index), torch.from_numpy(share))
+    index, share = np.flatnonzero(active), z[active] * flat[-1] / size[active]
+    chosen, weights = torch.from_numpy(index), torch.from_numpy(share)
+    u = combine(p, rows, beside(chosen, p), beside(weights, p)) if straight is None else straight
+    found = still.index_copy(0, beside(chosen, still), beside(weights, still))
     return Projection(u, found, yes if solved else no)
 
 
+@plain
 def norm(p: Tensor) -> Tensor:
     """|p| in float64."""
-    if kernel_rows.long_products(p.unsqueeze(0)):  # as exact as the products beside it, in a quarter of the time
-        return kernel_rows.inner_products(p.unsqueeze(0), torch.arange(0), p).sqrt()
     length: Tensor = torch.linalg.vector_norm(p, dtype=torch.float64)
     return length
 
 
-def combined(p: Tensor, rows: Tensor, index: Tensor, share: Tensor) -> Tensor:
-    """p + share rows[index] in float64."""
-    if p.device.type == "cpu":
-        return kernel_rows.combined(p, rows, index, share)
+@plain
+def combine(p: Tensor, rows: Tensor, index: Tensor, share: Tensor) -> Tensor:
+    """p [P] + share [n] rows[index] in float64, for rows [m, P]."""
     return (p.double() + share @ rows[index].double()).to(p.dtype)
 
 
@@ -130,7 +123,7 @@ def normalised(
     size = np.sqrt(np.clip(products.diagonal(), 0.0, None))
     zero = np.flatnonzero(named & (size == 0))
     even = None
-    if len(zero) and bool((rows[torch.from_numpy(zero).to(rows.device)] != 0).any()):
+    if len(zero) and bool((rows[beside(torch.from_numpy(zero), rows)] != 0).any()):
         even = rows.double() / even_scale(rows).unsqueeze(1)
     counted = named & (size > 0)
     inverse = np.divide(1.0, size, out=np.zeros_like(size), where=counted)

@@ -9,19 +9,20 @@ its plain form.
 
 from __future__ import annotations
 
-import functools
 import itertools
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from undrift.algorithms.gradient_memory.wide import combination, inner_products
-from undrift.kernels import cone3_gpu as three
+from undrift.algorithms.gradient_memory.wide import wide_combination, wide_products
+from undrift.core.forms import plain
+from undrift.core.vec import constant
 
-SETS = [[i in s for i in range(3)] for size in range(4) for s in itertools.combinations(range(3), size)]
+SETS = tuple(tuple(i in s for i in range(3)) for size in range(4) for s in itertools.combinations(range(3), size))
 
 
+@plain
 def project_three(p: Tensor, rows: Sequence[Tensor], rho: float | Tensor = 0.0) -> tuple[Tensor, Tensor]:
     """The nearest u to p [..., P] with <u, M_i> >= rho |p| |M_i| for three rows M_i [..., P]; also who is active [..., 3].
 
@@ -29,11 +30,6 @@ def project_three(p: Tensor, rows: Sequence[Tensor], rho: float | Tensor = 0.0) 
 
     Rows that are exactly zero do not count. Where nothing is active, or the input is not finite, u is p bit for bit.
     """
-    if three.available(p):
-        flat = [v.expand(p.shape).reshape(-1, p.shape[-1]) for v in (p, *rows)]
-        each = rho.expand(*p.shape[:-1], 1).reshape(-1) if isinstance(rho, Tensor) else p.new_full((len(flat[0]),), rho)
-        u, active = three.project(flat[0], flat[1:], each)
-        return u.view(p.shape), active.view(*p.shape[:-1], 3)
     vectors = torch.stack([*rows, p], -2)
     R, size, finite = coordinates(vectors)  # [..., 4, 4], its columns are the unit rows and p; [..., 4]; [..., 1]
     there = size > 0
@@ -42,19 +38,13 @@ def project_three(p: Tensor, rows: Sequence[Tensor], rho: float | Tensor = 0.0) 
     z = multipliers(R[..., :3], R[..., 3], there, margin, 1e-9 if p.dtype == torch.float64 else 1e-6)
     active = (z > 0) & finite
     share = torch.where(active, z / torch.where(there, size[..., :3], 1.0), 0.0) * size[..., 3:]
-    moved = combination(share, vectors)
+    moved = wide_combination(share, vectors)
     return torch.where(active.any(-1, keepdim=True), moved, p), active
-
-
-@functools.cache
-def sets(device: torch.device) -> Tensor:
-    """SETS on the device: made once, because a CUDA graph cannot hold a copy from the host."""
-    return torch.tensor(SETS, device=device)
 
 
 def multipliers(A: Tensor, q: Tensor, there: Tensor, rho: float | Tensor, tolerance: float) -> Tensor:
     """z [..., 3] >= 0 with w = A'(q + A z) - rho >= 0 and z w = 0, for columns A [..., 4, 3] of length one or zero."""
-    on = sets(A.device)  # [8, 3]
+    on = constant(SETS, A)  # [8, 3]
     possible = (there.unsqueeze(-2) | ~on).all(-1)  # [..., 8]
     # A_on = E T with orthonormal E and triangular T, for the eight sets at once; then T'T z = rho - A_on' q.
     columns = torch.where(on.unsqueeze(-2), A.unsqueeze(-3), 0.0)  # [..., 8, 4, 3]
@@ -84,7 +74,7 @@ def multipliers(A: Tensor, q: Tensor, there: Tensor, rho: float | Tensor, tolera
     gap = torch.maximum((-z).amax(-1), broken.amax(-1)).clamp(min=0)
     gap = torch.where(possible & gap.isfinite(), gap, torch.inf)
     # The first set that is good enough, or else the best; good ones count as better than all others, in their order.
-    order = torch.arange(len(SETS), device=A.device, dtype=A.dtype) - len(SETS)
+    order = constant(tuple(range(-len(SETS), 0)), A, A.dtype)
     best = torch.where(gap <= tolerance, order, gap).argmin(-1, keepdim=True)
     return z.gather(-2, best.unsqueeze(-1).expand(*best.shape, 3)).squeeze(-2).clamp(min=0)
 
@@ -94,7 +84,7 @@ def coordinates(vectors: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
     Also their lengths [..., k] and whether all is finite [..., 1]; what is not finite counts as zero.
     """
-    products = inner_products(vectors)  # [..., k, k]
+    products = wide_products(vectors)  # [..., k, k]
     finite = products.isfinite().all(-1).all(-1, keepdim=True)
     size = torch.where(finite, products.diagonal(dim1=-2, dim2=-1), 0.0).sqrt()
     inverse = torch.where(size > 0, 1 / torch.where(size > 0, size, 1.0), 0.0)

@@ -11,15 +11,14 @@ import torch
 from torch import Tensor
 
 from undrift.algorithms.gradient_memory.cone import gram
-from undrift.kernels import memory_gpu as slots
-from undrift.kernels.memory_cpu import fade_and_add, inner_products, long_products, renewed
+from undrift.core.forms import plain
+from undrift.core.vec import beside
 
 
 class Memory(NamedTuple):
     """D[i] for up to m clients, as D[i] = beta_2^age rows[i]: the scale apart, so that an old direction never underflows.
 
     The rows may be hundreds of megabytes, so `remember` writes into them: a memory is of no use after its successor is made.
-    What decides who is remembered stays on the host, but for a server whose steps are recorded as a CUDA graph.
     """
 
     rows: Tensor  # [m, P]
@@ -39,29 +38,7 @@ class Memory(NamedTuple):
 
     def let_in(self, clients: Tensor) -> tuple[Memory, Tensor]:
         """Every client [S] gets a row, by mem_red; also their rows [S]."""
-        if self.ids.device.type != "cuda":
-            return self.mem_red(clients.tolist())
-        counters = torch.stack([self.ids, self.age, self.uses, self.since])
-        counters, place, evictions = slots.mem_red(clients, counters, self.evictions)
-        ids, age, uses, since = counters.unbind()
-        return self._replace(ids=ids, age=age, uses=uses, since=since, evictions=evictions), place
-
-    def mem_red(self, clients: list[int]) -> tuple[Memory, Tensor]:
-        """Every client gets a row, in the order given; the least used one outside makes room. Also their rows [S]."""
-        ids, age, uses, since = (t.tolist() for t in (self.ids, self.age, self.uses, self.since))
-        evictions = 0
-        for i in clients:
-            if i not in ids:
-                row = ids.index(-1) if -1 in ids else -1
-                if row < 0:  # argmin c(j) over those not in the cohort, the earliest let in first
-                    row = min((r for r in range(len(ids)) if ids[r] not in clients), key=lambda r: (uses[r], since[r]))
-                    evictions += 1
-                ids[row], age[row], uses[row] = i, -1, 0
-                since[row] = max(since) + 1
-            uses[ids.index(i)] += 1
-        as_tensor = self.ids.new_tensor
-        kept = self._replace(ids=as_tensor(ids), age=as_tensor(age), uses=as_tensor(uses), since=as_tensor(since))
-        return kept._replace(evictions=self.evictions + evictions), as_tensor([ids.index(i) for i in clients])
+        return mem_red(self, clients)
 
     def remember(
         self, place: Tensor, updates: Tensor, beta2: float, segments: list[slice], m: Tensor
@@ -70,11 +47,11 @@ class Memory(NamedTuple):
 
         Also the products [T, m] of the vector m with the rows.
         """
-        age, at = self.age[place].unsqueeze(-1), place.to(updates.device)
+        age, at = self.age[place].unsqueeze(-1), beside(place, updates)
         scale = torch.where(age < 0, 0.0, beta2 ** (age + 1).to(updates.dtype)).to(updates)
         # D[i] <- scale D[i] + d_i. Only the cohort's rows and columns of the Gram matrix change: S m d operations, not m m d, in
         # one reading.
-        new = torch.stack([renewed_products(self.rows[:, s], at, scale, updates[:, s], m[s]) for s in segments])
+        new = torch.stack([renew_products(self.rows[:, s], at, scale, updates[:, s], m[s]) for s in segments])
         new, along = new[:, :-1].to(self.products), new[:, -1]
         products = self.products.index_copy(1, at, new).index_copy(2, at, new.transpose(1, 2))
         age = (self.age + 1).index_fill(0, place, 0)
@@ -85,12 +62,35 @@ class Memory(NamedTuple):
         return (self.ids >= 0) & ((self.age == 0) | (beta2 > 0))
 
 
-def renewed_products(rows: Tensor, at: Tensor, scale: Tensor, updates: Tensor, m: Tensor) -> Tensor:
-    """rows[at] <- scale rows[at] + updates, and the products [S + 1, m] of rows[at] and m with all rows [m, P], in float64 as far
-    as they were summed up so."""
-    if (found := renewed(rows, at, scale, updates, m)) is not None:
-        return found
-    fade_and_add(rows, at, scale, updates)
-    if long_products(rows):
-        return inner_products(rows, at, m)
+@plain(by_value=True)
+def mem_red(memory: Memory, clients: Tensor) -> tuple[Memory, Tensor]:
+    """Every client [S] gets a row, in the order given; the least used one outside makes room. Also their rows [S]."""
+    ids, age, uses, since = (t.tolist() for t in (memory.ids, memory.age, memory.uses, memory.since))
+    invited, evictions = clients.tolist(), 0
+    for i in invited:
+        if i not in ids:
+            row = ids.index(-1) if -1 in ids else -1
+            if row < 0:  # argmin c(j) over those not in the cohort, the earliest let in first
+                row = min((r for r in range(len(ids)) if ids[r] not in invited), key=lambda r: (uses[r], since[r]))
+                evictions += 1
+            ids[row], age[row], uses[row] = i, -1, 0
+            since[row] = max(since) + 1
+        uses[ids.index(i)] += 1
+    as_tensor = memory.ids.new_tensor
+    kept = memory._replace(ids=as_tensor(ids), age=as_tensor(age), uses=as_tensor(uses), since=as_tensor(since))
+    return kept._replace(evictions=memory.evictions + evictions), as_tensor([ids.index(i) for i in invited])
+
+
+@plain(by_value=True)
+def leave_out(there: Tensor, *of_clients: Tensor) -> tuple[Tensor, ...]:
+    """What is known of clients [S, ...] without the places that are empty, by `there` [S, 1]."""
+    taken = there.squeeze(-1) > 0
+    return tuple(t[beside(taken, t)] for t in of_clients)
+
+
+@plain(in_place=True)
+def renew_products(rows: Tensor, at: Tensor, scale: Tensor, updates: Tensor, m: Tensor) -> Tensor:
+    """rows[at] <- scale rows[at] + updates, in place; then the products [S + 1, m] of rows[at] and m with all rows [m, P], in
+    float64 as far as they were summed up so."""
+    rows.index_copy_(0, at, scale * rows[at] + updates)
     return gram(torch.cat([rows.index_select(0, at), m[None]]), rows).double()

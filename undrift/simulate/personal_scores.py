@@ -2,28 +2,46 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping
+from typing import Any, Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from undrift.algorithms.base import Served
-from undrift.core.trees import map_leaves
-from undrift.data.federation import Own
+from undrift.algorithms.base import Algorithm
+from undrift.algorithms.personal import Served
+from undrift.core.trees import State, map_leaves
+from undrift.data.batches import Plan
+from undrift.data.federation import Federation, Own
+from undrift.oracle.net import Net
 from undrift.personal.choosing import Choice, best_gamma, choose
-from undrift.round.order import Kept
-from undrift.simulate.evaluate import group_means, sample_scores
-from undrift.simulate.execute import LocalWhole
-
-if TYPE_CHECKING:
-    from undrift.simulate.simulation import Simulation
+from undrift.round.order import ServerState
+from undrift.simulate.evaluate import Metric, group_means, sample_scores
+from undrift.simulate.work import LocalWhole
 
 Scores = dict[str, Tensor]  # [n] under each metric's name
 MOST_CROSSED = 20  # sites, up to which every personal model is tried on every site at the end of a run
 
 
-def own_scores(run: Simulation, last: bool) -> dict[str, Any]:
+class Scored(Protocol):
+    """What is asked of a run whose clients are scored."""
+
+    t: int
+    alg: Algorithm
+    net: Net
+    data: Federation
+    state: ServerState
+    metrics: Mapping[str, Metric]
+
+    @property
+    def plan(self) -> Plan: ...
+
+    def serving(self) -> tuple[Algorithm, State, State]:
+        """The algorithm, what would go down to everybody now, and everybody's state."""
+
+
+def own_scores(run: Scored, last: bool) -> dict[str, Any]:
     """Means over clients of what serves them as own_METRIC (val_own_METRIC on validation samples), and every site's scores
     of all that there is under `sites`.
     """
@@ -70,7 +88,7 @@ def counted(own: Own, choice: Choice, sites: int, models: int) -> list[list[int]
     return counts.tolist()
 
 
-def thresholds(run: Simulation, own: Own, shared: Served, served: list[Served]) -> dict[str, Any]:
+def thresholds(run: Scored, own: Own, shared: Served, served: list[Served]) -> dict[str, Any]:
     """Without a threshold, and with the one that is best on these samples themselves: gamma, the choices and the scores."""
     found = {}
     for name, gamma in (("none", 0.0), ("best", tuned(run, own, shared, served))):
@@ -80,36 +98,33 @@ def thresholds(run: Simulation, own: Own, shared: Served, served: list[Served]) 
     return found
 
 
-def tunes(run: Simulation) -> bool:
+def tunes(run: Scored) -> bool:
     """Whether the threshold is tuned on validation samples."""
     return run.alg.chooses == "threshold" and getattr(run.alg, "gamma", 0.0) < 0
 
 
-def personal_models(run: Simulation) -> list[Served]:
+def personal_models(run: Scored) -> list[Served]:
     """The model that serves each client now."""
-    data, alg, device = run.data, run.alg, run.device
+    data, device = run.data, run.state.x.device
+    alg, down, clients = run.serving()
     ids = torch.arange(data.clients, device=device)
-    everybody = run.cohort(alg, ids, ids, torch.ones_like(ids))
-    down = alg.broadcast(run.state.x, run.state.companion, everybody)
-    clients = run.clients.read(ids, run.fresh(alg, down, ids))
-    clients = clients.own if isinstance(clients, Kept) else clients
     start, sizes = (torch.from_numpy(np.asarray(v)).to(device) for v in (data.start, data.sizes))
     found = []
     for i in range(data.clients):
-        width = min(run.settings.plan.batch, int(data.sizes[i]))
+        width = min(run.plan.batch, int(data.sizes[i]))
         batches = -(-int(data.sizes[i]) // width)
         whole = LocalWhole(run.net, data, ids[i], start[i], sizes[i], width, batches, run.state.buffers)
         found.append(alg.serves(down, map_leaves(lambda t, i=i: t[i], clients), whole))
     return found
 
 
-def scores_of(run: Simulation, own: Own, model: Served, some: Tensor | None = None) -> Scores:
+def scores_of(run: Scored, own: Own, model: Served, some: Tensor | None = None) -> Scores:
     """The scores of one model on the samples, or on some of them."""
     rows, owners = (own.rows, own.owners) if some is None else (own.rows[some], own.owners[some])
     return sample_scores(run.net, *model, own.split, run.data.transform, run.metrics, rows, owners)
 
 
-def by_model(run: Simulation, own: Own, models: list[Served], which: Tensor) -> Scores:
+def by_model(run: Scored, own: Own, models: list[Served], which: Tensor) -> Scores:
     """The scores of each sample under the model that `which` [n] names for it."""
     found: Scores = {}
     for k in which.unique().tolist():
@@ -119,12 +134,12 @@ def by_model(run: Simulation, own: Own, models: list[Served], which: Tensor) -> 
     return found
 
 
-def by_owner(run: Simulation, own: Own, models: list[Served]) -> Scores:
+def by_owner(run: Scored, own: Own, models: list[Served]) -> Scores:
     return by_model(run, own, models, own.owners)
 
 
 @torch.no_grad()
-def selector_outputs(run: Simulation, own: Own, batch: int = 1000) -> Tensor:
+def selector_outputs(run: Scored, own: Own, batch: int = 1000) -> Tensor:
     """[n, m] what the selector says of each sample."""
     selector = run.alg.selector(run.state.companion)
     net, found = run.net.beside["selector"], []
@@ -134,7 +149,7 @@ def selector_outputs(run: Simulation, own: Own, batch: int = 1000) -> Tensor:
     return torch.cat(found)
 
 
-def tuned(run: Simulation, own: Own, shared: Served, served: list[Served]) -> float:
+def tuned(run: Scored, own: Own, shared: Served, served: list[Served]) -> float:
     """The threshold with the best client-average score."""
     choice = choose("threshold", selector_outputs(run, own), 0.0)
     metric = next(iter(run.metrics), "loss")
@@ -145,9 +160,7 @@ def tuned(run: Simulation, own: Own, shared: Served, served: list[Served]) -> fl
     return best_gamma(choice.confidence, sign * personal, sign * of_server, weight)
 
 
-def super_scores(
-    run: Simulation, own: Own, shared: Served, served: list[Served], gamma: float
-) -> tuple[Scores, Choice]:
+def super_scores(run: Scored, own: Own, shared: Served, served: list[Served], gamma: float) -> tuple[Scores, Choice]:
     """The scores of the models that the selector chooses, or mixes."""
     choice = choose(run.alg.chooses, selector_outputs(run, own), gamma)
     if not run.alg.selects(run.t):  # the selector has not learned anything yet: the server's model serves
@@ -158,7 +171,7 @@ def super_scores(
 
 
 @torch.no_grad()
-def mixed_scores(run: Simulation, own: Own, models: list[Served], weights: Tensor, batch: int = 200) -> Scores:
+def mixed_scores(run: Scored, own: Own, models: list[Served], weights: Tensor, batch: int = 200) -> Scores:
     """The scores of the mixture of all models' probabilities."""
     net = run.net
     found: dict[str, list[Tensor]] = {}

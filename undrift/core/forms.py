@@ -1,0 +1,141 @@
+"""Plain functions that may have faster forms: one place decides which of them runs.
+
+A function marked `plain` is written for the reader, in PyTorch, for tensors of any kind wherever they lie. A faster form equals
+it up to rounding and registers itself with `faster`, with a condition on the arguments; the plain function knows of none. Within
+`plain_forms()` only plain functions run. `watching()` tells an engine what ran: a function that decides by values cannot be
+recorded, one that writes into its arguments must not be compiled, and one that could not solve its problem says so by `doubt`.
+
+>>> @plain
+... def double(x: int) -> int:
+...     return 2 * x
+>>> @faster(double, when=lambda x: x > 10)
+... def shift(x: int) -> int:
+...     return x << 1
+>>> double(3), double.choose(3).__name__, double.choose(30).__name__
+(6, 'double', 'shift')
+>>> with plain_forms():
+...     double.choose(30).__name__
+'double'
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import threading
+from collections.abc import Callable, Iterator
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from typing import Generic, ParamSpec, TypeVar, overload
+
+from torch import Tensor
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+@dataclass
+class Seen:
+    """What ran while somebody was watching."""
+
+    by_value: bool = False  # a plain function that decides by values
+    in_place: bool = False  # a function that writes into its arguments
+    doubts: list[Tensor] = field(default_factory=list)  # bool [...] each, True where a problem was not solved
+
+
+_watchers: ContextVar[tuple[Seen, ...]] = ContextVar("watchers", default=())
+_lock = threading.Lock()
+_plain_only = 0  # how many `plain_forms` are open, in all threads
+
+
+class Form(Generic[P, R]):
+    """A plain function together with its faster forms; to call it is to call the first one whose condition holds."""
+
+    __wrapped__: Callable[P, R]
+
+    def __init__(self, function: Callable[P, R], by_value: bool = False, in_place: bool = False) -> None:
+        functools.update_wrapper(self, function)
+        self.plain = function
+        self.by_value, self.in_place = by_value, in_place
+        self.forms: list[tuple[Callable[P, bool], Callable[P, R]]] = []
+
+    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
+        form = self.choose(*args, **kwargs) if self.forms else self.plain
+        if self.in_place or (self.by_value and form is self.plain):
+            for seen in _watchers.get():
+                seen.in_place |= self.in_place
+                seen.by_value |= self.by_value and form is self.plain
+        return form(*args, **kwargs)
+
+    def choose(self, *args: P.args, **kwargs: P.kwargs) -> Callable[P, R]:
+        """The form that a call with these arguments runs."""
+        if not _plain_only:
+            for when, form in self.forms:
+                if when(*args, **kwargs):
+                    return form
+        return self.plain
+
+    def add(self, form: Callable[P, R], when: Callable[P, bool]) -> None:
+        """Have a faster form run where `when` holds and no form added before is chosen."""
+        self.forms.append((when, form))
+
+
+@overload
+def plain(function: Callable[P, R], /) -> Form[P, R]: ...
+
+
+@overload
+def plain(*, by_value: bool = False, in_place: bool = False) -> Callable[[Callable[P, R]], Form[P, R]]: ...
+
+
+def plain(
+    function: Callable[P, R] | None = None, /, *, by_value: bool = False, in_place: bool = False
+) -> Form[P, R] | Callable[[Callable[P, R]], Form[P, R]]:
+    """Mark a function as one that may have faster forms.
+
+    `by_value`: it looks at the values of its arguments to decide what to do. `in_place`: it writes into its arguments, as all its
+    faster forms do.
+    """
+    if function is not None:
+        return Form(function)
+    return lambda function: Form(function, by_value, in_place)
+
+
+def faster(of: Form[P, R], when: Callable[P, bool]) -> Callable[[Callable[P, R]], Callable[P, R]]:
+    """Register the decorated function as a faster form of a plain one, for arguments of which `when` holds."""
+
+    def register(form: Callable[P, R]) -> Callable[P, R]:
+        of.add(form, when)
+        return form
+
+    return register
+
+
+@contextlib.contextmanager
+def plain_forms() -> Iterator[None]:
+    """Within it only plain functions run, in every thread."""
+    global _plain_only
+    with _lock:
+        _plain_only += 1
+    try:
+        yield
+    finally:
+        with _lock:
+            _plain_only -= 1
+
+
+@contextlib.contextmanager
+def watching() -> Iterator[Seen]:
+    """What runs within it, in this thread: watchers outside see it too."""
+    seen = Seen()
+    before = _watchers.set((*_watchers.get(), seen))
+    try:
+        yield seen
+    finally:
+        _watchers.reset(before)
+
+
+def doubt(flag: Tensor) -> None:
+    """Tell those who watch where [...] a problem was not solved, so that they can have it solved by the plain function."""
+    for seen in _watchers.get():
+        seen.doubts.append(flag)

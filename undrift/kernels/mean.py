@@ -1,0 +1,38 @@
+"""The clients' mean, in pieces on a CPU, and as a sum where a compiler is listening."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from undrift.core.forms import faster
+from undrift.core.vec import mean, witness
+from undrift.kernels import devices
+
+# One product of a vector with a matrix is made on one core; the pieces of a long mean on all of them.
+LONG, PIECES = 1 << 16, 8
+
+
+def fuses(v: Tensor, weight: Tensor) -> bool:
+    """Whether a compiler is to see a sum, which it puts into the kernels around it, as it does not do with a product."""
+    return v.shape[-2] <= 16 and v.device.type == "cuda" and devices.traced()
+
+
+@faster(mean, when=fuses)
+def mean_traced(v: Tensor, weight: Tensor) -> Tensor:
+    first, *more = (w * u for w, u in zip(weight.unbind(-2), v.unbind(-2), strict=True))
+    return sum(more, start=first)
+
+
+# Most servers take the mean anyway, so that a compiler reads the vectors once for both.
+witness.add(mean_traced, when=fuses)
+
+
+def long(v: Tensor, weight: Tensor) -> bool:
+    return v.dim() == 2 and v.device.type == "cpu" and v.shape[-1] >= LONG and v.shape[-1] % PIECES == 0
+
+
+@faster(mean, when=long)
+def mean_cpu(v: Tensor, weight: Tensor) -> Tensor:
+    pieces = v.unflatten(-1, (PIECES, -1)).transpose(0, 1)
+    return torch.matmul(weight.T, pieces).flatten()

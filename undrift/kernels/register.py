@@ -1,0 +1,25 @@
+"""Importing this module registers all faster forms with their plain functions."""
+
+from __future__ import annotations
+
+from undrift.kernels import (
+    chain,
+    cone3_gpu,
+    cone_gpu,
+    consistency_gpu,
+    conv_gpu,
+    cross_entropy_gpu,
+    dense_step_gpu,
+    gram_gpu,
+    linear_stacked,
+    mean,
+    memory_cpu,
+    memory_gpu,
+    pictures_gpu,
+    wide_cpu,
+)
+
+ROOMS = (
+    chain, cone3_gpu, cone_gpu, consistency_gpu, conv_gpu, cross_entropy_gpu, dense_step_gpu, gram_gpu, linear_stacked,
+    mean, memory_cpu, memory_gpu, pictures_gpu, wide_cpu,
+)  # fmt: skip
