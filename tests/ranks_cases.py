@@ -93,7 +93,7 @@ WORKED: list[tuple[str, list[int]]] = []  # what this process was given to do, a
 
 def watch_executions() -> None:
     for kind in (Stacked, Pool):
-        for method, what in (("__call__", "train"), ("measure", "measure")):
+        for method, what in (("train", "train"), ("measure", "measure")):
             setattr(kind, method, _watched(getattr(kind, method), what))
 
 

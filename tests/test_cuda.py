@@ -74,10 +74,10 @@ def test_deterministic_runs_repeat_and_resume_bit_for_bit(name: str, replay: boo
 
 
 def test_chunks_shrink_when_memory_is_short(monkeypatch: pytest.MonkeyPatch) -> None:
-    from undrift.simulate import execute
+    from undrift.simulate import here
 
     whole = run("cuda", algorithm="scaffold", dtype="float64")
-    real = execute.client_part
+    real = here.train
     calls: list[int] = []
 
     def short(*arguments: Any) -> Any:
@@ -87,7 +87,7 @@ def test_chunks_shrink_when_memory_is_short(monkeypatch: pytest.MonkeyPatch) -> 
             raise torch.cuda.OutOfMemoryError("pretended")
         return answers
 
-    monkeypatch.setattr(execute, "client_part", short)
+    monkeypatch.setattr(here, "train", short)
     split = run("cuda", algorithm="scaffold", dtype="float64", chunk=6, replay=False)
     assert calls[:3] == [6, 3, 3]
     assert split.records[-1]["gradients"] == whole.records[-1]["gradients"]
@@ -432,17 +432,17 @@ def test_packed_runs_that_fill_the_cache_agree_with_single_ones(
 
 
 def test_padding_keeps_the_layout_of_turned_inputs(monkeypatch: pytest.MonkeyPatch) -> None:
-    from undrift.simulate import execute
+    from undrift.simulate import work
 
     monkeypatch.setattr(devices, "cache", lambda device: 0)
-    made, seen = execute.mini_batch, []
+    made, seen = work.mini_batch, []
 
     def watched(*given: Any) -> Any:
         batch = made(*given)
         seen.append((batch.real is not None, batch.inputs.flatten(2).mT.is_contiguous()))
         return batch
 
-    monkeypatch.setattr(execute, "mini_batch", watched)
+    monkeypatch.setattr(work, "mini_batch", watched)
     run("cuda", model="mlp", epochs=1.0, partition="dirichlet:0.1", replay=False)
     assert any(padded for padded, _ in seen) and all(turned for _, turned in seen)
 

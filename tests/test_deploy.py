@@ -285,7 +285,7 @@ def test_a_client_refuses_letters_for_others(tmp_path: Path) -> None:
         ({"round": "0"}, "round must be int"),
     ):
         with pytest.raises(Refused, match=reason):
-            Client("1", run, tmp_path).answer(Letter(facts | change, {}))
+            client("1", run, tmp_path).answer(Letter(facts | change, {}))
 
 
 def test_settings_travel_as_plain_values() -> None:

@@ -7,7 +7,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -18,7 +17,6 @@ from tests.test_deploy import FEDERATED, NAMES, Federation, Make, maker, normali
 from undrift.core.trees import named_leaves, unstacked
 from undrift.deploy.client import CLOSE
 from undrift.jobs.registry import algorithm_class
-from undrift.round.who import Attendance
 from undrift.simulate.simulation import Simulation
 
 STATELESS = "per-fedavg"  # its personal model is made from the server's whenever it is needed
@@ -38,10 +36,8 @@ def on_disk(root: Path) -> States:
 
 
 def simulated(run: Simulation) -> States:
-    ids = np.array(sorted(run.clients.row))  # type: ignore[union-attr]
-    part = Attendance(ids, ids, np.zeros_like(ids), run.settings.plan.steps_of(run.data.sizes[ids]))
-    states = unstacked(run.opening(part).client, len(ids))
-    return {str(id): dict(named_leaves("client", state)) for id, state in zip(ids, states, strict=True)}
+    states = unstacked(run.serving()[2], run.data.clients)
+    return {str(id): dict(named_leaves("client", states[id])) for id in sorted(run.clients.row)}  # type: ignore[union-attr]
 
 
 def same(found: States, expected: States) -> None:

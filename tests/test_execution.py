@@ -18,7 +18,9 @@ from undrift.core.errors import BadSetting
 from undrift.kernels.linear_stacked import product
 from undrift.oracle.net import Context, Net
 from undrift.oracle.oracle import Batch, Oracle, View
-from undrift.simulate.here import Pool, Stacked
+from undrift.round.who import Attendance
+from undrift.simulate.here import AskHere, Pool, Stacked
+from undrift.simulate.work import LocalWork
 
 
 def normed(seed: int = 0) -> nn.Module:
@@ -85,15 +87,12 @@ def test_a_small_client_in_a_padded_cohort_ends_where_it_ends_alone(module: Any)
 
 
 def _answers(run: Any, ids: list[int], widest: int) -> Any:
-    from undrift.simulate.work import LocalWork
-
     chosen = torch.tensor(ids)
     table = run.data.table(run.settings.plan, 0, 0, chosen.numpy(), run.position[chosen.numpy()])
     assert table.index.shape[-1] == widest
     work = LocalWork(run.net, run.data, 0, 0, chosen, table, 64)
-    invited = run.cohort(run.alg, chosen, chosen, torch.from_numpy(table.steps))
-    down = run.alg.broadcast(run.state.x, run.state.companion, invited)
-    return Stacked(100)(run.alg, down, run.alg.client_init(down, chosen, run.state.buffers), run.state.buffers, work)
+    who = run.who(Attendance(chosen.numpy(), chosen.numpy(), chosen.numpy(), table.steps))
+    return AskHere(Stacked(100), work, run.clients).train(run.alg, run.down(who), run.state.buffers, who)
 
 
 def test_batchnorm_is_pytorchs_own() -> None:
@@ -362,13 +361,13 @@ def test_parts_that_do_not_fit_are_refused() -> None:
 
 def test_a_cohort_that_does_not_fit_in_memory_is_split(monkeypatch: pytest.MonkeyPatch) -> None:
     """The number of clients stacked at a time follows from the memory there is; the result does not."""
-    from undrift.simulate import execute
+    from undrift.simulate import choose, here
 
     whole = simulation(Scaffold(), normed(), cohort=6)
     expected = path(whole, 2)
     assert isinstance(whole.execution, Stacked) and whole.execution.chunk >= 6
     sizes: list[int] = []
-    real = execute.client_part
+    real = here.train
 
     def counting(*arguments: Any) -> Any:
         answers = real(*arguments)
@@ -376,12 +375,10 @@ def test_a_cohort_that_does_not_fit_in_memory_is_split(monkeypatch: pytest.Monke
         return answers
 
     tight = simulation(Scaffold(), normed(), cohort=6)
-    first = execute.LocalWork(tight.net, tight.data, 0, 0, *_table(tight), 8)
-    need = execute.bytes_per_client(tight.net, tight.state.x, tight.state.buffers, first)
-    monkeypatch.setattr(
-        execute, "available_memory", lambda device: 5 * need
-    )  # half of it is used: room for two clients
-    monkeypatch.setattr(execute, "client_part", counting)
+    first = LocalWork(tight.net, tight.data, 0, 0, *_table(tight), 8)
+    need = choose.bytes_per_client(tight.net, tight.state.x, tight.state.buffers, first)
+    monkeypatch.setattr(choose, "available_memory", lambda device: 5 * need)  # half of it is used: room for two clients
+    monkeypatch.setattr(here, "train", counting)
     torch.testing.assert_close(path(tight, 2), expected, rtol=1e-11, atol=1e-12)
     assert sizes == [2, 2, 2, 2, 2, 2]
 

@@ -28,7 +28,7 @@ from undrift.jobs.registry import algorithm_class
 from undrift.jobs.run import Progress, run
 from undrift.jobs.sweep import Job, _programs, _run_program, plan
 from undrift.round.record import RoundRecord
-from undrift.simulate.packed import Pack, PackedProgram, may_differ, structure
+from undrift.simulate.packed import Pack, PackedProgram, structure, varying
 from undrift.simulate.simulation import Simulation
 
 RUNS = 3  # and not as many as there are clients in a cohort, so that no dimension can be taken for another
@@ -57,7 +57,7 @@ def algorithms(name: str, **fields: Any) -> list[Any]:
         other: dict[str, Any] = {}
         for field in dataclasses.fields(kind):
             value = getattr(start, field.name)
-            if may_differ(kind, field):
+            if field.name in varying(start):
                 several = isinstance(value, tuple)
                 other[field.name] = tuple(v * less for v in value) if several else value * less
         made.append(dataclasses.replace(start, **other))

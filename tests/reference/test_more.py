@@ -443,12 +443,12 @@ METHODS = {
     "scaffold": {"local_start", "prepare", "local_step", "local_end", "gather"},
     "moon": {"client_init", "local_start", "prepare", "local_step", "objective", "local_end"},
     "fedmlb": {"local_step", "objective"},
-    "execute": {"full_grad", "measure"},
+    "work": {"full_grad"},
     "oracle": {"grads", "trace", "onward", "still_features"},
     "net": {"trace", "onward"},
 }
 THROUGH = {  # parts of the engine, and the algorithms whose cases must notice
-    "undrift.simulate.execute": ("LocalWhole Stacked Pool", ["mime", "mimelite"]),
+    "undrift.simulate.work": ("LocalWhole", ["mime", "mimelite"]),
     "undrift.oracle.oracle": ("Oracle View", ["mime", "moon", "fedmlb"]),
     "undrift.oracle.net": ("Net", ["fedmlb"]),
 }

@@ -75,13 +75,14 @@ def map_tagged(f: Callable[..., Tensor], state: T, *others: Any, tag: str = "") 
     if isinstance(state, Tensor):
         return cast(T, f(state, tag, *others))
     parts = cast("tuple[Any, ...]", state)
-    tags = field_tags(type(state))
+    kind: Any = type(state)
+    tags = field_tags(kind)
     each = zip(tags, *(cast("tuple[Any, ...]", s) for s in (parts, *others)), strict=True)
     return type(state)(*(map_tagged(f, *values, tag=own or tag) for own, *values in each))
 
 
 @functools.cache
-def field_tags(kind: type[Any]) -> tuple[str, ...]:
+def field_tags(kind: Any) -> tuple[str, ...]:
     """What a NamedTuple's annotations say of each field; empty where they say nothing."""
     hints = get_type_hints(kind, include_extras=True)
     marks = [getattr(hints[field], "__metadata__", ("",))[0] for field in kind._fields]

@@ -17,7 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from undrift.algorithms.base import Cohort, Worker, looks_at_single_uploads
+from undrift.algorithms.base import Cohort, Worker
+from undrift.algorithms.settings import looks_at_single_uploads
 from undrift.core.errors import BadSetting
 from undrift.core.trees import leaves
 from undrift.core.vec import norm

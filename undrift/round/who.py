@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple, TypeVar
 
@@ -53,7 +54,8 @@ class Task:
 
     def read(self, alg: Algorithm, answered: State) -> Answers:
         """The answers in what the clients sent."""
-        return answered
+        answers: Answers = answered
+        return answers
 
     def sent_up(self, answers: Answers) -> list[Tensor]:
         return [*leaves(answers.up), answers.buffers]
@@ -100,6 +102,14 @@ class Sampling(NamedTuple):
     @property
     def clients(self) -> int:
         return len(self.sizes)
+
+    @property
+    def largest(self) -> int:
+        """The most clients to be expected in a round: four standard deviations above the mean, where chance decides."""
+        if self.sampling == "fixed":
+            return self.cohort
+        deviation = math.sqrt(self.cohort * (1 - self.cohort / self.clients))
+        return min(self.clients, math.ceil(self.cohort + 4 * deviation))
 
     def invite(self, t: int) -> tuple[Tensor, Tensor]:
         """Who is invited to round t: ids in rising order, and each one's place in the order drawn."""

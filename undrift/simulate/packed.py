@@ -265,7 +265,7 @@ class Pack:
             stretch.write(program, dataclasses.replace(program.cost, down=of_run(program.cost.down, r)))
         numbers = {name: values.T.tolist() for name, values in program.numbers(at, count).items()}  # [R, rounds]
         good = numbers.pop("good")
-        records = []
+        records: list[list[RoundRecord]] = []
         for r, (simulation, stretch) in enumerate(zip(self.simulations, stretches, strict=True)):
             if not all(good[r]):
                 stretch.take_back()

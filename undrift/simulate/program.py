@@ -313,7 +313,10 @@ class Program:
         def whole(recording: Recording[Any] | None) -> Later | None:
             who, ask = self.who(self.read(), shape), AskPlaces(self, shape, recording)
             after = play(self.alg, self.task, self.state, who, ask, self.cost, self.finish)
-            return after if isinstance(after, Later) else self.keep(who, after)
+            if isinstance(after, Later):
+                return after
+            self.keep(who, after)
+            return None
 
         if not self.captures:
             return functools.partial(whole, None)
@@ -351,10 +354,10 @@ class Program:
         """The end of a round on the first clients alone, without empty places."""
         (count,) = clients
         who, companion, fine, trained, _ = later.given
-        first = Who(*(t[:count] for t in who[:5]), rate=who.rate)
-        share = first.share / first.share.sum(-2, keepdim=True)
+        ids, drawn, share, _, steps = (t[:count] for t in who[:5])
+        first = Who(ids, drawn, share, share / share.sum(-2, keepdim=True), steps, rate=who.rate)
         some = trained._replace(at=map_leaves(lambda t: t[:count], trained.at), loss=trained.loss[:count])
-        self.keep(first, later.close(first._replace(weight=share), companion, fine, some, self.state))
+        self.keep(first, later.close(first, companion, fine, some, self.state))
 
     # The parts of a round. None of them asks the host for anything.
     def who(self, this: Ahead, shape: Shape) -> Who:

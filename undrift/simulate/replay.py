@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol
 
@@ -86,7 +85,7 @@ class Outlook:
         self.width = int(min(self.plan.batch, data.sizes.max()))
         self.steps = int(self.plan.steps_of(data.sizes).max())  # most local steps
         self.always_whole = settings.sampling == "fixed" and not settings.dropout_rate
-        self.clients = largest_cohort(settings, data.clients)
+        self.clients = self.sampling.largest
         self.longest = self.fitting(1)
         self.unrolled = 0 < self.plan.steps <= LONGEST_UNROLLED  # a round is one graph
         self.scheduled = settings.lr_decay != 1.0 or bool(settings.lr_drops)
@@ -287,7 +286,7 @@ class Replay:
         return (
             isinstance(run.clients, ClientTable)
             and isinstance(execution, Stacked)
-            and execution.chunk >= largest_cohort(run.settings, data.clients)
+            and execution.chunk >= run.sampling.largest
             and data.train.held is not None
             and everybody < available_memory(run.device) // 3
         )
@@ -337,14 +336,6 @@ class Replay:
             self.outlook.wait()
             self.program.take(block.ahead)
         return self.block
-
-
-def largest_cohort(settings: Any, clients: int) -> int:
-    """The most clients to be expected in a round: four standard deviations above the mean, where chance decides."""
-    if settings.sampling == "fixed":
-        return settings.cohort
-    deviation = math.sqrt(settings.cohort * (1 - settings.cohort / clients))
-    return min(clients, math.ceil(settings.cohort + 4 * deviation))
 
 
 def rounded_up(size: int, most: int, shapes: int = 4) -> int:

@@ -64,7 +64,7 @@ class Sharded:
         down, buffers = ranks.from_first_rank(Message(down, buffers))
 
         def some(part: slice, mine: LocalWork) -> Answers:
-            return self.execution.train(alg, down, map_leaves(lambda t: t[part], client), buffers, mine, limit)
+            return self.execution.train(alg, down, map_leaves(lambda t: t[part], client), buffers, mine)
 
         return self.divide(work, some)
 
