@@ -10,10 +10,11 @@ from pathlib import Path
 
 import pytest
 
+from undrift.algorithms.settings import check_algorithm
 from undrift.cli import parser
 from undrift.core.names import names
+from undrift.core.papers import papers_of
 from undrift.dataparallel import command as parallel
-from undrift.dataparallel.methods import FILES
 from undrift.jobs.config import FIELDS, from_mapping, make_algorithm, parse_value
 from undrift.jobs.registry import algorithm_class
 from undrift.jobs.sweep import plan
@@ -168,12 +169,11 @@ def test_commands_parse(where: str, line: str) -> None:
         fields = {name: parse_value(value) for name, value in pairs}
         if ":" not in chosen.algorithm and arguments.config is None and not arguments.resume:
             built = make_algorithm(algorithm_class(chosen.algorithm), chosen.algorithm, fields)
-            built.check(chosen.clients, chosen.cohort)
-            built.check_server(chosen.clients, chosen.cohort)
+            check_algorithm(built, chosen.clients, chosen.cohort)
     if arguments.command == "dp":
         parallel.from_mapping({n: v for n in parallel.FIELDS if (v := getattr(arguments, n)) is not None})
     if arguments.command == "cite":
-        assert arguments.name in FILES or algorithm_class(arguments.name).paper
+        assert papers_of(arguments.name)
     if arguments.command in ("run", "sweep"):
         file = arguments.config if arguments.command == "run" else arguments.file
         assert file is None or file.parts[0] == "runs" or (ROOT / file).exists()

@@ -17,7 +17,7 @@ from typing import Any, NoReturn
 from safetensors import SafetensorError
 
 from undrift import __version__
-from undrift.algorithms.base import looks_at_single_uploads
+from undrift.algorithms.settings import looks_at_single_uploads
 from undrift.core import ranks
 from undrift.core.errors import BadSetting, LostRank, UndriftError, UnknownName
 from undrift.dataparallel import command as parallel
@@ -471,10 +471,9 @@ def figures_command(arguments: argparse.Namespace) -> None:
 
 
 def cite_command(arguments: argparse.Namespace) -> None:
-    from undrift.dataparallel.methods import FILES
-    from undrift.jobs.registry import algorithm_class
+    from undrift.core.papers import papers_of
 
-    print(FILES[arguments.name].PAPER if arguments.name in FILES else algorithm_class(arguments.name).paper)
+    print("\n".join(papers_of(arguments.name)))
 
 
 def progress_bar() -> Any:

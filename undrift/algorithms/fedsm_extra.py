@@ -16,7 +16,7 @@ from torch import Tensor
 
 from undrift.algorithms.base import Average, Cohort, GradientOracle, LocalData, Nothing, State, Vec
 from undrift.algorithms.optimise import FILES, LocalOptimizer
-from undrift.algorithms.personal import Personal, SelectorVec, Served, Stream, put, stand_still
+from undrift.algorithms.personal import SelectorVec, Served, Stream, put, stand_still
 from undrift.algorithms.pulled import GlobalAndPulled
 from undrift.algorithms.settings import at_least
 from undrift.algorithms.wrapper import Wrapper
@@ -126,7 +126,7 @@ class ExtraRound(Wrapper):
     def around(self, inner: State) -> ExtraRound:
         return ExtraRound(inner, self.first)
 
-    def at(self, t: int) -> Personal:
+    def at(self, t: int) -> State:
         return self.inner.at(t)
 
     @property

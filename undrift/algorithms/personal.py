@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Annotated, ClassVar, NamedTuple, Self
+from typing import TYPE_CHECKING, Annotated, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -89,8 +89,8 @@ class Personal(Checked):
         return bool(self.chooses)
 
     # Methods whose rounds are not all alike.
-    def at(self, t: int) -> Self:
-        """The algorithm of round t, counted from 0: itself, or a copy with a field that says what is done now."""
+    def at(self, t: int) -> State:
+        """The algorithm of round t, counted from 0: itself, or what does that round in its place."""
         return self
 
     def remarks(self, rounds: int, cohort: int) -> list[str]:

@@ -15,7 +15,6 @@ from typing import Any, ClassVar, NamedTuple, cast
 from torch import Tensor
 
 from undrift.algorithms.base import Algorithm, Server, Worker
-from undrift.algorithms.personal import Personal
 from undrift.core.trees import State
 from undrift.oracle.oracle import LocalData
 
@@ -95,7 +94,7 @@ class Wrapper(WorkerWrapper, Algorithm):
     def server_step(self, *given: Any) -> tuple[Tensor, State]:
         raise NotImplementedError  # forwarded, see below
 
-    def at(self, t: int) -> Personal:
+    def at(self, t: int) -> State:
         return self.around(self.inner.at(t))
 
 

@@ -138,11 +138,3 @@ def block_products(c: Exchanged) -> Tensor:
     assert c.mine is not None
     mean = torch.cat(c.values)
     return torch.cat([dot(mean, c.mine), dot(c.mine, c.mine)], -1)
-
-
-PAPER = """@phdthesis{xu2023new,
-  title={New Efficient and Privacy-Preserving Methods for Distributed Training},
-  author={Xu, An},
-  school={University of Pittsburgh},
-  year={2023}
-}"""

@@ -12,10 +12,3 @@ from __future__ import annotations
 from undrift.dataparallel.def_ import Detached
 
 METHOD = Detached(lam=0.0, returns="x")
-PAPER = """@inproceedings{karimireddy2019error,
-  title={Error Feedback Fixes {SignSGD} and other Gradient Compression Schemes},
-  author={Karimireddy, Sai Praneeth and Rebjock, Quentin and Stich, Sebastian and Jaggi, Martin},
-  booktitle={International Conference on Machine Learning},
-  pages={3252--3261},
-  year={2019}
-}"""

@@ -23,14 +23,6 @@ from undrift.compress import Compressor, Fill
 from undrift.dataparallel.def_ import ALL, Rates
 from undrift.dataparallel.workers import Workers
 
-PAPER = """@inproceedings{richtarik2021ef21,
-  title={{EF21}: A New, Simpler, Theoretically Better, and Practically Faster Error Feedback},
-  author={Richt{\\'a}rik, Peter and Sokolov, Igor and Fatkhullin, Ilyas},
-  booktitle={Advances in Neural Information Processing Systems},
-  volume={34},
-  year={2021}
-}"""
-
 
 class Beliefs(NamedTuple):
     """What is kept between iterations; all of it is written in place."""

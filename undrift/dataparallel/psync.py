@@ -14,10 +14,3 @@ from __future__ import annotations
 from undrift.dataparallel.def_ import Detached
 
 METHOD = Detached(lam=1.0, returns="y")
-PAPER = """@inproceedings{xie2020cser,
-  title={{CSER}: Communication-efficient {SGD} with Error Reset},
-  author={Xie, Cong and Zheng, Shuai and Koyejo, Oluwasanmi and Gupta, Indranil and Li, Mu and Lin, Haibin},
-  booktitle={Advances in Neural Information Processing Systems},
-  volume={33},
-  year={2020}
-}"""

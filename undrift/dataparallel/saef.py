@@ -11,11 +11,3 @@ from __future__ import annotations
 from undrift.dataparallel.def_ import Detached
 
 METHOD = Detached(lam=1.0, returns="x")
-PAPER = """@inproceedings{xu2021step,
-  title={Step-Ahead Error Feedback for Distributed Training with Compressed Gradient},
-  author={Xu, An and Huo, Zhouyuan and Huang, Heng},
-  booktitle={Proceedings of the AAAI Conference on Artificial Intelligence},
-  volume={35},
-  pages={10478--10486},
-  year={2021}
-}"""

@@ -15,16 +15,6 @@ from undrift.compress import Compressor
 from undrift.dataparallel.def_ import ALL, Rates
 from undrift.dataparallel.workers import Workers
 
-PAPER = """@article{robbins1951stochastic,
-  title={A Stochastic Approximation Method},
-  author={Robbins, Herbert and Monro, Sutton},
-  journal={The Annals of Mathematical Statistics},
-  volume={22},
-  number={3},
-  pages={400--407},
-  year={1951}
-}"""
-
 
 class Shared(NamedTuple):
     """What is kept between iterations, the same on all workers; all of it is written in place."""

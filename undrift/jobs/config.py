@@ -7,7 +7,7 @@ import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, get_type_hints
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from undrift.core.errors import BadSetting, UnknownName
 from undrift.core.names import parse_value as parse_value
@@ -268,4 +268,6 @@ def as_field(name: str, value: Any, kind: Any) -> Any:
     """A field's value as its type; a list of numbers serves as a tuple, and one number as a list of one."""
     if kind == tuple[float, ...]:
         return tuple(as_type(name, v, float) for v in (value if isinstance(value, list | tuple) else [value]))
+    if get_origin(kind) is Literal:  # whether it is one of them, `check_choices` asks
+        return as_type(name, value, type(get_args(kind)[0]))
     return as_type(name, value, kind)

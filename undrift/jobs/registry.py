@@ -14,8 +14,6 @@ from undrift.core.errors import BadSetting, UndriftError
 from undrift.core.names import algorithms_of, attribute, call_with_options, module_of
 from undrift.core.streams import Purpose, stream
 
-SAME_MEANING = {"qp_scope", "rho"}  # fields of GradMA's two sides that one setting serves
-
 
 def build_model(model: Any, shape: tuple[int, ...], classes: int, seed: int) -> nn.Module:
     """A model, by its name or by a function of (shape, classes), with its initial weights drawn under the seed.
@@ -72,13 +70,20 @@ def compose(local: str, server: str) -> type[Any]:
     ['MultiStepInertia', 'ServerMemory']
     """
     parts = half(local, Worker), half(server, Server)
-    shared = {f.name for f in dataclasses.fields(parts[0])} & {f.name for f in dataclasses.fields(parts[1])}
-    clash = sorted(n for n in shared if n not in SAME_MEANING)
-    if clash:
-        raise BadSetting(
-            f"{local} and {server} both have a field {clash[0]!r} with its own meaning; they cannot be combined"
-        )
+    ours, theirs = ({f.name: f for f in dataclasses.fields(part)} for part in parts)
+    shared = [name for name in ours if name in theirs]
+    for name in shared:
+        if origin(parts[0], name) is not origin(parts[1], name):
+            raise BadSetting(
+                f"{local} and {server} both have a field {name!r} with its own meaning; they cannot be combined"
+            )
     about = f"The clients of {local} with the server of {server}."
-    papers = dict.fromkeys(algorithm_class(n).paper for n in (local, server))
-    made = type(f"{parts[0].__name__}With{parts[1].__name__}", parts, {"__doc__": about, "paper": "\n".join(papers)})
+    defaults = {name: theirs[name].default for name in shared}
+    types = {"__annotations__": {name: theirs[name].type for name in shared}}
+    made = type(f"{parts[0].__name__}With{parts[1].__name__}", parts, {"__doc__": about} | types | defaults)
     return dataclasses.dataclass(frozen=True)(made)
+
+
+def origin(part: type[Any], field: str) -> type[Any]:
+    """The class that introduces a field; a class below it may give it another default."""
+    return next(c for c in reversed(part.__mro__) if field in inspect.get_annotations(c))

@@ -37,7 +37,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from undrift.algorithms.base import check
+from undrift.algorithms.settings import check_algorithm
 from undrift.core.arithmetic import pick_device
 from undrift.core.errors import BadRunFolder, BadSetting, MissingData, UndriftError, UnknownName
 from undrift.core.names import module_of
@@ -139,7 +139,7 @@ def _federated(chosen: dict[str, Any], values: Mapping[str, Any]) -> RunConfig:
         (chosen if name in FIELDS and name != "set" else chosen["set"])[name] = value
     config = from_mapping(chosen)
     built = make_algorithm(algorithm_class(config.algorithm), config.algorithm, config.set)
-    check(built, config.clients, config.clients if config.sampling == "bernoulli" else config.cohort)
+    check_algorithm(built, config.clients, config.clients if config.sampling == "bernoulli" else config.cohort)
     return config
 
 
