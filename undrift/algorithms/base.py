@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import ClassVar, NamedTuple, TypeVar
+from typing import ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -36,8 +36,6 @@ from undrift.core.trees import nbytes
 from undrift.core.vec import clip, mean
 from undrift.oracle.oracle import GradientOracle as GradientOracle
 from undrift.oracle.oracle import LocalData as LocalData
-
-W = TypeVar("W")  # a NamedTuple that begins with x, k and opt
 
 
 class Down(NamedTuple):
