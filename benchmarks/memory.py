@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from undrift.algorithms.base import Cohort, Nothing, Up
 from undrift.algorithms.gradma_s import GradMAS
 from undrift.core.trees import leaves, map_leaves
-from undrift.jobs.run import commit
+from undrift.jobs.course import commit
 from undrift.oracle.net import Net
 from undrift.round.order import Answers, server_init, server_part
 from undrift.simulate.execute import keep_freed_memory

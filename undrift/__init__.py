@@ -5,7 +5,8 @@ from typing import TYPE_CHECKING, Any
 from undrift.core.errors import UndriftError
 from undrift.data.dataset import Dataset
 from undrift.jobs.config import RunConfig
-from undrift.jobs.run import Result, run
+from undrift.jobs.course import Result
+from undrift.jobs.run import run
 from undrift.personal.supermodel import SuperModel
 
 if TYPE_CHECKING:

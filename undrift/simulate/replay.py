@@ -64,7 +64,7 @@ class Outlook:
         self.clients = largest_cohort(settings, data.clients)
         self.longest = self.fitting(1)
         self.unrolled = 0 < self.plan.steps <= LONGEST_UNROLLED  # a round is one graph
-        self.scheduled = settings.lr_decay != 1.0 or bool(settings.lr_drops)
+        self.scheduled = settings.lr_decay != 1.0 or bool(settings.lr_drops) or settings.warmup > 0
         full = self.plan.steps and not settings.slow[0] and self.plan.batch == self.width
         self.ragged = not (full and self.always_whole and not (data.sizes % self.width).any())
         self.largest = int(-(-data.sizes.max() // self.width))  # batches of the largest client
