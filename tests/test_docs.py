@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from undrift.cli import parser
+from undrift.cli import parser, read_settings
 from undrift.core.names import names
 from undrift.dataparallel import command as parallel
 from undrift.dataparallel.methods import FILES
@@ -170,8 +170,9 @@ def test_commands_parse(where: str, line: str) -> None:
             built = make_algorithm(algorithm_class(chosen.algorithm), chosen.algorithm, fields)
             built.check(chosen.clients, chosen.cohort)
             built.check_server(chosen.clients, chosen.cohort)
-    if arguments.command == "dp":
-        parallel.from_mapping({n: v for n in parallel.FIELDS if (v := getattr(arguments, n)) is not None})
+    if arguments.command in ("dataparallel", "dp"):
+        config, settings = read_settings(arguments, parallel.FIELDS)
+        parallel.from_mapping(parallel.plain(config) | settings)
     if arguments.command == "cite":
         assert arguments.name in FILES or algorithm_class(arguments.name).paper
     if arguments.command in ("run", "sweep"):

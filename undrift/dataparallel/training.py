@@ -110,9 +110,7 @@ class Training(InMemory):
         visit, place = divmod(iteration, self.per_pass)
         if visit != self.order[0]:
             members = self.data.members
-            words = fold(
-                stream(self.plan.seed, Purpose.BATCHES, visit), torch.arange(len(members), device=self.device)
-            )
+            words = fold(stream(self.plan.seed, Purpose.BATCHES, visit), torch.arange(len(members), device=self.device))
             self.order = visit, members[words.argsort(stable=True)]
         found = self.order[1][place * self.total : (place + 1) * self.total]
         return found.view(self.workers.count, self.plan.batch)

@@ -29,7 +29,7 @@ UNLIKELY = 0.01  # of delta: how likely a cohort of nobody, which is drawn again
 
 def made_private(plan: Plan) -> Any:
     """The algorithm with a private sum in place of the weighted mean."""
-    bound, noise, expected = plan.deploy.dp_clip, plan.deploy.dp_noise, float(plan.run.cohort)  # q N = S
+    bound, noise, expected = plan.deploy.privacy_clip, plan.deploy.privacy_noise, float(plan.run.cohort)  # q N = S
 
     def gather(self: Any, companion: Any, up: Any, cohort: Cohort) -> tuple[Tensor, Any]:
         return private_sum(up.d, bound, noise, cohort.layout.entries) / expected, companion
@@ -80,14 +80,14 @@ def check_private(plan: Plan, net: Net) -> None:
             "the model has BatchNorm, whose statistics would go up without noise; use another normalisation",
         ),
         (
-            not (deploy.dp_noise > 0 and 0 < deploy.dp_delta < 1),
-            "dp_noise must be above 0 and dp_delta between 0 and 1",
+            not (deploy.privacy_noise > 0 and 0 < deploy.privacy_delta < 1),
+            "privacy_noise must be above 0 and privacy_delta between 0 and 1",
         ),
-        (empty > UNLIKELY * deploy.dp_delta, "a round without any client is too likely; raise cohort or clients"),
+        (empty > UNLIKELY * deploy.privacy_delta, "a round without any client is too likely; raise cohort or clients"),
         (importlib.util.find_spec("dp_accounting") is None, "install dp-accounting: pip install 'undrift[privacy]'"),
     ):
         if wrong:
-            raise BadSetting(f"dp_clip: {why}")
+            raise BadSetting(f"privacy_clip: {why}")
 
 
 def keeps_state(alg: Any, net: Net, clients: int) -> bool:

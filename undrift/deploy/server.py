@@ -20,6 +20,7 @@ from undrift.algorithms.base import Algorithm, Nothing
 from undrift.core.trees import map_leaves, named_leaves, unstacked
 from undrift.deploy.client import CLOSE, MEASURE, TRAIN, Measured, Reply, Request, answer_like
 from undrift.deploy.messages import Encoded, Fact, Letter, Refused, check_finite, encode, pack, unpack
+from undrift.jobs.protocol import InMemory
 from undrift.round.order import Answers, RoundRecord
 from undrift.simulate.execute import Execution, RoundWork
 from undrift.simulate.simulation import Simulation
@@ -165,8 +166,8 @@ class Remote:
         return found
 
 
-class Deployment:
-    """A run whose clients are elsewhere, with what `runs.Course` asks of a simulation."""
+class Deployment(InMemory):
+    """A run whose clients are elsewhere."""
 
     def __init__(
         self,
@@ -260,3 +261,6 @@ class Deployment:
 
     def model(self) -> dict[str, Tensor]:
         return self.simulation.model()
+
+    def about(self) -> dict[str, Any]:
+        return {"parameters": self.net.layout.entries}

@@ -114,12 +114,8 @@ class RunConfig(JobConfig):
     own_test: float = setting(0.0, "share of each client's own samples held out to test what serves it")
     colour: float = setting(0.0, "strength of the client-correlated colour perturbation")
     chunk: int = setting(0, "clients stacked at a time; 0: as many as fit in memory")
-    client_eval_every: int = setting(
-        0, "rounds between scores on the clients' own samples; 0: only in the last round"
-    )
-    client_state: str = setting(
-        "auto", "where it is kept: memory, disk, or auto (disk if it would fill the memory)"
-    )
+    client_eval_every: int = setting(0, "rounds between scores on the clients' own samples; 0: only in the last round")
+    client_state: str = setting("auto", "where it is kept: memory, disk, or auto (disk if it would fill the memory)")
     # A round is a few steps of a few clients, much less than a pass over all samples.
     rounds: int = setting(100, "T, of --steps or --epochs of a cohort each")
     eval_every: int = setting(5, "rounds between evaluations: a round is short")

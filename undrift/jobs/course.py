@@ -16,6 +16,7 @@ from torch import Tensor
 
 from undrift.core import ranks
 from undrift.core.errors import BadRunFolder
+from undrift.core.version import __version__
 from undrift.jobs.config import JobConfig, parse_stop
 from undrift.jobs.folder import RunFolder
 from undrift.jobs.protocol import Run
@@ -121,8 +122,6 @@ class Course(Generic[R, C]):
 
     def written(self) -> dict[str, Any]:
         """What run.toml says: every resolved setting, and under [made] what it was made with."""
-        from undrift import __version__
-
         settings = self.config.as_toml() | self.run.choices()
         made = {
             "undrift": __version__, "commit": commit(), "python": platform.python_version(), "torch": torch.__version__,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import asdict
 from pathlib import Path
@@ -36,11 +36,13 @@ def start(
     *,
     plain: Callable[[Mapping[str, Any]], dict[str, Any]] = dict,
     settle: Callable[[dict[str, Any]], dict[str, Any]] = dict,
+    alike: Sequence[str] = ("threads", "ranks"),
 ) -> Result[C]:
     """Begin a run, or go on with it, and drive it to its end.
 
     `build` makes the resolved settings and the run, and writes nothing; what is to happen with the folder locked is done as its
     context is entered. `plain` brings given and stored settings to one form, `settle` to the form in which they are stored.
+    Where one of `alike` changes, the last digits may.
     """
     folder = None
     if out is not None:
@@ -49,7 +51,7 @@ def start(
     if resume:
         if folder is None:
             raise BadSetting("resume needs the run's folder; give --out DIR")
-        given = go_on(folder, given, plain, settle)
+        given = go_on(folder, given, plain, settle, alike)
     chosen, context = build(given)
     ranks.all_well()  # before anything is written
     with (
@@ -71,6 +73,7 @@ def go_on(
     asked: dict[str, Any],
     plain: Callable[[Mapping[str, Any]], dict[str, Any]],
     settle: Callable[[dict[str, Any]], dict[str, Any]],
+    alike: Sequence[str],
 ) -> dict[str, Any]:
     """The settings of a run that is resumed: those it was begun with, and what may change of them."""
     stored = folder.settings()
@@ -78,7 +81,7 @@ def go_on(
     stored = plain(stored)
     check_same_run(folder, stored, settle(stored | asked))
     for what, now in (("threads", torch.get_num_threads()), ("ranks", ranks.count())):
-        if made.get(what) not in (None, now) and ranks.rank() == 0:
+        if what in alike and made.get(what) not in (None, now) and ranks.rank() == 0:
             warnings.warn(
                 f"{folder.path} was run on {made[what]} {what}, now there are {now}: the last digits may differ",
                 stacklevel=5,  # past the command's function and what joins the ranks

@@ -63,7 +63,8 @@ def run_pipe(
             training = Training(chosen, load_dataset(chosen.dataset), say)
         return training.config, training.guarded()
 
-    return start(config, settings, build, out, resume, progress, plain=plain)
+    # One process or one a block: the bits are the same.
+    return start(config, settings, build, out, resume, progress, plain=plain, alike=("threads",))
 
 
 class Training(InMemory):
