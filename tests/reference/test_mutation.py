@@ -32,6 +32,7 @@ EQUIVALENT = {
     ("memory", "remember", "self.age[place].unsqueeze(-1)"): (
         "a dimension, not a sign: behind the only dimension of `age[place]` the places -1 and 1 are the same"
     ),
+    ("base", "move", "work.k + 1"): "FedAvg does not look at k; SCAFFOLD and DOMO-S do, and part with it",
     ("gradma_w", "local_step", "work.active + active"): "a count for the record, which tests/test_metrics.py checks",
 }
 
