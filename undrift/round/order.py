@@ -85,14 +85,14 @@ def play(
 
     `finish(close, *given)` makes the part after the answers: at once, compiled, or later on the host.
     """
-    net, clients = task.net, who.ids.numel()
+    net = task.net
     rated = task.rated(alg, who.rate)
     invited = task.cohort(rated, who)
     companion, fine = state.companion, task.everybody(who)
     down = send_down(rated, state.x, companion, invited)
     if rated.measures:  # two exchanges: measure at x_t, then train with what the server made of it
         sent = ask.measure(rated, down, state.buffers, who)
-        cost.measured, fine = nbytes(net.sent(sent, MODEL)) // clients, task.finite(who, [sent])
+        cost.measured, fine = nbytes(net.sent(sent, MODEL)) // who.ids.numel(), task.finite(who, [sent])
         if task.anybody(fine):
             kept, sent = task.keep(who, sent, fine)
             companion = rated.measured(companion, sent, task.cohort(rated, kept))
@@ -103,7 +103,8 @@ def play(
     def close(who: Who, companion: State, fine: Tensor, answered: State, state: ServerState) -> After:
         rated = task.rated(alg, who.rate)
         answers = task.read(rated, answered)
-        cost.up = (nbytes(net.sent(answers.up)) + (nbytes(answers.buffers) if rated.buffers_up else 0)) // clients
+        sent = nbytes(net.sent(answers.up)) + (nbytes(answers.buffers) if rated.buffers_up else 0)
+        cost.up = sent // who.ids.numel()
         good = fine & task.finite(who, task.sent_up(answers))
         if not task.anybody(good):  # nobody's answer counts: everything stays as it was
             none = torch.zeros(0, dtype=torch.float64)
