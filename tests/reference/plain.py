@@ -537,10 +537,13 @@ class FedMIM(FedAvg):
         self.put(x)
 
     def correct(self, client: int) -> None:
-        """x_i^{k+1} = x_i^k - a_t - A eta_l g, as one direction, which may be clipped."""
-        a, A = self.inertia(self.option["alpha"]), 1 - sum(self.option["alpha"])
-        for name, parameter in self.module.named_parameters():
-            parameter.grad = A * parameter.grad + a[name] / self.rate
+        """x_i^{k+1} = x_i^k - a_t - A eta_l g: only A g is clipped."""
+        for parameter in self.module.parameters():
+            parameter.grad *= 1 - sum(self.option["alpha"])
+
+    def stepped(self, client: int, optimizer: torch.optim.Optimizer) -> None:
+        a, x = self.inertia(self.option["alpha"]), self.here()
+        self.put({n: x[n] - a[n] for n in x})
 
     def moved(self, before: Named, answers: dict[int, Answer]) -> None:
         self.deltas.append({n: (before[n] - self.x[n]) / mean_steps(answers) for n in self.x})

@@ -10,15 +10,12 @@ import pytest
 
 from tests.reference.test_mutation import Site, compiled, flipped, mutated, tree
 from tests.reference.test_personal import CASES, agree
+from undrift.algorithms import pulled
 from undrift.jobs.registry import algorithm_class
 
 FILES = ["softpull", "ft", "apfl", "per-fedavg", "pfedme", "fedsm"]
+MODULES = {algorithm_class(name).__module__: name for name in FILES} | {pulled.__name__: "fedsm"}  # which builds on it
 METHODS = {"pulled", "gather", "local_end", "local_step", "client_init", "serves"}
-# Mutants that these cases cannot tell apart: method and expression.
-ELSEWHERE = {
-    ("pulled", "size * lam - 1"): "where cohorts have empty places; tests/test_program.py",
-    ("pulled", "size - 1"): "the same",
-}
 
 
 def sites(module: str) -> list[Site]:
@@ -35,9 +32,9 @@ def sites(module: str) -> list[Site]:
 
 
 MUTANTS = [
-    pytest.param(name, site, id=f"{site.file}-{site.line}-{site.method}-{site.number}")
-    for name in FILES
-    for site in sites(algorithm_class(name).__module__)
+    pytest.param(module, site, id=f"{site.file}-{site.line}-{site.method}-{site.number}")
+    for module in MODULES
+    for site in sites(module)
 ]
 
 
@@ -52,14 +49,18 @@ def differs(name: str, kind: type[object]) -> bool:
     return False
 
 
-@pytest.mark.parametrize(("name", "site"), MUTANTS)
-def test_a_flipped_sign_is_noticed(name: str, site: Site) -> None:
-    kind, mutant = algorithm_class(name), f"mutant.{site.file}.{site.number}"
+@pytest.mark.parametrize(("module", "site"), MUTANTS)
+def test_a_flipped_sign_is_noticed(module: str, site: Site) -> None:
+    kind = algorithm_class(MODULES[module])
+    names = [f"mutant.{site.file}.{site.number}", f"mutant.of.{site.file}.{site.number}"]
     try:
-        made = compiled(mutated(site, kind.__module__), mutant, {})
-        assert differs(name, getattr(made, kind.__name__)) == ((site.method, site.expression) not in ELSEWHERE), site
+        made = compiled(mutated(site, module), names[0], {})
+        if module != kind.__module__:
+            made = compiled(tree(kind.__module__), names[1], {module: names[0]})
+        assert differs(MODULES[module], getattr(made, kind.__name__)), site
     finally:
-        sys.modules.pop(mutant, None)
+        for name in names:
+            sys.modules.pop(name, None)
 
 
 @pytest.mark.parametrize("name", FILES)
@@ -73,8 +74,9 @@ def test_an_unchanged_copy_agrees(name: str) -> None:
 
 
 def test_the_maths_of_every_file_is_mutated() -> None:
-    found = {f"{site.file}.{site.method}" for name in FILES for site in sites(algorithm_class(name).__module__)}
+    found = {f"{site.file}.{site.method}" for module in MODULES for site in sites(module)}
     assert found >= {
-        "softpull.pulled", "softpull.gather", "ft.local_end", "apfl.local_step", "apfl.serves", "per_fedavg.local_step",
-        "per_fedavg.serves", "pfedme.local_step", "fedsm.local_end", "fedsm.local_step",
+        "pulled.pulled", "pulled.local_end", "softpull.gather", "ft.local_end", "apfl.local_step", "apfl.serves",
+        "per_fedavg.local_step",
+        "per_fedavg.serves", "pfedme.local_step", "fedsm.local_step",
     }  # fmt: skip

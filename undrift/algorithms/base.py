@@ -151,16 +151,14 @@ class Worker(LocalOptimizer, Personal, ABC):
 
     def move(self, work: W, u: Tensor, oracle: GradientOracle, start: Tensor | None = None) -> W:
         """The work after a step along the direction u, from x_i^k or from `start`: clip, decay, base optimiser."""
-        at: State = work
-        x = at.x if start is None else start
+        x = work.x if start is None else start
         if self.clip:
             u = clip(u, self.clip)
         if self.weight_decay:
-            decayed = at.x if self.decay_biases else at.x * weights(oracle.layout, at.x)
+            decayed = work.x if self.decay_biases else work.x * weights(oracle.layout, work.x)
             u = u + self.weight_decay * decayed
-        x, opt = optimise.FILES[self.optimizer].step(self, x, at.opt, u)
-        moved: W = at._replace(x=x, k=at.k + 1, opt=opt)
-        return moved
+        x, opt = optimise.FILES[self.optimizer].step(self, x, work.opt, u)
+        return work._replace(x=x, k=work.k + 1, opt=opt)
 
     def check(self, clients: int, cohort: int) -> None:
         """Raise BadSetting where a field's value, alone or with the federation's size, makes no sense."""

@@ -18,7 +18,7 @@ from torch import Tensor
 from undrift.algorithms.apfl import Mixture
 from undrift.algorithms.base import Average, Cohort, GradientOracle, LocalData, Nothing, State, Worker
 from undrift.algorithms.ft import FineTuning
-from undrift.algorithms.optimise import FILES, LocalOptimizer
+from undrift.algorithms.optimise import FILES
 from undrift.algorithms.optimise.adam import Adam
 from undrift.algorithms.per_fedavg import MetaSteps
 from undrift.algorithms.personal import SelectorVec, Served, Stream
@@ -31,29 +31,13 @@ from undrift.core.trees import map_leaves, nbytes
 from undrift.core.vec import mean
 from undrift.oracle.oracle import View
 
-PERSONAL: dict[str, type[Worker]] = {
-    "softpull": GlobalAndPulled, "ft": FineTuning, "apfl": Mixture, "per-fedavg": MetaSteps, "pfedme": MoreauEnvelope,
-}  # fmt: skip
-
-
-class Moments(NamedTuple):
-    """Adam's state as it travels: the clients know the number of steps."""
-
-    m: Tensor
-    v: Tensor
-
-
-def travelling(opt: State) -> State:
-    return Moments(opt.m, opt.v) if isinstance(opt, Adam) else opt
-
 
 @dataclass(frozen=True)
 class WithSelector(WorkerWrapper):
     """Any personalisation, the `inner` method, and beside it a selector s that learns which client a sample is from.
 
-    A client sees one label only, its own number. So by default (`full_batch_synced`, as in the authors' code) the selector makes
-    one step a round, on the gradient of all of the round's samples, and its moments are averaged and sent like its weights;
-    `per_batch` is the paper's: a step on every mini-batch.
+    `full_batch_synced` (the authors' code), since a client sees one label only: one step a round, on the gradient of all of its
+    samples, with moments that are averaged and sent like the weights. `per_batch` (the paper): a step on every mini-batch.
     """
 
     keep_moments: bool = True
@@ -75,9 +59,7 @@ class WithSelector(WorkerWrapper):
     chooses: ClassVar[str] = "threshold"
     extends: ClassVar[frozenset[str]] = frozenset({"companion", "down", "client", "work", "up"})
 
-    class Message(NamedTuple):
-        """What is kept on the server, goes down and comes up: the personalisation's part, and the selector."""
-
+    class Message(NamedTuple):  # what is kept on the server, goes down and comes up
         inner: State
         s: SelectorVec
         statistics: Tensor
@@ -106,17 +88,23 @@ class WithSelector(WorkerWrapper):
     @cached_property
     def inner(self) -> State:
         """The personalisation, with those of this method's fields that it has too."""
-        kind, ours = PERSONAL[self.personal], {f.name for f in fields(self)}
+        names = dict[str, type[Worker]](ft=FineTuning, apfl=Mixture, pfedme=MoreauEnvelope) | {"per-fedavg": MetaSteps}
+        kind, ours = names.get(self.personal, GlobalAndPulled), {f.name for f in fields(self)}
         return kind(**{f.name: getattr(self, f.name) for f in fields(kind) if f.name in ours})
 
     @property
     def synced(self) -> bool:
         return self.selector_mode == "full_batch_synced"
 
+    def moments(self, opt: State) -> State:
+        """What travels of the selector's optimiser: without Adam's number of steps, which the clients know."""
+        if not self.synced:
+            return Nothing()
+        return opt._replace(n=opt.n[..., :0]) if isinstance(opt, Adam) else opt
+
     def stepped(self, s: Stream, g: Tensor) -> Stream:
         """The selector after a step of the same base optimiser, at its own rate."""
-        rates = LocalOptimizer(lr=self.selector_lr, momentum=self.momentum)
-        x, opt = FILES[self.optimizer].step(rates, s.x, s.opt, g)
+        x, opt = FILES[self.optimizer].step(replace(self, lr=self.selector_lr), s.x, s.opt, g)
         return s._replace(x=x, k=s.k + 1, opt=opt)
 
     def networks(self, clients: int) -> dict[str, tuple[str, int]]:
@@ -130,7 +118,7 @@ class WithSelector(WorkerWrapper):
 
     def companion_networks(self, companion: Message, starts: Mapping[str, Served]) -> Message:
         s, statistics = starts["selector"]
-        return self.Message(companion.inner, s, statistics, travelling(self.rest(s)) if self.synced else Nothing())
+        return self.Message(companion.inner, s, statistics, self.moments(self.rest(s)))
 
     def selector(self, companion: Message) -> Served:
         return Served(companion.s, companion.statistics)
@@ -152,7 +140,7 @@ class WithSelector(WorkerWrapper):
         return self.Client(self.inner.client_init(down.inner, ids, buffers), number, opt, torch.zeros_like(number))
 
     def local_start(self, down: Message, client: Client, local: LocalData) -> Work:
-        moments = Adam(*down.moments, client.n) if isinstance(down.moments, Moments) else down.moments
+        moments = down.moments._replace(n=client.n) if isinstance(down.moments, Adam) else down.moments
         s = Stream(down.s, client.n, moments if self.synced else client.opt, down.statistics)
         inner = self.inner.local_start(down.inner, client.inner, local)
         return self.Work(inner, s, torch.zeros_like(down.s), torch.zeros_like(client.n))
@@ -173,9 +161,8 @@ class WithSelector(WorkerWrapper):
     def local_end(self, down: Message, client: Client, work: Work) -> tuple[Message, Client]:
         up, inner = self.inner.local_end(down.inner, client.inner, work.inner)
         s = self.stepped(work.s, work.total / work.samples) if self.synced else work.s
-        moments = travelling(s.opt) if self.synced else Nothing()
         opt = s.opt if self.keep_moments and not self.synced else client.opt
-        return self.Message(up, s.x, s.statistics, moments), self.Client(inner, client.id, opt, s.k)
+        return self.Message(up, s.x, s.statistics, self.moments(s.opt)), self.Client(inner, client.id, opt, s.k)
 
     def at(self, t: int) -> WithSelector:
         return replace(self, phase=self.inner.at(t).phase) if self.personal == "ft" else self

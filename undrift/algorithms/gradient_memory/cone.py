@@ -1,4 +1,4 @@
-"""Projection on the cone {u : <u, M_i> >= 0 for all i}: GradMA's quadratic programme (spec II.1).
+"""Projection on the cone {u : <u, M_i> >= 0 for all i}: GradMA's quadratic programme.
 
     primal   u* = argmin |u - p|^2 / 2   subject to <u, M_i> >= rho |p| |M_i|
     dual     z* = argmin_{z >= 0} z'Gz / 2 + b'z ,   G = M'M ,  b = M'p - rho |p| |M_i|

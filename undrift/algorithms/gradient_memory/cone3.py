@@ -1,7 +1,7 @@
 """Projection on a cone of at most three constraints, for all clients at once and without a branch on data.
 
 The eight sets of active constraints are tried together; of those that meet the Karush-Kuhn-Tucker conditions the smallest
-is the solution (spec II.2). A set whose rows depend on one another is left out: where it solves the programme, so does a
+is the solution. A set whose rows depend on one another is left out: where it solves the programme, so does a
 part of it. Everything is worked out in float64 on the coordinates of the three rows and p in an orthonormal basis of
 their span, so that nothing is lost by squaring nearly antipodal rows. `cone.project`, one client at a time, is
 its plain form.

@@ -1,6 +1,6 @@
 """The server's memory of the clients' updates: GradMA's D, with mem_red's rule for who is remembered.
 
-Luo, Li, Lan, Gao: GradMA, CVPR 2023, Algorithm 3 and equation (7). The paper's sets of counters are keyed by client.
+Luo, Li, Lan, Gao: GradMA, CVPR 2023, Algorithm 4 and equation (7). The paper's sets of counters are keyed by client.
 """
 
 from __future__ import annotations
