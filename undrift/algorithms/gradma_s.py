@@ -14,7 +14,7 @@ from torch import Tensor
 
 from undrift.algorithms.base import Cohort, LocalSGD, Server, at_least, below_one
 from undrift.algorithms.gradient_memory.cone import project
-from undrift.algorithms.gradient_memory.memory import Memory
+from undrift.algorithms.gradient_memory.memory import Memory, leave_out
 from undrift.core.errors import BadSetting, UnknownName
 from undrift.core.layout import Layout
 
@@ -54,9 +54,11 @@ class ServerMemory(Server):
         if not len(server.memory.ids):
             return x - self.server_lr * m, server._replace(m=m)
         segments = cohort.layout.segments if self.qp_scope == "tensor" else [slice(0, len(x))]
-        ids, updates = cohort.ids, up.d
+        ids, drawn, updates = cohort.ids, cohort.drawn, up.d
+        if cohort.there is not None:
+            ids, drawn, updates = leave_out(cohort.there, ids, drawn, updates)
         if self.order == "sampling":
-            turn = cohort.drawn.argsort()
+            turn = drawn.argsort()
             ids, updates = ids[turn], updates[turn]
         memory, place = server.memory.let_in(ids)  # mem_red
         memory, along = memory.remember(place, updates, self.beta2, segments, m)
