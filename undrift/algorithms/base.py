@@ -318,17 +318,6 @@ class Server(ABC):
 
     needs_single_updates: ClassVar[bool] = False  # True: the sum of the updates is not enough
 
-    def needs_host(self, device: torch.device, empty: bool) -> bool:
-        """True: the step decides by values (a quadratic programme), so that no CUDA graph can hold it.
-
-        `empty` says that cohorts may have empty places.
-        """
-        return False
-
-    def settled(self, before: Any, after: Any) -> Tensor | None:
-        """[] False where a step in a CUDA graph, between these states, has to be made again with the host; None: never."""
-        return None
-
     def server_init(self, x0: Tensor, clients: int, layout: Layout) -> Any:
         return Nothing()
 

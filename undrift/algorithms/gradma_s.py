@@ -72,13 +72,6 @@ class ServerMemory(Server):
         m = torch.cat(projected)
         return x - self.server_lr * m, self.State(m, memory, torch.stack(active), failed)
 
-    def needs_host(self, device: torch.device, empty: bool) -> bool:
-        counts, none = torch.zeros(self.slots, dtype=torch.bool, device=device), torch.zeros(0, device=device)
-        return self.slots > 0 and (empty or project.choose(none, none, none, 0.0, none, counts) is project.plain)
-
-    def settled(self, before: State, after: State) -> Tensor:
-        return after.failed == before.failed
-
     def facts(self, server: State) -> dict[str, Tensor]:
         return {"qp_active": server.active.sum(), "qp_failed": server.failed, "evictions": server.memory.evictions}
 

@@ -13,6 +13,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from undrift.core.trees import leaves, map_leaves
 from undrift.kernels.launch import rehearsal as rehearsal
+from undrift.kernels.launch import silence as silence
 
 T = TypeVar("T")
 WARM_UPS = 2

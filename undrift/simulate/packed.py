@@ -20,12 +20,13 @@ from torch import Tensor
 
 from undrift.algorithms.base import Algorithm, Cohort
 from undrift.core.errors import BadSetting
+from undrift.core.forms import Seen, watching
 from undrift.core.trees import leaves, map_leaves
 from undrift.data.federation import Federation, Ids
 from undrift.oracle.net import Net
 from undrift.round.order import Answers, RoundRecord, State, server_part
 from undrift.simulate.clients import ClientTable
-from undrift.simulate.program import COMPILED_FROM, Now, Program, Shape
+from undrift.simulate.program import COMPILED_FROM, Now, Program, Shape, try_server
 from undrift.simulate.replay import Block, Outlook, Part, Replay, filled, laid_out
 from undrift.simulate.simulation import Simulation
 
@@ -102,9 +103,10 @@ class PackedProgram(Program):
         empty: bool,
         compile: bool,
     ) -> None:
+        self.algs = algs
         super().__init__(joined(algs, state.x, 3), net, data, state, width, by_size, empty, compile)
         runs = len(algs)
-        self.lead, self.algs, self.server_alg = (runs,), algs, joined(algs, state.x, 2)
+        self.lead, self.server_alg = (runs,), joined(algs, state.x, 2)
         self.total = data.clients // runs
         self.first_row = torch.arange(runs, device=state.x.device).view(-1, 1) * self.total
         # A server part that keeps numbers of slots or clients is not written for more dimensions, nor for empty places.
@@ -113,6 +115,9 @@ class PackedProgram(Program):
         self.apart = self.apart or (self.by_run and empty)
         self.holds: Tensor | None = None  # [R] which server steps that were made run by run hold
         self.fuses_end = self.fuses_end and not self.by_run
+
+    def try_server(self, state: State, empty: bool) -> Seen:
+        return try_server(self.algs[0], self.net, of_run(state, 0), self.total // len(self.algs), empty)
 
     def on_clients(self, rate: Any) -> Algorithm:
         return super().on_clients(rate.view(-1, 1, 1) if isinstance(rate, Tensor) else rate)
@@ -142,16 +147,17 @@ class PackedProgram(Program):
             if isinstance(cohort.lr, Tensor):
                 alg = dataclasses.replace(alg, lr=cast(float, cohort.lr.expand(len(clients), 1)[r, 0]))
             own = Cohort(ids, drawn, weight / weight.sum(), steps, alg.lr, self.total, self.net.layout)
-            after = server_part(alg, self.net, before, mine, own)
-            holds.append(alg.settled(before.server, after.server))
+            with watching() as seen:
+                after = server_part(alg, self.net, before, mine, own)
+            holds.append(super().settled(seen))
             for old, new in zip(leaves(place), leaves(after), strict=True):
                 if old.data_ptr() != new.data_ptr():  # GradMA's memory was written where it is
                     old.copy_(new)
-        self.holds = None if None in holds else torch.stack(holds)
+        self.holds = None if any(held is None for held in holds) else torch.cat(holds)
         return self.state
 
-    def settled(self, before: Any, after: Any) -> Tensor | None:
-        return self.holds if self.by_run else super().settled(before, after)
+    def settled(self, seen: Seen) -> Tensor | None:
+        return self.holds if self.by_run else super().settled(seen)
 
     def facts(self, server: Any) -> dict[str, Tensor]:
         each = [alg.facts(of_run(server, r)) for r, alg in enumerate(self.algs)]

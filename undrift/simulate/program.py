@@ -19,7 +19,8 @@ from typing import Any, NamedTuple, TypeVar, cast
 import torch
 from torch import Tensor
 
-from undrift.algorithms.base import Algorithm, Cohort, Server, Worker
+from undrift.algorithms.base import Algorithm, Cohort, Up, Worker
+from undrift.core.forms import Seen, watching
 from undrift.core.trees import leaves, map_leaves, nbytes
 from undrift.core.vec import witness
 from undrift.data.federation import Federation
@@ -27,7 +28,7 @@ from undrift.oracle.net import Net
 from undrift.oracle.oracle import Oracle
 from undrift.round.order import Answers, State, begin, client_init, consistency, end, replied, server_part, step
 from undrift.simulate.execute import LocalWhole, mini_batch
-from undrift.simulate.graphs import fused, recorded
+from undrift.simulate.graphs import fused, recorded, silence
 
 T = TypeVar("T")
 COMPILED_FROM = 64  # round: compiling takes twenty seconds, in which somebody would wait for the first one
@@ -37,6 +38,19 @@ LONGEST_UNROLLED = 16  # local steps of one graph; with more, a step is a graph 
 def uses_whole(alg: Algorithm) -> bool:
     """Whether the method makes passes over a client's whole data."""
     return alg.measures or type(alg).prepare is not Worker.prepare
+
+
+def try_server(alg: Algorithm, net: Net, state: State, clients: int, empty: bool) -> Seen:
+    """What a server's step does, found out by making one with zeros, on a copy of its state that is thrown away."""
+    with watching() as seen:
+        if alg.needs_single_updates:
+            x, ids = state.x, torch.zeros(1, dtype=torch.int64, device=state.x.device)
+            one, nothing = x.new_ones(1, 1), torch.zeros_like(x)
+            cohort = Cohort(ids, ids, one, one, alg.lr, clients, net.layout, one if empty else None)
+            server = map_leaves(lambda t: t.to(x.device, copy=True), state.server)
+            with silence():
+                alg.server_step(server, x, nothing, Up(nothing.unsqueeze(0)), cohort)
+    return seen
 
 
 class Ahead(NamedTuple):
@@ -149,11 +163,12 @@ class Program:
         self.server_alg = alg  # for the server's vectors [..., P]
         self.total = data.clients  # N
         device = state.x.device
-        self.apart = alg.needs_host(device, empty)  # the server's part is no part of a graph
+        seen = self.try_server(state, empty)
+        self.apart = seen.by_value  # the server's part is no part of a graph
         self.captures = True  # False: play rounds as they are written, on a GPU too
         self.compile = compile
         self.compiled: dict[tuple[Any, ...], Callable[..., Any]] = {}
-        self.fuses_end = type(alg).needs_host is Server.needs_host  # a server that may need the host writes in place
+        self.fuses_end = not seen.in_place
         self.state = map_leaves(lambda t: t.clone() if self.apart else t.to(device, copy=True), state)
         self.uniform: dict[torch.Size, Tensor] = {}  # weights 1/S by the cohort's shape
         self.sizes, self.start = (torch.from_numpy(v).to(device) for v in (data.sizes, data.start))
@@ -172,6 +187,10 @@ class Program:
         self.bytes_replied = 0  # what it gets when the round is over
         self.calls = 0  # gradients of a step
         self.passes = 0  # over a client's whole data
+
+    def try_server(self, state: State, empty: bool) -> Seen:
+        """What a server's step does that looks at single updates; `empty` says that cohorts may have empty places."""
+        return try_server(self.alg, self.net, state, self.total, empty)
 
     def take(self, ahead: Ahead) -> None:
         """The inputs of the next R rounds: whole numbers side by side, so that a round reads them at once."""
@@ -409,8 +428,9 @@ class Program:
     def end(self, now: Now, here: Here, state: State) -> After:
         """What comes back from the clients, and the server's step."""
         (answers, fine), cohort = self.answers(now, here), self.cohort(now)
-        new = self.served(state._replace(companion=here.companion), answers, cohort)
-        settled = self.settled(state.server, new.server)
+        with watching() as seen:
+            new = self.served(state._replace(companion=here.companion), answers, cohort)
+        settled = self.settled(seen)
         return self.after(new, answers, fine if settled is None else fine & settled, cohort)
 
     def answers(self, now: Now, here: Here) -> tuple[Answers, Tensor]:
@@ -436,10 +456,9 @@ class Program:
         )
         return self.served(state, map_leaves(lambda t: t[:count], answers), self.cohort(first))
 
-    def settled(self, before: Any, after: Any) -> Tensor | None:
-        """[...] whether the server's step between these states holds."""
-        settled = self.alg.settled(before, after)
-        return None if settled is None else settled.view(-1)
+    def settled(self, seen: Seen) -> Tensor | None:
+        """[...] whether the server's step holds that was seen; None: it does for certain."""
+        return ~torch.stack(seen.doubts).any(0).view(-1) if seen.doubts else None
 
     def facts(self, server: Any) -> dict[str, Tensor]:
         """The server part's own numbers."""
