@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-from typing import Any
+from typing import Any, get_type_hints
 
 import torch
 from torch import nn
@@ -79,7 +79,7 @@ def compose(local: str, server: str) -> type[Any]:
             )
     about = f"The clients of {local} with the server of {server}."
     defaults = {name: theirs[name].default for name in shared}
-    types = {"__annotations__": {name: theirs[name].type for name in shared}}
+    types = {"__annotations__": {name: get_type_hints(parts[1])[name] for name in shared}}
     made = type(f"{parts[0].__name__}With{parts[1].__name__}", parts, {"__doc__": about} | types | defaults)
     return dataclasses.dataclass(frozen=True)(made)
 

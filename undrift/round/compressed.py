@@ -38,7 +38,7 @@ class Uplink:
 
     def places(self, p: Tensor, tag: str) -> Tensor:
         """What has to be said about the places of the kept entries."""
-        if isinstance(self.compressor, LargestEntries) and tag == MODEL:
+        if isinstance(self.compressor, LargestEntries) and tag == MODEL and p.shape[-1]:
             return self.compressor.places(p[..., : self.layout.entries]).int()
         return torch.zeros(*p.shape[:-1], 0, dtype=torch.int32, device=p.device)
 
@@ -49,8 +49,8 @@ class Uplink:
         return torch.cat([everything[place] for place in self.compressor.places(t, device)])
 
     def pack(self, p: Tensor, tag: str, places: Tensor, t: int) -> Tensor:
-        """C(p)'s entries as they travel; what is not a vector of the model travels whole."""
-        if tag != MODEL:
+        """C(p)'s entries as they travel; what is no vector of the model, or an absent one [..., 0], travels as it is."""
+        if tag != MODEL or not p.shape[-1]:
             return p
         if self.half:
             sent = p[..., : self.layout.entries]
@@ -59,7 +59,7 @@ class Uplink:
 
     def unpack(self, values: Tensor, tag: str, places: Tensor, t: int) -> Tensor:
         """C(p) [..., P] from what travelled."""
-        if tag != MODEL:
+        if tag != MODEL or not values.shape[-1]:
             return values
         if self.half:
             return F.pad(values.to(self.dtype), (0, self.layout.padding))
