@@ -12,12 +12,14 @@ from undrift.core.vec import mean
 from undrift.round.clients import Answers
 
 
-def numbers_of(alg: Algorithm, server: State, answers: Answers, cohort: Cohort) -> tuple[list[str], Tensor]:
+def numbers_of(
+    alg: Algorithm, server: State, answers: Answers, cohort: Cohort, more: dict[str, Tensor]
+) -> tuple[list[str], Tensor]:
     """Names, and values [n, ...] in float64: the mean training loss, the consistency, the algorithm's own facts."""
     share, clients = cohort.uniform, (-2, -1)
     each = {"train_loss": (answers.loss * share).sum(clients), "consistency": consistency(answers, share)}
     each |= {name: (fact * share).sum(clients) for name, fact in answers.facts._asdict().items()}
-    each |= alg.facts(server)
+    each |= more | alg.facts(server)
     lead = cohort.ids.shape[:-1]
     values = [value.reshape(lead).to(share.device, torch.float64) for value in each.values()]
     return list(each), torch.stack(values)

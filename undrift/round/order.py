@@ -120,7 +120,7 @@ def play(
         cost.reply = nbytes(net.sent(reply)) // max(1, cohort.ids.numel())
         client = receive(rated, answers.client, reply)
 
-        cost.names, numbers = numbers_of(rated, server, answers, cohort)
+        cost.names, numbers = numbers_of(rated, server, answers, cohort, task.numbers(good))
         return After(ServerState(x, buffers, server, companion), good, cohort.ids, client, reply, numbers)
 
     return finish(close, who, companion, fine, answered, state)

@@ -70,6 +70,10 @@ class Task:
     def anybody(self, good: Tensor) -> bool:
         return bool(good.any())
 
+    def numbers(self, good: Tensor) -> dict[str, Tensor]:
+        """What the record is to say of whose answers count: nothing, where the others were left out."""
+        return {}
+
     def keep(self, who: Who, answers: T, good: Tensor) -> tuple[Who, T]:
         """Those whose answers count, with weights that add up to one again."""
         if bool(good.all()):

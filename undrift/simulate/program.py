@@ -114,8 +114,7 @@ class Trained(NamedTuple):
     """What a program's clients answer with; `ProgramTask.read` makes the answers of it."""
 
     down: State
-    at: Started
-    loss: Tensor  # [..., S, 1] mean over the steps made
+    moving: Moving
 
 
 class Later(NamedTuple):
@@ -128,15 +127,17 @@ class Later(NamedTuple):
 class ProgramTask(Task):
     """Nobody is left out in a recorded round: whether all is finite is looked at when the block is over."""
 
-    def __init__(self, net: Net, clients: int, lead: tuple[int, ...]) -> None:
+    def __init__(self, net: Net, clients: int, lead: tuple[int, ...], device: torch.device) -> None:
         super().__init__(net, clients)
         self.lead = lead  # of the runs that are packed
+        self.fine = torch.ones(lead, dtype=torch.bool, device=device)
 
     def everybody(self, who: Who) -> Tensor:
-        return torch.ones(self.lead, dtype=torch.bool, device=who.ids.device)
+        return self.fine
 
     def read(self, alg: Algorithm, answered: Trained) -> Answers:
-        return end(alg, *answered)
+        at, loss, made = answered.moving
+        return end(alg, answered.down, at, loss / made.clamp(min=1))
 
     def finite(self, who: Who, sent: list[Tensor]) -> Tensor:
         looked_at = [witness(t, who.weight) for t in sent]
@@ -145,6 +146,9 @@ class ProgramTask(Task):
     def anybody(self, good: Tensor) -> bool:
         return True
 
+    def numbers(self, good: Tensor) -> dict[str, Tensor]:
+        return {"good": good}
+
     def keep(self, who: Who, answers: T, good: Tensor) -> tuple[Who, T]:
         return who, answers
 
@@ -152,8 +156,8 @@ class ProgramTask(Task):
 class AskPlaces:
     """Asks the clients in the places of a program: their steps are part of a graph, or graphs of their own."""
 
-    def __init__(self, program: Program, shape: Shape, recording: Recording[Any] | None) -> None:
-        self.program, self.shape, self.recording = program, shape, recording
+    def __init__(self, program: Program, shape: Shape, this: Ahead, recording: Recording[Any] | None) -> None:
+        self.program, self.shape, self.this, self.recording = program, shape, this, recording
 
     def whole(self, ids: Tensor, buffers: Tensor) -> LocalWhole:
         p, rows, statistics = self.program, self.program.rows(ids), buffers.unsqueeze(-2)
@@ -166,7 +170,7 @@ class AskPlaces:
         return sent
 
     def train(self, alg: Algorithm, down: State, buffers: Tensor, who: Who) -> Trained:
-        p, message, this = self.program, shared(down), self.program.read()
+        p, message, this = self.program, shared(down), self.this
         ids = this.ids[..., : self.shape.clients]  # in the order of the steps that they make
         whole, rows, columns = self.whole(ids, buffers), p.rows(ids), iter(p.columns)
         known = p.known[rows]
@@ -186,7 +190,7 @@ class AskPlaces:
                 moving = p.advance(who.rate, message, moving, inputs, self.shape.ragged)
         else:
             moving = self.steps_apart(who, message, moving)
-        return Trained(message, moving.at, moving.loss / moving.made.clamp(min=1))
+        return Trained(message, moving)
 
     def steps_apart(self, who: Who, message: State, moving: Moving) -> Moving:
         """Any number of steps, each a graph of its own; afterwards the clients in the order of their ids."""
@@ -200,7 +204,7 @@ class AskPlaces:
             p.run_steps(shape, record=False)
         else:
             self.recording.host(lambda: p.run_steps(shape, record=True), lambda: p.try_steps(shape))
-        back = p.read().back[..., : shape.clients]
+        back = self.this.back[..., : shape.clients]
         return map_leaves(lambda t: reorder(t, back), held.moving)
 
 
@@ -224,8 +228,8 @@ class Program:
     ) -> None:
         self.alg, self.net, self.data, self.width, self.by_size = alg, net, data, width, by_size
         self.lead = lead  # runs that are packed
-        self.task = ProgramTask(net, data.clients // max(1, len(lead) and lead[0]), lead)
         device = state.x.device
+        self.task = ProgramTask(net, data.clients // (lead[0] if lead else 1), lead, device)
         # A part that keeps numbers of slots or clients is not written for empty places: the host ends such a round.
         self.apart = bool(alg.one_run and empty)
         self.captures = True  # False: play rounds as they are written, on a GPU too
@@ -242,7 +246,7 @@ class Program:
         self.columns: list[Tensor] = []  # the clients' table, [N + 1, ...] each; the last row is that of empty places
         self.known = torch.zeros(data.clients + 1, dtype=torch.bool, device=device)  # whose row holds a state
         self.turn, self.at = (torch.zeros(1, dtype=torch.int64, device=device) for _ in range(2))  # round, local step
-        self.left: Tensor  # [R, n, ...] the numbers of each round, and last whether they are good
+        self.left: Tensor  # [R, n, ...] the numbers of each round
         self.graphs: dict[Shape, Callable[[], Any]] = {}
         self.step_graphs: dict[tuple[Shape, int], Callable[[], None]] = {}  # of steps of so many clients
         self.held: dict[Shape, Held] = {}
@@ -311,7 +315,8 @@ class Program:
         """A round of this shape as a function that can be called again and again."""
 
         def whole(recording: Recording[Any] | None) -> Later | None:
-            who, ask = self.who(self.read(), shape), AskPlaces(self, shape, recording)
+            this = self.read()
+            who, ask = self.who(this, shape), AskPlaces(self, shape, this, recording)
             after = play(self.alg, self.task, self.state, who, ask, self.cost, self.finish)
             if isinstance(after, Later):
                 return after
@@ -347,7 +352,8 @@ class Program:
             else:
                 after = self.fuse(("end", given[0].ids.shape[-1]), close, *given)
         for doubt in seen.doubts:  # the host has to solve it: the block is taken back
-            after = after._replace(good=after.good & ~doubt.reshape(self.lead))
+            good = self.cost.names.index("good")
+            after.numbers[good].mul_(~doubt.reshape(self.lead))
         return after
 
     def end_apart(self, later: Later, clients: Sequence[int]) -> None:
@@ -356,7 +362,7 @@ class Program:
         who, companion, fine, trained, _ = later.given
         ids, drawn, share, _, steps = (t[:count] for t in who[:5])
         first = Who(ids, drawn, share, share / share.sum(-2, keepdim=True), steps, rate=who.rate)
-        some = trained._replace(at=map_leaves(lambda t: t[:count], trained.at), loss=trained.loss[:count])
+        some = trained._replace(moving=map_leaves(lambda t: t[:count], trained.moving))
         self.keep(first, later.close(first, companion, fine, some, self.state))
 
     # The parts of a round. None of them asks the host for anything.
@@ -459,15 +465,14 @@ class Program:
             self.known.index_fill_(0, rows, True)
             for column, new in zip(self.columns, leaves(after.client), strict=True):
                 column.index_copy_(0, rows, new.reshape(len(rows), *column.shape[1:]))
-        numbers = torch.cat([after.numbers, after.good.to(after.numbers).view(1, *self.lead)])
         if not hasattr(self, "left"):
-            self.left = numbers.new_zeros((len(self.ahead), *numbers.shape))
-        self.left.index_copy_(0, self.turn, numbers.unsqueeze(0))
+            self.left = after.numbers.new_zeros((len(self.ahead), *after.numbers.shape))
+        self.left.index_copy_(0, self.turn, after.numbers.unsqueeze(0))
         self.turn.add_(1)
 
     def numbers(self, first: int, count: int) -> dict[str, Tensor]:
         """What each of some rounds left for its record, [count, ...] under each name; `good`: all of it was finite."""
-        return dict(zip([*self.cost.names, "good"], self.left[first : first + count].cpu().unbind(1), strict=True))
+        return dict(zip(self.cost.names, self.left[first : first + count].cpu().unbind(1), strict=True))
 
 
 def copy_into(place: State, new: State) -> None:
