@@ -151,7 +151,7 @@ def test_second_answers_failures_and_doubles_are_dealt_with(tmp_path: Path) -> N
     plan, said = planned(tmp_path / "out"), []
     nodes = Nodes(3, plan.flat(), tmp_path)  # type: ignore[arg-type]
     post = GridPost(nodes, 5.0, said.append)  # type: ignore[arg-type]
-    post.gather(["0", "1", "2"], 5.0)
+    post.meet(["0", "1", "2"], 5.0)
     assert post.node == {"0": 3 * 7919, "1": 2 * 7919, "2": 7919}
     impostor = Context(1, 1, {"partition-id": 1}, RecordDict(), {})
     nodes.contexts[5] = impostor

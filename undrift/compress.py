@@ -46,7 +46,7 @@ class Collective(Protocol):
         """The same begun now and waited for by a call; v must not be touched before."""
         ...
 
-    def gather(self, v: Tensor) -> Tensor:
+    def all_rows(self, v: Tensor) -> Tensor:
         """[W, b] everybody's."""
         ...
 
@@ -186,7 +186,7 @@ class LargestEntries:
     ) -> Exchanged:
         fill([slice(0, p.shape[-1])])
         index = self.places(p)
-        values, where = workers.gather(p.gather(-1, index)), workers.gather(index.int())
+        values, where = workers.all_rows(p.take_along_dim(index, -1)), workers.all_rows(index.int())
         p.scatter_(-1, index, 0.0)
         # One worker after another, because a sum over repeated places has no fixed order on a GPU.
         return Exchanged(list(where.long()), list(values / workers.count))

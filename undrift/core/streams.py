@@ -129,6 +129,6 @@ def samples(keys: Tensor, population: int, size: int) -> Tensor:
     swapped = share(mix(mix(keys).unsqueeze(-1) + steps), counts)
     for i in range(size - 1, 0, -1):
         j, here = swapped[:, i : i + 1], chosen[:, i : i + 1].clone()
-        chosen[:, i : i + 1] = chosen.gather(1, j)
+        chosen[:, i : i + 1] = chosen.take_along_dim(j, 1)
         chosen.scatter_(1, j, here)
     return chosen

@@ -179,7 +179,7 @@ class CompressedOptimizer(torch.optim.Optimizer):
         self.settle()
         own: dict[str, Tensor] = {}
         for name in self.method.own:
-            rows = self.workers.gather(getattr(self.vectors, name))
+            rows = self.workers.all_rows(getattr(self.vectors, name))
             own |= {f"{name}/rank{rank}": row.clone() for rank, row in enumerate(rows)}
         return self._with_state(own)
 

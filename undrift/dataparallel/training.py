@@ -230,7 +230,7 @@ class Training(InMemory):
     # What a checkpoint holds: the vectors of all workers as rows, so that simulated workers and ranks can go on from either.
     def tensors(self) -> dict[str, Tensor]:
         found = self.vectors._asdict() | {"buffers": self.buffers}
-        return {n: self.workers.gather(v) if n in (*self.method.own, "buffers") else v for n, v in found.items()}
+        return {n: self.workers.all_rows(v) if n in (*self.method.own, "buffers") else v for n, v in found.items()}
 
     def restore(self, tensors: dict[str, Tensor], t: int) -> None:
         for name, vector in (self.vectors._asdict() | {"buffers": self.buffers}).items():

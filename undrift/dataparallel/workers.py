@@ -8,6 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import broadcast as copy_from
 
 from undrift.core.errors import LostRank
 
@@ -29,7 +30,7 @@ class Stacked:
         mean = self.mean(v)
         return lambda: mean
 
-    def gather(self, v: Tensor) -> Tensor:
+    def all_rows(self, v: Tensor) -> Tensor:
         self.sent += ring_all_gather(v[0], self.count)
         return v
 
@@ -62,7 +63,7 @@ class Ranks:
 
         return finished
 
-    def gather(self, v: Tensor) -> Tensor:
+    def all_rows(self, v: Tensor) -> Tensor:
         self.sent += ring_all_gather(v, self.count)
         if not self.joined:
             return v.unsqueeze(0)
@@ -73,7 +74,7 @@ class Ranks:
     def from_first(self, v: Tensor) -> None:
         """Rank 0's values, in place."""
         if self.joined:
-            self.together(lambda: dist.broadcast(v, group=self.group, group_src=0))
+            self.together(lambda: copy_from(v, group=self.group, group_src=0))
 
     def together(self, collective: Callable[[], Any]) -> Any:
         """What only all ranks can do; a rank that is gone is named as the reason."""

@@ -92,7 +92,7 @@ class GridPost:
                 return str(error)
         return ""
 
-    def gather(self, clients: Iterable[str], wait: float) -> None:
+    def meet(self, clients: Iterable[str], wait: float) -> None:
         """Wait until all these clients have said their names, or until the time is over."""
         wanted, told, until = set(clients), set[str](), time.monotonic() + wait
         awaited: list[str] = []
@@ -141,7 +141,7 @@ def server_app() -> ServerApp:
         post = GridPost(grid, plan.deploy.timeout, tell, plan)
 
         def meet(names: list[str]) -> Roster:
-            post.gather(names, plan.deploy.wait)
+            post.meet(names, plan.deploy.wait)
             return Roster(names, [name for name in names if name in post.node], post.samples)
 
         deploy(plan, post, meet, Path(plan.deploy.out), tell)
