@@ -28,7 +28,7 @@ from rivals import BATCH, CLIENTS, COHORT, LR, MODELS, STEPS, Rounds
 from undrift.algorithms.fedavg import FedAvg
 from undrift.data.batches import Plan
 from undrift.data.federation import federate
-from undrift.jobs.run import commit
+from undrift.jobs.course import commit
 from undrift.oracle.net import Net
 from undrift.simulate.simulation import Settings, Simulation
 

@@ -33,8 +33,8 @@ from undrift.core.names import names
 from undrift.data.batches import Plan
 from undrift.data.dataset import Dataset
 from undrift.data.federation import Federation, federate
+from undrift.jobs.course import commit
 from undrift.jobs.registry import algorithm_class, build_model
-from undrift.jobs.run import commit
 from undrift.models import resnet20_gn
 from undrift.oracle.net import Net
 from undrift.simulate.simulation import Settings, Simulation

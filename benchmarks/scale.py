@@ -27,7 +27,7 @@ from typing import Any
 import torch
 
 import undrift
-from undrift.jobs.run import commit
+from undrift.jobs.course import commit
 
 ROUNDS, CHECKPOINTS = 20, 5
 COMMON = {

@@ -22,7 +22,7 @@ import numpy as np
 import torch
 
 from undrift.data.dataset import Dataset
-from undrift.jobs.run import commit
+from undrift.jobs.course import commit
 
 HERE = Path(__file__).resolve().parent
 SETTINGS = (

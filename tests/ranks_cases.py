@@ -14,7 +14,7 @@ import undrift
 from tests.small import federation, simulation
 from undrift.core import ranks
 from undrift.core.names import names
-from undrift.jobs import run as runs
+from undrift.jobs import course
 from undrift.jobs.registry import algorithm_class
 from undrift.simulate.here import Pool, Stacked
 from undrift.simulate.simulation import Simulation
@@ -108,7 +108,7 @@ def _watched(real: Any, what: str) -> Any:
 def stopped_clocks() -> tuple[str, int]:
     """How a run ends that is to stop after a moment, when time passes on rank 0 only."""
     if ranks.rank():
-        runs.time = SimpleNamespace(perf_counter=lambda: 0.0)  # type: ignore[assignment]
+        course.time = SimpleNamespace(perf_counter=lambda: 0.0)  # type: ignore[assignment]
     result = undrift.run(rounds=10**6, stop_at="time=0.3s", clients=10, cohort=2, model="logreg", execution="stacked")
     return result.stopped, len(result.records)
 

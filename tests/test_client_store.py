@@ -19,7 +19,7 @@ import undrift
 from tests.small import CPU, data, tiny_mlp
 from tests.test_runs import QUICK, timeless
 from undrift.core.errors import BadRunFolder, BadSetting
-from undrift.jobs import run as runs
+from undrift.simulate import client_store
 from undrift.simulate.client_store import DiskTable
 from undrift.simulate.clients import ClientTable
 
@@ -276,10 +276,10 @@ def test_the_log_holds_a_row_once_between_checkpoints(tmp_path: Path) -> None:
 def test_auto_takes_the_disk_where_memory_would_fill_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     chosen = QUICK | {"rounds": 2, "algorithm": "scaffold"}  # 12 clients of 656 numbers, six of them to pad
     for free, expected in ((12 * 656 * 4 * 2 + 100, False), (12 * 656 * 4 * 2 - 100, True)):
-        monkeypatch.setattr(runs, "available_memory", lambda device, free=free: free)
+        monkeypatch.setattr(client_store, "available_memory", lambda device, free=free: free)
         undrift.run(chosen, out=tmp_path / str(free))
         assert (tmp_path / str(free) / "clients.table").exists() is expected
-    monkeypatch.setattr(runs, "available_memory", lambda device: 10**12)
+    monkeypatch.setattr(client_store, "available_memory", lambda device: 10**12)
     undrift.run(out=tmp_path / str(free), resume=True, rounds=4)  # it stays where it is
     straight = undrift.run(chosen | {"rounds": 4})
     resumed = undrift.run(out=tmp_path / str(free), resume=True)

@@ -181,7 +181,14 @@ def test_a_node_runs_only_what_is_installed_and_allowed(tmp_path: Path) -> None:
 def test_a_private_run_clips_adds_noise_and_says_epsilon(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     accounting = pytest.importorskip("dp_accounting")
     monkeypatch.setattr("undrift.deploy.flower.PAUSE", 0.0)
-    settings = {"clients": 3, "cohort": 3, "sampling": "bernoulli", "dp_clip": 0.5, "rounds": 2, "dp_noise": 2.0}
+    settings = {
+        "clients": 3,
+        "cohort": 3,
+        "sampling": "bernoulli",
+        "privacy_clip": 0.5,
+        "rounds": 2,
+        "privacy_noise": 2.0,
+    }
     plan = planned(tmp_path / "out", **settings)
     serve(plan, tmp_path)
     accountant = accounting.rdp.RdpAccountant()
@@ -212,10 +219,10 @@ def test_the_private_sum_is_clipped_and_has_the_noise_that_it_says() -> None:
         ({"weights": "size"}, "weights uniform"),
         ({"min_replies": 2}, "min_replies"),
         ({"cohort": 2}, "without any client is too likely"),
-        ({"dp_noise": 0.0}, "dp_noise must be above 0"),
+        ({"privacy_noise": 0.0}, "privacy_noise must be above 0"),
     ],
 )
 def test_privacy_is_refused_where_it_would_not_hold(settings: dict[str, Any], reason: str, tmp_path: Path) -> None:
-    plan = planned(tmp_path / "out", **({"cohort": 3, "sampling": "bernoulli", "dp_clip": 0.5} | settings))
+    plan = planned(tmp_path / "out", **({"cohort": 3, "sampling": "bernoulli", "privacy_clip": 0.5} | settings))
     with pytest.raises(BadSetting, match=reason):
         serve(plan, tmp_path)

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from undrift.algorithms.settings import check_algorithm
-from undrift.cli import parser
+from undrift.cli import parser, read_settings
 from undrift.core.names import names
 from undrift.core.papers import papers_of
 from undrift.dataparallel import command as parallel
@@ -170,8 +170,9 @@ def test_commands_parse(where: str, line: str) -> None:
         if ":" not in chosen.algorithm and arguments.config is None and not arguments.resume:
             built = make_algorithm(algorithm_class(chosen.algorithm), chosen.algorithm, fields)
             check_algorithm(built, chosen.clients, chosen.cohort)
-    if arguments.command == "dp":
-        parallel.from_mapping({n: v for n in parallel.FIELDS if (v := getattr(arguments, n)) is not None})
+    if arguments.command in ("dataparallel", "dp"):
+        config, settings = read_settings(arguments, parallel.FIELDS)
+        parallel.from_mapping(parallel.plain(config) | settings)
     if arguments.command == "cite":
         assert papers_of(arguments.name)
     if arguments.command in ("run", "sweep"):

@@ -19,6 +19,7 @@ from tests.reference.test_small_cone import rows as three_rows
 from undrift.algorithms.gradient_memory import cone
 from undrift.algorithms.gradient_memory.cone3 import project_three
 from undrift.algorithms.gradient_memory.memory import Memory
+from undrift.core.forms import watching
 from undrift.kernels import consistency_gpu, conv_gpu, pictures_gpu
 from undrift.kernels.chain import dense_step, turned_cross_entropy
 from undrift.kernels.cone3_gpu import project_three_gpu
@@ -125,6 +126,17 @@ def test_many_constraints(constraints: int, dtype: torch.dtype, close: float) ->
         assert solved and bool((plain.z > 0).any())
         torch.testing.assert_close(u, plain.u, rtol=close, atol=close)
         torch.testing.assert_close(z, plain.z, rtol=close, atol=close)
+
+
+def test_what_a_gpu_does_not_solve_is_doubted() -> None:
+    torch.manual_seed(0)
+    row, other, p = torch.randn(3, 50)
+    rows, counts = torch.stack([row, -row + 1e-4 * other]), torch.ones(2, dtype=torch.bool)
+    for columns, solved in ((rows, False), (rows[:1], True)):
+        with watching() as seen:
+            found = project_gpu(p - 10 * row, columns, None, 0.3, None, counts[: len(columns)])
+        assert [bool(flag) for flag in seen.doubts] == [not solved] and bool(found.solved) == solved
+        assert not seen.by_value
 
 
 def test_who_is_remembered() -> None:

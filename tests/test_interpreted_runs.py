@@ -39,6 +39,7 @@ SETTINGS = {
 def pretend(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every tensor lies on a GPU that has tensor cores and a cache that is always too small."""
     monkeypatch.setattr(devices, "gpu", lambda device: True)
+    monkeypatch.setattr(devices, "cpu", lambda device: False)
     monkeypatch.setattr(devices, "tensor_cores", lambda device: True)
     monkeypatch.setattr(devices, "cache", lambda device: 0.0)
 

@@ -23,9 +23,10 @@ from undrift.core.names import names
 from undrift.data.federation import Federation, federate
 from undrift.jobs import packs
 from undrift.jobs.config import RunConfig, from_mapping
+from undrift.jobs.course import Progress
 from undrift.jobs.folder import RunFolder
 from undrift.jobs.registry import algorithm_class
-from undrift.jobs.run import Progress, run
+from undrift.jobs.run import run
 from undrift.jobs.sweep import Job, _programs, _run_program, plan
 from undrift.round.record import RoundRecord
 from undrift.simulate.packed import Pack, PackedProgram, structure, varying

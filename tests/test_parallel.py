@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from undrift import cli
 from undrift.core.errors import BadRunFolder, BadSetting, UndriftError, UnknownName
 from undrift.data.dataset import Dataset
-from undrift.dataparallel.command import from_mapping, made_of, resolved, run_parallel
+from undrift.dataparallel.command import build_training, from_mapping, resolve, run_parallel
+from undrift.jobs.course import Result
 from undrift.jobs.folder import RunFolder
-from undrift.jobs.run import Result
 from undrift.jobs.sweep import plan
 
 
@@ -35,7 +35,7 @@ def test_what_is_compiled_is_the_iteration_as_written(monkeypatch: pytest.Monkey
     traced: list[Any] = []
     monkeypatch.setattr(torch, "compile", lambda graph, **how: traced.append(graph) or graph)
     how = {"model": "tests.test_parallel:normed", "dataset": "tests.test_parallel:pictures", "execution": "stacked"}
-    plain, compiled = (made_of(resolved(from_mapping(SMALL | how | {"replay": True}))) for _ in range(2))
+    plain, compiled = (build_training(resolve(from_mapping(SMALL | how | {"replay": True}))) for _ in range(2))
     compiled.compile = True  # which on a CPU is never asked for
     for training in (plain, compiled):
         training.rounds(2)
@@ -84,7 +84,7 @@ def test_every_method_learns_and_methods_differ() -> None:
 
 
 def test_workers_share_every_pass_and_another_pass_is_dealt_anew() -> None:
-    training = made_of(resolved(from_mapping({"workers": 3, "batch": 5})))
+    training = build_training(resolve(from_mapping({"workers": 3, "batch": 5})))
     members = set(training.data.members.tolist())
     first = torch.stack([training.rows(t) for t in range(training.per_pass)])
     assert first.shape[1:] == (3, 5) and len(set(first.flatten().tolist())) == first.numel()
@@ -160,7 +160,7 @@ def test_a_sweep_of_methods_and_its_report(tmp_path: Path) -> None:
         ({"average_every": 5}, "average_every is SAEF's"),
         ({"ratio": 0.1}, "ratio must be a number of at least 1"),
         ({"worker": 3}, "did you mean 'workers'"),
-        ({"set": {"mu": 1}}, "unknown setting 'set'"),
+        ({"set": {"mu": 1}}, "unknown field of def 'mu'"),
     ],
 )
 def test_settings_are_checked(settings: dict[str, Any], message: str) -> None:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from undrift.algorithms.gradient_memory.cone import combine, gram
+from undrift.algorithms.gradient_memory.cone import combine, gram, project
 from undrift.algorithms.gradient_memory.memory import Memory, renew_products
-from undrift.core.forms import plain_forms
+from undrift.core.forms import plain_forms, watching
 from undrift.kernels.memory_cpu import fade_and_add, in_one_pass, long, row_products
 from undrift.kernels.native import library
 
@@ -113,3 +113,19 @@ def test_a_combination_is_summed_in_float64(dtype: torch.dtype) -> None:
     assert torch.equal(combine(p, rows, index, share), expected) or dtype == torch.float64
     torch.testing.assert_close(combine(p, rows, index, share), expected, rtol=1e-12, atol=1e-9)
     assert torch.equal(p, before)
+
+
+def test_an_engine_is_told_that_a_memory_decides_by_values_and_is_written_in_place() -> None:
+    memory, updates = Memory.empty(3, torch.zeros(8), 1), torch.randn(2, 8)
+    with watching() as deciding:
+        memory, place = memory.let_in(torch.tensor([4, 7]))
+    with watching() as writing:
+        memory, along = memory.remember(place, updates, 0.5, [slice(0, 8)], updates[0])
+    with watching() as projecting:
+        project(updates[0], memory.rows, memory.products[0], 0.0, along[0], memory.constrains(0.5))
+    assert [(seen.by_value, seen.in_place) for seen in (deciding, writing, projecting)] == [
+        (True, False),
+        (False, True),
+        (True, False),
+    ]
+    assert not projecting.doubts

@@ -3,15 +3,17 @@
 from typing import TYPE_CHECKING, Any
 
 from undrift.core.errors import UndriftError
+from undrift.core.version import __version__
 from undrift.data.dataset import Dataset
 from undrift.jobs.config import RunConfig
-from undrift.jobs.run import Result, run
+from undrift.jobs.course import Result
+from undrift.jobs.run import run
 from undrift.personal.supermodel import SuperModel
 
 if TYPE_CHECKING:
     from undrift.dataparallel.optimizer import DEF, EF, EF21, SAEF, PSync
 
-__version__ = "0.1.0"
+
 __all__ = [
     "DEF", "EF", "EF21", "SAEF", "Dataset", "PSync", "Result", "RunConfig", "SuperModel", "UndriftError", "__version__", "run",
 ]  # fmt: skip

@@ -1,4 +1,4 @@
-"""The command line: `undrift run`, `deploy`, `dp`, `pipe`, `sweep`, `report` and more. No logic of its own."""
+"""The command line: `undrift run`, `deploy`, `dataparallel`, `pipe`, `sweep`, `report` and more. No logic of its own."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from undrift.core import ranks
 from undrift.core.errors import BadSetting, LostRank, UndriftError, UnknownName
 from undrift.dataparallel import command as parallel
 from undrift.deploy import settings as deployment
-from undrift.jobs.config import CHOICES, FIELDS, TYPES, RunConfig, parse_value, read_toml
+from undrift.jobs.config import CHOICES, FIELDS, TYPES, from_toml, parse_value, read_toml
 from undrift.pipeline import settings as pipeline
 
 KINDS = ("algorithms", "methods", "datasets", "models", "partitions")
@@ -37,6 +37,9 @@ class Parser(argparse.ArgumentParser):
     def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
         found, unknown = self.parse_known_args(args, namespace)
         if unknown:
+            old = unknown[0].split("=")[0].removeprefix("--").replace("-", "_")
+            if old in deployment.RENAMED:
+                raise BadSetting(f"--{old} is called --{deployment.RENAMED[old]} now".replace("_", "-"))
             flags = [o for a in self._subparser(found.command)._actions for o in a.option_strings]
             raise UnknownName(f"argument of '{self.prog} {found.command}'", unknown[0].split("=")[0], flags)
         return found
@@ -55,11 +58,9 @@ def parser() -> Parser:
     commands = top.add_subparsers(dest="command", required=True, parser_class=Parser, metavar="COMMAND")
 
     run = commands.add_parser("run", help="simulate one federated training run", allow_abbrev=False)
-    add_settings(run, FIELDS, TYPES, CHOICES)
+    add_training(run, FIELDS, TYPES, CHOICES)
     run.add_argument("--local", metavar="NAME", help="the clients' part of this algorithm, with --server")
     run.add_argument("--server", metavar="NAME", help="the server's part of this algorithm, with --local")
-    run.add_argument("--out", type=Path, metavar="DIR", help="the run's folder [runs/ALGORITHM-DATASET-seedN]")
-    run.add_argument("--resume", action="store_true", help="go on from the folder's last checkpoint")
 
     deploy = commands.add_parser(
         "deploy",
@@ -78,15 +79,16 @@ def parser() -> Parser:
     )
     add_flags(deploy, deployment.FLAGS, deployment.TYPES, CHOICES)
 
-    dp = commands.add_parser("dp", help="train one model with compressed data-parallel workers", allow_abbrev=False)
-    add_settings(dp, parallel.FIELDS, parallel.TYPES, parallel.CHOICES)
-    dp.add_argument("--out", type=Path, metavar="DIR", help="the run's folder [runs/METHOD-DATASET-seedN]")
-    dp.add_argument("--resume", action="store_true", help="go on from the folder's last checkpoint")
+    workers = commands.add_parser(
+        "dataparallel",
+        aliases=["dp"],
+        help="train one model with compressed data-parallel workers",
+        allow_abbrev=False,
+    )
+    add_training(workers, parallel.FIELDS, parallel.TYPES, parallel.CHOICES)
 
     pipe = commands.add_parser("pipe", help="train one model in blocks that work at the same time", allow_abbrev=False)
-    add_settings(pipe, pipeline.FIELDS, pipeline.TYPES, pipeline.CHOICES)
-    pipe.add_argument("--out", type=Path, metavar="DIR", help="the run's folder [runs/METHOD-DATASET-seedN]")
-    pipe.add_argument("--resume", action="store_true", help="go on from the folder's last checkpoint")
+    add_training(pipe, pipeline.FIELDS, pipeline.TYPES, pipeline.CHOICES)
     pipe.add_argument("--schedule", type=int, metavar="N", help="print the timeline of N batches and end")
 
     sweep = commands.add_parser("sweep", help="run algorithms x settings x seeds", allow_abbrev=False)
@@ -150,15 +152,19 @@ def parser() -> Parser:
     return top
 
 
-def add_settings(
+def add_training(
     command: argparse.ArgumentParser,
     fields: Mapping[str, dataclasses.Field[Any]],
     types: Mapping[str, Any],
     choices: Mapping[str, tuple[str, ...]],
 ) -> None:
-    """A file of settings, and a flag for each."""
+    """A file of settings, a flag for each, and the run's folder."""
     command.add_argument("config", nargs="?", type=Path, metavar="CONFIG.toml", help="settings; flags override them")
     add_flags(command, fields, types, choices)
+    name = "algorithm" if "algorithm" in fields else "method"
+    folder = f"the run's folder [runs/{name.upper()}-DATASET-seedN]"
+    command.add_argument("--out", type=Path, metavar="DIR", help=folder)
+    command.add_argument("--resume", action="store_true", help="go on from the folder's last checkpoint")
 
 
 def add_flags(
@@ -184,9 +190,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         with ranks.joined():
             arguments = parser().parse_args(argv)
-            if ranks.count() > 1 and arguments.command not in ("run", "dp", "pipe"):
+            if ranks.count() > 1 and COMMANDS[arguments.command] not in (
+                run_command,
+                dataparallel_command,
+                pipe_command,
+            ):
                 raise BadSetting(
-                    f"torchrun is for undrift run, dp and pipe; start 'undrift {arguments.command}' without it"
+                    f"torchrun is for undrift run, dataparallel and pipe; start 'undrift {arguments.command}' without it"
                 )
             return int(COMMANDS[arguments.command](arguments) or 0)
     except UndriftError as error:
@@ -212,26 +222,49 @@ def main(argv: Sequence[str] | None = None) -> int:
 def run_command(arguments: argparse.Namespace) -> None:
     from undrift.jobs.run import run
 
-    settings = {n: v for n in FIELDS if n != "set" and (v := getattr(arguments, n)) is not None}
     if arguments.local or arguments.server:
-        if "algorithm" in settings:
+        if arguments.algorithm is not None:
             raise BadSetting("give --algorithm, or --local and --server, not both")
-        settings["algorithm"] = f"{arguments.local or 'fedavg'}+{arguments.server or 'fedavg'}"
-    fields = set_fields(arguments.set)
-    config: dict[str, Any] = {}
-    if arguments.config is not None:
-        from undrift.jobs.config import from_toml
+        arguments.algorithm = f"{arguments.local or 'fedavg'}+{arguments.server or 'fedavg'}"
+    train(arguments, FIELDS, run)
 
-        config = from_toml(arguments.config)
-    if "algorithm" in settings and settings["algorithm"] != config.get("algorithm"):
+
+def dataparallel_command(arguments: argparse.Namespace) -> None:
+    train(arguments, parallel.FIELDS, parallel.run_parallel)
+
+
+def pipe_command(arguments: argparse.Namespace) -> None:
+    from undrift.pipeline.resolve import timeline
+    from undrift.pipeline.train import run_pipe
+
+    if arguments.schedule is None:
+        train(arguments, pipeline.FIELDS, functools.partial(run_pipe, say=print))
+        return
+    config, settings = read_settings(arguments, pipeline.FIELDS)
+    print(timeline(pipeline.from_mapping(pipeline.plain(config) | settings), arguments.schedule))
+
+
+def deploy_command(arguments: argparse.Namespace) -> None:
+    from undrift.deploy.command import deploy
+
+    config, settings = read_settings(arguments, deployment.FLAGS)
+    deployment.check_flags(settings)
+    deploy(arguments.action, arguments.place, config | settings, arguments.host, arguments.insecure, arguments.data)
+
+
+def read_settings(
+    arguments: argparse.Namespace, fields: Mapping[str, dataclasses.Field[Any]]
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The settings of the file, with those of --set in its `set`, and the settings of the flags, which override them."""
+    config = {} if arguments.config is None else from_toml(arguments.config)
+    settings = {n: v for n in fields if n != "set" and (v := getattr(arguments, n)) is not None}
+    name = settings.get("algorithm", settings.get("method"))
+    if name is not None and name != config.get("algorithm", config.get("method")):
         config.pop("set", None)  # another algorithm: the file's fields are not its own
-    if fields:
-        settings["set"] = dict(config.get("set", {})) | fields
-    named = config | settings
-    out = arguments.out or Path("runs") / "-".join(
-        (str(named.get("algorithm", "fedavg")), str(named.get("dataset", "digits")), f"seed{named.get('seed', 0)}")
-    ).replace("/", "_").replace(":", "_")
-    tell(str(named.get("algorithm", "fedavg")), out, functools.partial(run, config, **settings), arguments.resume)
+    own = set_fields(arguments.set)
+    for twice in own.keys() & settings:
+        raise BadSetting(f"--{twice.replace('_', '-')} and --set {twice} are the same setting; give one of them")
+    return (config | {"set": dict(config.get("set", {})) | own} if own else config), settings
 
 
 def set_fields(pairs: list[str] | None) -> dict[str, Any]:
@@ -245,42 +278,14 @@ def set_fields(pairs: list[str] | None) -> dict[str, Any]:
     return fields
 
 
-def deploy_command(arguments: argparse.Namespace) -> None:
-    from undrift.deploy.command import deploy
-    from undrift.jobs.config import from_toml
-
-    config = {} if arguments.config is None else from_toml(arguments.config)
-    settings = {n: v for n in deployment.FLAGS if n != "set" and (v := getattr(arguments, n)) is not None}
-    fields = dict(config.get("set", {})) | set_fields(arguments.set)
-    given = config | settings | {"set": fields}
-    deploy(arguments.action, arguments.place, given, arguments.host, arguments.insecure, arguments.data)
-
-
-def dp_command(arguments: argparse.Namespace) -> None:
-    from undrift.jobs.config import from_toml
-
-    config = {} if arguments.config is None else from_toml(arguments.config)
-    settings = {n: v for n in parallel.FIELDS if (v := getattr(arguments, n)) is not None}
-    named = {"method": "def", "dataset": "digits", "seed": 0} | config | settings
-    name = f"{named['method']}-{named['dataset']}-seed{named['seed']}"
-    out = arguments.out or Path("runs") / name.replace("/", "_").replace(":", "_")
-    tell(str(named["method"]), out, functools.partial(parallel.run_parallel, config, **settings), arguments.resume)
-
-
-def pipe_command(arguments: argparse.Namespace) -> None:
-    from undrift.jobs.config import from_toml
-    from undrift.pipeline.resolve import timeline
-    from undrift.pipeline.train import run_pipe
-
-    config = {} if arguments.config is None else from_toml(arguments.config)
-    settings = {n: v for n in pipeline.FIELDS if (v := getattr(arguments, n)) is not None}
-    chosen = pipeline.from_mapping(config | settings)
-    if arguments.schedule is not None:
-        print(timeline(chosen, arguments.schedule))
-        return
-    name = f"{chosen.method}-{chosen.dataset}-seed{chosen.seed}"
-    out = arguments.out or Path("runs") / name.replace("/", "_").replace(":", "_")
-    tell(chosen.method, out, functools.partial(run_pipe, config, say=print, **settings), arguments.resume)
+def train(arguments: argparse.Namespace, fields: Mapping[str, dataclasses.Field[Any]], run: Callable[..., Any]) -> None:
+    """Run what the file and the flags ask for, with a bar of progress, and say what came of it."""
+    config, settings = read_settings(arguments, fields)
+    named = {n: f.default for n, f in fields.items()} | config | settings
+    name = str(settings.get("method") or named.get("algorithm") or named["method"])
+    folder = f"{name}-{named['dataset']}-seed{named['seed']}".replace("/", "_").replace(":", "_")
+    out = arguments.out or Path("runs") / folder
+    tell(name, out, functools.partial(run, config, **settings), arguments.resume)
 
 
 def tell(name: str, out: Path, run: Callable[..., Any], resume: bool) -> None:
@@ -310,15 +315,8 @@ def tell(name: str, out: Path, run: Callable[..., Any], resume: bool) -> None:
         if last.get(name) is not None:
             text += f", {name} {last[name]:.4f} (mean over clients, each on its own samples)"
     print(f"{len(result.records)} rounds, {text}; stopped by {result.stopped}; written to {out}")
-    if isinstance(result.config, RunConfig):
-        from undrift.jobs.config import make_algorithm
-        from undrift.jobs.registry import algorithm_class
-
-        name, fields = result.config.algorithm, result.config.set
-        for remark in make_algorithm(algorithm_class(name), name, fields).remarks(
-            result.config.rounds, result.config.cohort
-        ):
-            print(f"note: {remark}")
+    for remark in result.config.remarks():
+        print(f"note: {remark}")
 
 
 def sweep_command(arguments: argparse.Namespace) -> int:
@@ -503,7 +501,8 @@ def default_processes(device: str) -> int:
 COMMANDS = {
     "run": run_command,
     "deploy": deploy_command,
-    "dp": dp_command,
+    "dataparallel": dataparallel_command,
+    "dp": dataparallel_command,
     "pipe": pipe_command,
     "sweep": sweep_command,
     "report": report_command,

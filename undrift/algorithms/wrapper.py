@@ -10,7 +10,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable
 from dataclasses import fields, replace
-from typing import Any, ClassVar, NamedTuple, cast
+from typing import Any, ClassVar, NamedTuple, Self, cast
 
 from torch import Tensor
 
@@ -83,7 +83,7 @@ class Wrapper(WorkerWrapper, Algorithm):
     def __getattr__(self, name: str) -> Any:
         return getattr(object.__getattribute__(self, "inner"), name)
 
-    def around(self, inner: Algorithm) -> Wrapper:
+    def around(self, inner: Algorithm) -> Self:
         """The same wrapper around another algorithm."""
         return type(self)(inner)
 
@@ -95,7 +95,8 @@ class Wrapper(WorkerWrapper, Algorithm):
         raise NotImplementedError  # forwarded, see below
 
     def at(self, t: int) -> State:
-        return self.around(self.inner.at(t))
+        inner = self.inner.at(t)
+        return self if inner is self.inner else self.around(inner)
 
 
 def _forwarded(name: str, hook: Callable[..., Any]) -> Callable[..., Any]:

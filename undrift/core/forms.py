@@ -56,12 +56,17 @@ class Form(Generic[P, R]):
     def __init__(self, function: Callable[P, R], by_value: bool = False, in_place: bool = False) -> None:
         functools.update_wrapper(self, function)
         self.plain = function
-        self.by_value, self.in_place = by_value, in_place
+        self.by_value, self.in_place, self.marked = by_value, in_place, by_value or in_place
         self.forms: list[tuple[Callable[P, bool], Callable[P, R]]] = []
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
-        form = self.choose(*args, **kwargs) if self.forms else self.plain
-        if self.in_place or (self.by_value and form is self.plain):
+        form = self.plain
+        if not _plain_only:
+            for when, other in self.forms:  # as `choose`, without another call in every local step
+                if when(*args, **kwargs):
+                    form = other
+                    break
+        if self.marked:
             for seen in _watchers.get():
                 seen.in_place |= self.in_place
                 seen.by_value |= self.by_value and form is self.plain

@@ -7,6 +7,7 @@ same lines, so that both give the same bits up to the order of sums.
 from __future__ import annotations
 
 import time
+import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -16,11 +17,13 @@ from torch import Tensor
 
 from undrift.compress import Compressor
 from undrift.core.errors import BadSetting
+from undrift.core.schedule import Schedule
 from undrift.core.streams import Purpose, fold, stream
 from undrift.data.federation import Federation
 from undrift.dataparallel.def_ import Detached, Rates
 from undrift.dataparallel.methods import Method
 from undrift.dataparallel.workers import Ranks, Stacked
+from undrift.jobs.protocol import InMemory
 from undrift.oracle.net import Context, Net
 from undrift.oracle.oracle import Oracle
 from undrift.round.record import RoundRecord, write_record
@@ -32,7 +35,7 @@ STATISTICS_BATCH = 500  # samples of a batch from which BatchNorm's statistics a
 
 
 @dataclass(frozen=True)
-class Schedule:
+class Plan:
     """How the workers train, apart from the method."""
 
     batch: int  # of each worker
@@ -41,17 +44,12 @@ class Schedule:
     lr: float
     momentum: float
     weight_decay: float
-    warmup: float = 0.0  # rounds in which the rate rises from 0
-    lr_decay: float = 1.0
-    lr_drops: tuple[int, ...] = ()
-    lr_drop: float = 0.1
+    schedule: Schedule = Schedule()
     eval_every: int = 1
     statistics: int = 0  # batches from which BatchNorm's statistics are taken anew before a test; 0: the workers' mean
-
-    def rate(self, t: int, passed: float) -> float:
-        """The rate in round t (from 0), of which a share has passed."""
-        warm = min(1.0, (t + passed) / self.warmup) if self.warmup else 1.0
-        return float(warm * self.lr * self.lr_decay**t * self.lr_drop ** sum(t >= drop for drop in self.lr_drops))
+    stacked: bool = False  # simulated workers as one program
+    replay: bool = False  # which is replayed as a CUDA graph
+    compile: bool = False  # and compiled
 
 
 class Found(NamedTuple):
@@ -62,7 +60,7 @@ class Found(NamedTuple):
     buffers: Tensor
 
 
-class Training:
+class Training(InMemory):
     """A run in memory. `rounds()` advances it; `tensors()` is all that a checkpoint needs."""
 
     def __init__(
@@ -71,30 +69,28 @@ class Training:
         compressor: Compressor,
         net: Net,
         data: Federation,
-        schedule: Schedule,
+        plan: Plan,
         workers: Stacked | Ranks,
-        stacked: bool,
-        replay: bool,
-        compile: bool,
         metrics: Mapping[str, Metric],
         device: torch.device,
     ) -> None:
         method.check(compressor)
         self.method: Any = method
-        self.compressor, self.net, self.data, self.schedule = compressor, net.to(device), data, schedule
-        self.workers, self.stacked, self.metrics, self.device = workers, stacked, metrics, device
-        self.replay = replay and stacked and isinstance(workers, Stacked)
-        self.compile = compile and self.replay and device.type == "cuda"
+        self.compressor, self.net, self.data, self.plan = compressor, net.to(device), data, plan
+        self.workers, self.metrics, self.device = workers, metrics, device
+        here = isinstance(workers, Stacked) and data.train.held is not None  # all of it on the device
+        self.replay = plan.replay and plan.stacked and here
+        self.compile = plan.compile and self.replay and device.type == "cuda"
         self.together: Callable[..., Found] = self.of
         self.recording: Callable[[], tuple[Tensor, Tensor]] | None = None
-        self.total = workers.count * schedule.batch
+        self.total = workers.count * plan.batch
         if len(data.members) < self.total:
             raise BadSetting(
-                f"{workers.count} workers with batches of {schedule.batch} need {self.total} training samples at least, "
+                f"{workers.count} workers with batches of {plan.batch} need {self.total} training samples at least, "
                 f"there are {len(data.members)}; lower workers or batch"
             )
         self.per_pass = len(data.members) // self.total  # iterations; a last batch that is not full is left out
-        self.steps = schedule.steps or self.per_pass
+        self.steps = plan.steps or self.per_pass
         self.t = 0
         self.diverged = False
         x0, buffers = (v.to(device) for v in net.start())
@@ -105,7 +101,7 @@ class Training:
         self.order: tuple[int, Tensor] = (-1, data.members)
         # What an iteration is told, in the same place each time: its samples and the keys of its random numbers.
         self.told = (
-            torch.zeros(workers.count, schedule.batch, dtype=torch.int64, device=device),
+            torch.zeros(workers.count, plan.batch, dtype=torch.int64, device=device),
             self.ids.expand(2, -1).clone(),
         )
 
@@ -114,26 +110,30 @@ class Training:
         visit, place = divmod(iteration, self.per_pass)
         if visit != self.order[0]:
             members = self.data.members
-            words = fold(
-                stream(self.schedule.seed, Purpose.BATCHES, visit), torch.arange(len(members), device=self.device)
-            )
+            words = fold(stream(self.plan.seed, Purpose.BATCHES, visit), torch.arange(len(members), device=self.device))
             self.order = visit, members[words.argsort(stable=True)]
         found = self.order[1][place * self.total : (place + 1) * self.total]
-        return found.view(self.workers.count, self.schedule.batch)
+        return found.view(self.workers.count, self.plan.batch)
 
     def gradients(self, iteration: int) -> tuple[Tensor, Tensor]:
         """The gradients [..., d] of every worker at its point, and the losses [..., 1]."""
         rows, keys = self.told
         rows.copy_(self.rows(iteration))
         for place, purpose in enumerate((Purpose.DROPOUT, Purpose.AUGMENT)):
-            keys[place] = fold(stream(self.schedule.seed, purpose, iteration), self.ids)
-        if self.replay:
-            if self.recording is None:
-                if self.compile:
-                    self.together = fused(self.of, *self.inputs())
-                self.recording = recorded(self.play, [self.buffers], self.device)
-            return self.recording()
-        return self.play()
+            keys[place] = fold(stream(self.plan.seed, purpose, iteration), self.ids)
+        if self.replay and self.recording is None:
+            try:
+                self.record()
+            except RuntimeError as error:  # what was changed has been put back
+                warnings.warn(f"gradients are not replayed, because they could not be recorded: {error}", stacklevel=2)
+                self.replay, self.together = False, self.of
+        return self.play() if self.recording is None else self.recording()
+
+    def record(self) -> None:
+        """Make `play` a CUDA graph."""
+        if self.compile:
+            self.together = fused(self.of, *self.inputs())
+        self.recording = recorded(self.play, [self.buffers], self.device)
 
     def of(self, ids: Tensor, rows: Tensor, dropout: Tensor, augment: Tensor, z: Tensor, buffers: Tensor) -> Found:
         """What a worker finds at its point z, or stacked ones at theirs."""
@@ -151,7 +151,7 @@ class Training:
         if isinstance(self.workers, Ranks):
             ids, rows, dropout, augment = (t[self.workers.rank] for t in self.inputs()[:4])
             g, loss, after = self.of(ids, rows, dropout, augment, self.z, self.buffers)
-        elif self.stacked:
+        elif self.plan.stacked:
             g, loss, after = self.together(*self.inputs())
         else:
             each = [self.of(*(t[k] for t in self.inputs())) for k in range(self.workers.count)]
@@ -166,8 +166,8 @@ class Training:
         for n in range(self.steps):
             iteration = self.t * self.steps + n
             g, loss = self.gradients(iteration)
-            g.add_(self.z, alpha=self.schedule.weight_decay)
-            rates = Rates(slice(0, g.shape[-1]), self.schedule.rate(self.t, n / self.steps), self.schedule.momentum)
+            g.add_(self.z, alpha=self.plan.weight_decay)
+            rates = Rates(slice(0, g.shape[-1]), self.rate(n), self.plan.momentum)
             self.method.step(self.vectors, g, [rates], iteration, self.compressor, self.workers)
             self.method.point(self.vectors, self.z)
             losses += loss.double().mean()
@@ -177,12 +177,16 @@ class Training:
         self.diverged = not train_loss < float("inf")
         facts = {name: float(value) for name, value in self.method.facts(self.vectors).items()}
         scores: dict[str, float] = {}
-        if last or self.t % self.schedule.eval_every == 0:
+        if last or self.t % self.plan.eval_every == 0:
             scores = self.evaluate()
         numbers = {"train_loss": train_loss} | scores | facts
         return write_record(
             self.t, began, numbers, self.workers.count, bytes_up=sent, gradients=self.steps * self.workers.count
         )
+
+    def rate(self, n: int) -> float:
+        """The rate of iteration n of this round."""
+        return self.plan.schedule.rate(self.plan.lr, self.t, self.t + n / self.steps)
 
     def rounds(self, most: int, last: bool = False) -> list[RoundRecord]:
         """The next round."""
@@ -216,9 +220,9 @@ class Training:
         """The model x or y [d] and BatchNorm's statistics [Q] for it."""
         x = self.method.returned(self.vectors, self.workers, which)
         buffers = self.workers.mean(self.buffers.clone())
-        if self.net.buffer_layout.names and self.schedule.statistics:
+        if self.net.buffer_layout.names and self.plan.statistics:
             key = torch.zeros((), dtype=torch.int64, device=self.device)
-            for rows in self.data.members.split(STATISTICS_BATCH)[: self.schedule.statistics]:
+            for rows in self.data.members.split(STATISTICS_BATCH)[: self.plan.statistics]:
                 inputs = self.data.transform(self.data.train.take(rows), self.net.dtype)
                 _, buffers = self.net(x, buffers, inputs, Context(None, key, dropout=False))
         return x, buffers
@@ -242,3 +246,9 @@ class Training:
     def model(self) -> dict[str, Tensor]:
         """The method's model as a plain state dict on the CPU."""
         return {name: tensor.cpu() for name, tensor in self.net.state_dict(*self.at(self.method.returns)).items()}
+
+    def choices(self) -> dict[str, Any]:
+        return {"compile": "on" if self.compile else "off"} if self.device.type == "cuda" else {}
+
+    def about(self) -> dict[str, Any]:
+        return {"parameters": self.net.layout.entries}

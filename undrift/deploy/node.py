@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from undrift.core.arithmetic import pick_device
+from undrift.core.device import pick_device
 from undrift.core.errors import BadSetting
 from undrift.data.load import load_dataset
 from undrift.deploy.client import Client

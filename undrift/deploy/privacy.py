@@ -10,42 +10,22 @@ who answered. The noise comes from the operating system, not from the run's seed
 from __future__ import annotations
 
 import importlib.util
-import secrets
-from dataclasses import asdict
-from typing import Any
 
-import torch
-from torch import Tensor
-
-from undrift.algorithms.base import Cohort, Worker
+from undrift.algorithms.base import Algorithm, Worker
 from undrift.algorithms.settings import looks_at_single_uploads
 from undrift.core.errors import BadSetting
 from undrift.core.trees import leaves
-from undrift.core.vec import norm
 from undrift.deploy.settings import Plan
 from undrift.oracle.net import Net
+from undrift.round.private import Private
+from undrift.round.shapes import Forms
 
 UNLIKELY = 0.01  # of delta: how likely a cohort of nobody, which is drawn again, may be in the whole run
 
 
-def made_private(plan: Plan) -> Any:
+def make_private(plan: Plan) -> Private:
     """The algorithm with a private sum in place of the weighted mean."""
-    bound, noise, expected = plan.deploy.dp_clip, plan.deploy.dp_noise, float(plan.run.cohort)  # q N = S
-
-    def gather(self: Any, companion: Any, up: Any, cohort: Cohort) -> tuple[Tensor, Any]:
-        return private_sum(up.d, bound, noise, cohort.layout.entries) / expected, companion
-
-    kind = type(plan.alg)
-    return type(f"Private{kind.__name__}", (kind,), {"gather": gather})(**asdict(plan.alg))
-
-
-def private_sum(d: Tensor, bound: float, noise: float, entries: int) -> Tensor:
-    """The sum of updates [S, P], each no longer than `bound`, with noise on the first entries; the rest is padding."""
-    clipped = d * (bound / norm(d).clamp(min=1e-30)).clamp(max=1.0)
-    random = torch.Generator().manual_seed(secrets.randbits(63))
-    z = torch.zeros(d.shape[-1], dtype=d.dtype)
-    z[:entries] = noise * bound * torch.randn(entries, generator=random, dtype=d.dtype)
-    return clipped.sum(-2) + z.to(d.device)
+    return Private(plan.alg, plan.deploy.privacy_clip, plan.deploy.privacy_noise, float(plan.run.cohort))  # q N = S
 
 
 def epsilon(rate: float, noise: float, rounds: int, delta: float) -> float:
@@ -81,28 +61,16 @@ def check_private(plan: Plan, net: Net) -> None:
             "the model has BatchNorm, whose statistics would go up without noise; use another normalisation",
         ),
         (
-            not (deploy.dp_noise > 0 and 0 < deploy.dp_delta < 1),
-            "dp_noise must be above 0 and dp_delta between 0 and 1",
+            not (deploy.privacy_noise > 0 and 0 < deploy.privacy_delta < 1),
+            "privacy_noise must be above 0 and privacy_delta between 0 and 1",
         ),
-        (empty > UNLIKELY * deploy.dp_delta, "a round without any client is too likely; raise cohort or clients"),
+        (empty > UNLIKELY * deploy.privacy_delta, "a round without any client is too likely; raise cohort or clients"),
         (importlib.util.find_spec("dp_accounting") is None, "install dp-accounting: pip install 'undrift[privacy]'"),
     ):
         if wrong:
-            raise BadSetting(f"dp_clip: {why}")
+            raise BadSetting(f"privacy_clip: {why}")
 
 
-def keeps_state(alg: Any, net: Net, clients: int) -> bool:
+def keeps_state(alg: Algorithm, net: Net, clients: int) -> bool:
     """Whether a client has something to keep between rounds."""
-    if alg.personalises or alg.keep_moments:
-        return True
-    x, buffers = net.start()
-    down = alg.broadcast(x, alg.companion_init(x, clients), nobody(net, clients))
-    return bool(leaves(alg.client_init(down, torch.tensor(0), buffers)))
-
-
-def nobody(net: Net, clients: int) -> Cohort:
-    """A cohort of one, only to know what would be sent."""
-    one = torch.ones(1, 1, dtype=net.dtype)
-    return Cohort(
-        torch.zeros(1, dtype=torch.int64), torch.zeros(1, dtype=torch.int64), one, one, 0.1, clients, net.layout
-    )
+    return alg.personalises or alg.keep_moments or bool(leaves(Forms.of(alg, net, clients).client))

@@ -5,21 +5,25 @@ from __future__ import annotations
 import contextlib
 import json
 import secrets
-from collections.abc import Callable, Mapping
-from dataclasses import asdict
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from undrift.core.arithmetic import arithmetic, pick_device
+from undrift.core.device import pick_device
 from undrift.core.errors import BadRunFolder
 from undrift.data.load import load_dataset
 from undrift.deploy.client import CLOSE
-from undrift.deploy.privacy import check_private, epsilon, made_private
+from undrift.deploy.privacy import check_private, epsilon, make_private
 from undrift.deploy.server import Deployment, Post, Remote, Visit
 from undrift.deploy.settings import Plan
 from undrift.deploy.site_files import server_federation
+from undrift.jobs.config import RunConfig
+from undrift.jobs.course import Result
 from undrift.jobs.folder import RunFolder
-from undrift.jobs.run import Course, Result, check_same_run, drive, simulated, simulated_on
+from undrift.jobs.run import simulated, simulated_on
+from undrift.jobs.start import start
+from undrift.simulate.simulation import Simulation
 
 
 class Roster(NamedTuple):
@@ -32,52 +36,53 @@ class Roster(NamedTuple):
 
 def deploy(
     plan: Plan, post: Post, meet: Callable[[list[str]], Roster], out: Path, say: Callable[[str], None]
-) -> Result:
+) -> Result[RunConfig]:
     """Run the rounds with clients that `post` reaches; `meet` waits for them."""
-    folder, resume, run = RunFolder(out), plan.deploy.resume, plan.run
-    if resume:
-        stored = folder.settings()
-        stored.pop("made", None)
-        check_same_run(folder, stored, {n: v for n, v in asdict(run).items() if n != "execution"})
-    private = plan.deploy.dp_clip > 0
-    alg = made_private(plan) if private else plan.alg
-    device = pick_device(run.device)
-    if plan.own:
-        simulation = simulated_on(server_federation(plan, device), run, alg, plan.structures, run.model, device)
-    else:
-        simulation = simulated(run, alg, load_dataset(run.dataset), run.model, device)
-    if private:
-        check_private(plan, simulation.net)
-    folder.make(resume)
-    with folder.locked(), arithmetic(run.precision, run.deterministic):
-        token = run_token(out, resume)
+    config = plan.run
+    private = plan.deploy.privacy_clip > 0
+
+    def show(record: dict[str, Any], rounds: int) -> None:
+        scored = "" if record["accuracy"] is None else f", accuracy {record['accuracy']:.4f}"
+        say(
+            f"round {record['round']} of {rounds}: {record['clients'] - record['dropped']} of {record['clients']} clients, "
+            f"{record['wire_down']} bytes down, {record['wire_up']} up, {record['seconds']:.1f} s{scored}"
+        )
+
+    def build(given: dict[str, Any]) -> tuple[RunConfig, AbstractContextManager[Deployment]]:
+        alg, device = make_private(plan) if private else plan.alg, pick_device(config.device)
+        if plan.own:
+            federation = server_federation(plan, device)
+            simulation = simulated_on(federation, config, alg, plan.structures, config.model, device)
+        else:
+            simulation = simulated(config, alg, load_dataset(config.dataset), config.model, device)
+        if private:
+            check_private(plan, simulation.net)
+        return config, serve(simulation)
+
+    @contextlib.contextmanager
+    def serve(simulation: Simulation) -> Iterator[Deployment]:
+        """The run with its clients, and at its end their last replies."""
+        token, visits = run_token(out, plan.deploy.resume), out / "clients.jsonl"
+        cut_back(visits, RunFolder(out).reached())
         roster = meet(plan.names)
-        say(f"{len(roster.present)} of {run.clients} clients are there; run {token}")
+        say(f"{len(roster.present)} of {config.clients} clients are there; run {token}")
         remote = Remote(post, roster.names, token, plan.deploy.min_replies, say)
         if private:
             remote.absent, remote.least = 0.0, 0
-        visits = out / "clients.jsonl"
 
         def spent(rounds: int) -> dict[str, float]:
-            rate, deploy = run.cohort / run.clients, plan.deploy
-            return {"epsilon": epsilon(rate, deploy.dp_noise, rounds, deploy.dp_delta)} if private else {}
+            rate, deploy = config.cohort / config.clients, plan.deploy
+            return {"epsilon": epsilon(rate, deploy.privacy_noise, rounds, deploy.privacy_delta)} if private else {}
 
         def keep(made: list[Visit]) -> None:
             with visits.open("a") as file:
                 file.writelines(json.dumps(visit._asdict()) + "\n" for visit in made)
 
-        def show(record: dict[str, Any], rounds: int) -> None:
-            scored = "" if record["accuracy"] is None else f", accuracy {record['accuracy']:.4f}"
-            say(
-                f"round {record['round']} of {rounds}: {record['clients'] - record['dropped']} of {record['clients']} clients, "
-                f"{record['wire_down']} bytes down, {record['wire_up']} up, {record['seconds']:.1f} s{scored}"
-            )
-
         deployment = Deployment(simulation, remote, keep, spent, roster.samples if plan.own else None)
-        course: Course[Any] = Course(deployment, run, folder, resume, show)  # type: ignore[type-var]
-        cut_back(visits, simulation.t)
-        result = drive(course)
+        yield deployment
         deployment.close(delivered(visits))
+
+    result = start(config, {}, build, out, plan.deploy.resume, show)
     say(f"{len(result.records)} rounds; stopped by {result.stopped}; written to {out}")
     return result
 

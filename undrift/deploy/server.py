@@ -20,6 +20,7 @@ from undrift.algorithms.base import Algorithm
 from undrift.core.trees import Nothing, State, map_leaves, named_leaves, unstacked
 from undrift.deploy.client import CLOSE, MEASURE, TRAIN, Measured, Reply, Request
 from undrift.deploy.messages import Encoded, Fact, Letter, Refused, check_finite, encode, pack, unpack
+from undrift.jobs.protocol import InMemory
 from undrift.round.clients import Answers
 from undrift.round.record import RoundRecord
 from undrift.round.shapes import Forms
@@ -181,8 +182,8 @@ class Letters:
         return map_leaves(lambda *parts: torch.stack(parts), *rows)
 
 
-class Deployment:
-    """A run whose clients are elsewhere, with what `runs.Course` asks of a simulation."""
+class Deployment(InMemory):
+    """A run whose clients are elsewhere."""
 
     def __init__(
         self,
@@ -276,3 +277,6 @@ class Deployment:
 
     def model(self) -> dict[str, Tensor]:
         return self.simulation.model()
+
+    def about(self) -> dict[str, Any]:
+        return {"parameters": self.net.layout.entries}

@@ -9,11 +9,11 @@ from __future__ import annotations
 import dataclasses
 import re
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from typing import Any, get_type_hints
 
 from undrift.core.errors import BadSetting
-from undrift.jobs.config import FIELDS, RunConfig, from_mapping, make_algorithm, parse_value, typed
+from undrift.jobs.config import FIELDS, RunConfig, from_mapping, make_algorithm, parse_value, setting, typed
 from undrift.jobs.registry import algorithm_class
 
 NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,63}")  # of a client or a run: it becomes the name of a folder
@@ -21,48 +21,52 @@ OWN = "own"  # the dataset, and the partition, of a run whose clients have sampl
 # Settings of a simulation that a real federation has no use for: its clients fail, dawdle and wait for the network by
 # themselves, and each runs as it can.
 SIMULATED = ("dropout_rate", "slow", "bandwidth", "latency")
-UNUSED = (*SIMULATED, "execution", "chunk", "replay", "compile", "client_state", "checkpoint_every", "compress")
+HERE_ONLY = (*SIMULATED, "chunk", "client_state", "compress")  # have no flag
+UNUSED = (*HERE_ONLY, "execution", "replay", "compile", "checkpoint_every")
+RENAMED = {"dp_clip": "privacy_clip", "dp_noise": "privacy_noise", "dp_delta": "privacy_delta"}
 
 
 @dataclass(frozen=True)
 class DeployConfig:
     """How the server deals with its clients. Each field is a flag of `undrift deploy`."""
 
-    out: str = field(default="runs/deployed", metadata={"help": "the run's folder, on the server"})
-    resume: bool = field(default=False, metadata={"help": "go on from the folder's last checkpoint"})
-    timeout: float = field(default=600.0, metadata={"help": "seconds that clients have for an answer"})
-    min_replies: int = field(default=1, metadata={"help": "answers without which a round leaves the model as it is"})
-    wait: float = field(default=600.0, metadata={"help": "seconds to wait for all clients before the first round"})
-    names: str = field(
-        default="",
-        metadata={"help": "the clients' names, with commas between; in sorted order they are clients 0, 1, ..."},
-    )
-    shape: str = field(
-        default="", metadata={"help": "with --dataset own: of one input as the model sees it, such as 1,28,28"}
-    )
-    classes: int = field(default=0, metadata={"help": "with --dataset own: how many class labels there are"})
-    structures: str = field(
-        default="", metadata={"help": "with --dataset own, instead of classes: what masks show, such as disc,cup"}
-    )
-    test: str = field(
-        default="", metadata={"help": "with --dataset own: an .npz on the server with samples to test the model on"}
-    )
-    dp_clip: float = field(
-        default=0.0, metadata={"help": "C, longest update of a client, for differential privacy; 0: none"}
-    )
-    dp_noise: float = field(default=1.0, metadata={"help": "sigma: the noise on the sum is N(0, sigma^2 C^2)"})
-    dp_delta: float = field(default=1e-5, metadata={"help": "delta, for which the record says epsilon"})
+    out: str = setting("runs/deployed", "the run's folder, on the server")
+    resume: bool = setting(False, "go on from the folder's last checkpoint")
+    timeout: float = setting(600.0, "seconds that clients have for an answer")
+    min_replies: int = setting(1, "answers without which a round leaves the model as it is")
+    wait: float = setting(600.0, "seconds to wait for all clients before the first round")
+    names: str = setting("", "the clients' names, with commas between; in sorted order they are clients 0, 1, ...")
+    shape: str = setting("", "with --dataset own: of one input as the model sees it, such as 1,28,28")
+    classes: int = setting(0, "with --dataset own: how many class labels there are")
+    structures: str = setting("", "with --dataset own, instead of classes: what masks show, such as disc,cup")
+    test: str = setting("", "with --dataset own: an .npz on the server with samples to test the model on")
+    privacy_clip: float = setting(0.0, "C, longest update of a client, for differential privacy; 0: none")
+    privacy_noise: float = setting(1.0, "sigma: the noise on the sum is N(0, sigma^2 C^2)")
+    privacy_delta: float = setting(1e-5, "delta, for which the record says epsilon")
 
     def __post_init__(self) -> None:
-        if not self.dp_clip >= 0:
-            raise BadSetting(f"dp_clip must be at least 0, not {self.dp_clip}")
+        if not self.privacy_clip >= 0:
+            raise BadSetting(f"privacy_clip must be at least 0, not {self.privacy_clip}")
         if not (self.timeout > 0 and self.wait > 0 and self.min_replies >= 1):
             raise BadSetting("timeout, wait and min_replies must be greater than 0")
 
 
 DEPLOY_FIELDS = {f.name: f for f in dataclasses.fields(DeployConfig)}
 TYPES = get_type_hints(RunConfig) | get_type_hints(DeployConfig)
-FLAGS = {name: f for name, f in FIELDS.items() if name not in UNUSED} | DEPLOY_FIELDS  # of `undrift deploy`
+FLAGS = {name: f for name, f in FIELDS.items() if name not in HERE_ONLY} | DEPLOY_FIELDS  # of `undrift deploy`
+FLAGS["checkpoint_every"] = setting(1, "always 1: clients keep only the states before and after their last round")
+
+
+def check_flags(settings: Mapping[str, Any]) -> None:
+    """Refuse what a real federation cannot choose; in a file it is left aside, so that a simulation's can be deployed."""
+    if settings.get("execution", "auto") != "auto":
+        raise BadSetting(
+            f"real clients are neither stacked nor pooled; leave --execution at auto, not {settings['execution']}"
+        )
+    if settings.get("compile") == "on":
+        raise BadSetting("real clients run as they are and cannot be compiled; leave --compile at auto, or off")
+    if settings.get("checkpoint_every", 1) != 1:
+        raise BadSetting("a deployed run is saved after every round; leave --checkpoint-every out")
 
 
 def named(names: str) -> list[str]:
@@ -136,6 +140,8 @@ class Plan:
     @classmethod
     def of(cls, given: Mapping[str, Any]) -> Plan:
         """From settings by their names; the algorithm's fields are under `set`."""
+        for old in given.keys() & RENAMED:
+            raise BadSetting(f"{old} is called {RENAMED[old]} now")
         own = typed({n: v for n, v in given.items() if n in DEPLOY_FIELDS}, TYPES)
         of_run = {n: v for n, v in given.items() if n not in DEPLOY_FIELDS}
         chosen = from_mapping(({"partition": OWN} if of_run.get("dataset") == OWN else {}) | of_run)

@@ -1,81 +1,128 @@
-"""The settings of a run: one frozen dataclass, the same names in Python, in TOML and on the command line."""
+"""The settings of runs: one frozen dataclass a command, the same names in Python, in TOML and on the command line."""
 
 from __future__ import annotations
 
 import dataclasses
 import tomllib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from undrift.core.errors import BadSetting, UnknownName
 from undrift.core.names import parse_value as parse_value
+from undrift.core.schedule import Schedule
+
+
+def setting(default: Any, about: str) -> Any:
+    """A field that is a flag too; `about` is its help."""
+    return field(default=default, metadata={"help": about})
 
 
 @dataclass(frozen=True)
-class RunConfig:
-    """Everything that decides a run's result, and how it is run. Each field is a flag of `undrift run`."""
+class JobConfig:
+    """What every command that trains can be told. Each field is a flag of all of them."""
 
-    algorithm: str = field(default="fedavg", metadata={"help": "a listed name, LOCAL+SERVER, or package.module:Class"})
-    dataset: str = field(
-        default="digits", metadata={"help": "a listed name, imagefolder:PATH, or package.module:function"}
+    dataset: str = setting("digits", "a listed name, imagefolder:PATH, or package.module:function")
+    model: str = setting("mlp", "a listed name, or package.module:function; in blocks, an nn.Sequential")
+    rounds: int = setting(20, "T, of a pass over the training samples each, or of --steps batches")
+    seed: int = setting(0, "of everything random")
+    val_fraction: float = setting(0.0, "share of the training samples held out for validation")
+    warmup: float = setting(0.0, "rounds in which the learning rate rises from 0")
+    lr_decay: float = setting(1.0, "multiplies the rate after every round")
+    lr_drops: str = setting("", "rounds after which the rate drops, such as 120,160")
+    lr_drop: float = setting(0.1, "what it is multiplied by at each of --lr-drops")
+    device: str = setting("auto", "auto, cpu or cuda")
+    dtype: str = setting("float32", "float32 or float64")
+    execution: str = setting(
+        "auto", "of simulated clients or workers: stacked (one program), pool (in turn), or auto (the faster one)"
     )
-    model: str = field(default="mlp", metadata={"help": "a listed name, or package.module:function"})
-    partition: str = field(default="dirichlet:0.1", metadata={"help": "how the samples are dealt out to clients"})
-    clients: int = field(default=100, metadata={"help": "N"})
-    cohort: int = field(default=10, metadata={"help": "S, clients a round"})
-    sampling: str = field(default="fixed", metadata={"help": "fixed: S clients; bernoulli: each with probability S/N"})
-    steps: int = field(default=0, metadata={"help": "K, local steps a round (default 5 unless --epochs is given)"})
-    epochs: float = field(default=0.0, metadata={"help": "E, passes over the local data a round, instead of --steps"})
-    batch: int = field(default=64, metadata={"help": "B, local batch size"})
-    batches: str = field(default="", metadata={"help": "persistent (with --steps) or fresh (a new shuffle each round)"})
-    rounds: int = field(default=100, metadata={"help": "T"})
-    seed: int = field(default=0, metadata={"help": "of everything random"})
-    lr_decay: float = field(default=1.0, metadata={"help": "multiplies the local rate after every round"})
-    lr_drops: str = field(default="", metadata={"help": "rounds after which the local rate drops, such as 120,160"})
-    lr_drop: float = field(default=0.1, metadata={"help": "what it is multiplied by at each of --lr-drops"})
-    compress: str = field(
-        default="", metadata={"help": "of what clients send, with error feedback: rbgs:64, randk:64, topk:64 or fp16"}
-    )
-    weights: str = field(default="uniform", metadata={"help": "of the clients' updates: uniform or size"})
-    dropout_rate: float = field(default=0.0, metadata={"help": "probability that an invited client fails to answer"})
-    slow: str = field(
-        default="", metadata={"help": "P,F: with probability P a client makes only a share F of its steps"}
-    )
-    bandwidth: float = field(
-        default=0.0, metadata={"help": "of each client's link in Mbit/s, for simulated seconds; 0: none"}
-    )
-    latency: float = field(default=0.0, metadata={"help": "of each message in seconds, for simulated seconds"})
-    val_fraction: float = field(default=0.0, metadata={"help": "share of the training samples held out for validation"})
-    own_test: float = field(
-        default=0.0, metadata={"help": "share of each client's own samples held out to test what serves it"}
-    )
-    colour: float = field(default=0.0, metadata={"help": "strength of the client-correlated colour perturbation"})
-    device: str = field(default="auto", metadata={"help": "auto, cpu or cuda"})
-    dtype: str = field(default="float32", metadata={"help": "float32 or float64"})
-    execution: str = field(default="auto", metadata={"help": "auto (timed), stacked or pool"})
-    chunk: int = field(default=0, metadata={"help": "clients stacked at a time; 0: as many as fit in memory"})
-    replay: bool = field(default=True, metadata={"help": "on a GPU, replay rounds as CUDA graphs: much faster"})
-    compile: str = field(
-        default="auto", metadata={"help": "compile what is replayed: auto (where the rounds repay it), on or off"}
-    )
-    precision: str = field(default="fp32", metadata={"help": "of products on a GPU: fp32, or tf32 (10 bits, faster)"})
-    deterministic: bool = field(default=False, metadata={"help": "make CUDA runs repeatable"})
-    eval_every: int = field(default=5, metadata={"help": "rounds between evaluations"})
-    client_eval_every: int = field(
-        default=0, metadata={"help": "rounds between scores on the clients' own samples; 0: only in the last round"}
-    )
-    client_state: str = field(
-        default="auto", metadata={"help": "where it is kept: memory, disk, or auto (disk if it would fill the memory)"}
-    )
-    checkpoint_every: int = field(default=50, metadata={"help": "rounds between checkpoints"})
-    stop_at: str = field(default="", metadata={"help": "accuracy=0.9 or time=10m (s, m, h), or both with a comma"})
+    replay: bool = setting(True, "on a GPU, replay what is stacked as CUDA graphs: much faster")
+    compile: str = setting("auto", "compile what is replayed: auto (where the steps repay it), on or off")
+    precision: str = setting("fp32", "of products on a GPU: fp32, or tf32 (10 bits, faster)")
+    deterministic: bool = setting(False, "make CUDA runs repeatable")
+    eval_every: int = setting(1, "rounds between evaluations")
+    checkpoint_every: int = setting(1, "rounds between checkpoints")
+    stop_at: str = setting("", "accuracy=0.9 or time=10m (s, m, h), or both with a comma")
     set: dict[str, Any] = field(
-        default_factory=dict, metadata={"help": "FIELD=VALUE, a field of the algorithm; repeatable"}
+        default_factory=dict, metadata={"help": "FIELD=VALUE, a field of the algorithm or method; repeatable"}
     )
 
     def __post_init__(self) -> None:
+        check_numbers(
+            self,
+            least=dict(rounds=0, seed=0, eval_every=1, checkpoint_every=1),
+            not_negative=("warmup",),
+            positive=("lr_decay", "lr_drop"),
+        )
+        if not 0.0 <= self.val_fraction < 1.0:
+            raise BadSetting(f"val_fraction must lie in [0, 1), not {self.val_fraction}")
+        check_choices(self, JOB_CHOICES)
+        parse_drops(self.lr_drops)
+        parse_stop(self.stop_at)
+
+    @property
+    def schedule(self) -> Schedule:
+        """How the rate changes."""
+        return Schedule(self.warmup, self.lr_decay, parse_drops(self.lr_drops), self.lr_drop)
+
+    def as_toml(self) -> dict[str, Any]:
+        """What run.toml says of the settings."""
+        given = asdict(self)
+        return {name: given[name] for name in fields_of(type(self))}
+
+    def remarks(self) -> list[str]:
+        """Warnings about settings that are legal but probably unintended."""
+        return []
+
+
+JOB_CHOICES = {
+    "device": ("auto", "cpu", "cuda"),
+    "dtype": ("float32", "float64"),
+    "execution": ("auto", "stacked", "pool"),
+    "compile": ("auto", "on", "off"),
+    "precision": ("fp32", "tf32"),
+}
+
+
+def fields_of(kind: type[JobConfig]) -> dict[str, dataclasses.Field[Any]]:
+    """A command's settings by name: its own, then those that all commands have."""
+    every = {f.name: f for f in dataclasses.fields(kind)}
+    shared = {f.name for f in dataclasses.fields(JobConfig)}
+    return {n: f for n, f in every.items() if n not in shared} | {n: f for n, f in every.items() if n in shared}
+
+
+@dataclass(frozen=True)
+class RunConfig(JobConfig):
+    """Everything that decides a simulated run's result, and how it is run. Each field is a flag of `undrift run`."""
+
+    algorithm: str = setting("fedavg", "a listed name, LOCAL+SERVER, or package.module:Class")
+    partition: str = setting("dirichlet:0.1", "how the samples are dealt out to clients")
+    clients: int = setting(100, "N")
+    cohort: int = setting(10, "S, clients a round")
+    sampling: str = setting("fixed", "fixed: S clients; bernoulli: each with probability S/N")
+    steps: int = setting(0, "K, local steps a round (default 5 unless --epochs is given)")
+    epochs: float = setting(0.0, "E, passes over the local data a round, instead of --steps")
+    batch: int = setting(64, "B, local batch size")
+    batches: str = setting("", "persistent (with --steps) or fresh (a new shuffle each round)")
+    compress: str = setting("", "of what clients send, with error feedback: rbgs:64, randk:64, topk:64 or fp16")
+    weights: str = setting("uniform", "of the clients' updates: uniform or size")
+    dropout_rate: float = setting(0.0, "probability that an invited client fails to answer")
+    slow: str = setting("", "P,F: with probability P a client makes only a share F of its steps")
+    bandwidth: float = setting(0.0, "of each client's link in Mbit/s, for simulated seconds; 0: none")
+    latency: float = setting(0.0, "of each message in seconds, for simulated seconds")
+    own_test: float = setting(0.0, "share of each client's own samples held out to test what serves it")
+    colour: float = setting(0.0, "strength of the client-correlated colour perturbation")
+    chunk: int = setting(0, "clients stacked at a time; 0: as many as fit in memory")
+    client_eval_every: int = setting(0, "rounds between scores on the clients' own samples; 0: only in the last round")
+    client_state: str = setting("auto", "where it is kept: memory, disk, or auto (disk if it would fill the memory)")
+    # A round is a few steps of a few clients, much less than a pass over all samples.
+    rounds: int = setting(100, "T, of --steps or --epochs of a cohort each")
+    eval_every: int = setting(5, "rounds between evaluations: a round is short")
+    checkpoint_every: int = setting(50, "rounds between checkpoints: a round is short")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
         if self.steps and self.epochs:
             raise BadSetting(f"give steps or epochs, not both (steps={self.steps}, epochs={self.epochs:g})")
         if not self.steps and not self.epochs:
@@ -84,10 +131,8 @@ class RunConfig:
             object.__setattr__(self, "batches", "persistent" if self.steps else "fresh")
         check_numbers(
             self,
-            least=dict(clients=1, cohort=1, batch=1, rounds=0, eval_every=1, client_eval_every=0, checkpoint_every=1)
-            | dict(steps=0, seed=0, chunk=0),
-            not_negative=("epochs", "val_fraction", "colour", "bandwidth", "latency"),
-            positive=("lr_decay", "lr_drop"),
+            least=dict(clients=1, cohort=1, batch=1, client_eval_every=0, steps=0, chunk=0),
+            not_negative=("epochs", "colour", "bandwidth", "latency"),
         )
         if not 0.0 <= self.dropout_rate < 1.0:
             raise BadSetting(f"dropout_rate must lie in [0, 1), not {self.dropout_rate}")
@@ -100,12 +145,16 @@ class RunConfig:
             raise BadSetting(
                 f"a cohort of {self.cohort} cannot be drawn from {self.clients} clients; lower cohort or raise clients"
             )
-        parse_drops(self.lr_drops)
-        parse_stop(self.stop_at)
+
+    def remarks(self) -> list[str]:
+        from undrift.jobs.registry import algorithm_class
+
+        alg = make_algorithm(algorithm_class(self.algorithm), self.algorithm, self.set)
+        return list(alg.remarks(self.rounds, self.cohort))
 
 
 def check_numbers(
-    settings: object, least: Mapping[str, int], not_negative: Sequence[str], positive: Sequence[str]
+    settings: object, least: Mapping[str, int], not_negative: Sequence[str] = (), positive: Sequence[str] = ()
 ) -> None:
     """Raise BadSetting for a whole number below its least value, and for one that must be finite and at least, or above, 0."""
     for name, lowest in least.items():
@@ -126,20 +175,17 @@ def check_choices(settings: object, choices: Mapping[str, tuple[str, ...]]) -> N
             raise UnknownName(f"value of {name}", str(getattr(settings, name)), allowed)
 
 
-CHOICES = {
+CHOICES = JOB_CHOICES | {
     "sampling": ("fixed", "bernoulli"),
     "batches": ("persistent", "fresh"),
     "weights": ("uniform", "size"),
-    "device": ("auto", "cpu", "cuda"),
-    "dtype": ("float32", "float64"),
-    "execution": ("auto", "stacked", "pool"),
-    "compile": ("auto", "on", "off"),
-    "precision": ("fp32", "tf32"),
     "client_state": ("auto", "memory", "disk"),
 }
 # What may change when a run is resumed: how long and how it runs, not what it computes.
-RESUMABLE = ("rounds", "stop_at", "checkpoint_every", "device", "execution", "chunk", "compile", "deterministic")
-FIELDS = {f.name: f for f in dataclasses.fields(RunConfig)}
+RESUMABLE = (
+    "rounds", "stop_at", "checkpoint_every", "device", "execution", "chunk", "replay", "compile", "deterministic",
+)  # fmt: skip
+FIELDS = fields_of(RunConfig)
 TYPES = get_type_hints(RunConfig)
 
 
@@ -162,6 +208,22 @@ def typed(settings: Mapping[str, Any], types: Mapping[str, Any]) -> dict[str, An
         if name not in types:
             raise UnknownName("setting", name, types)
     return {name: as_type(name, value, types[name]) for name, value in settings.items()}
+
+
+def with_own_fields(settings: Mapping[str, Any], own: Sequence[str], method: str) -> dict[str, Any]:
+    """Settings in which the method's own fields, where they stand under `set`, stand beside the others.
+
+    >>> with_own_fields({"seed": 1, "set": {"lam": 0.5}}, ("lam", "lr"), "def")
+    {'seed': 1, 'lam': 0.5}
+    """
+    given = dict(settings)
+    fields = given.pop("set", {})
+    if not isinstance(fields, Mapping):
+        raise BadSetting(f"set must be a table of the method's fields, not {fields!r}")
+    for name in fields:
+        if name not in own:
+            raise UnknownName(f"field of {given.get('method', method)}", name, own)
+    return given | dict(fields)
 
 
 def from_toml(path: Path) -> dict[str, Any]:

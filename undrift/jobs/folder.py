@@ -42,7 +42,6 @@ class RunFolder:
         self.path = path
         self.settings_file, self.rounds_file = path / "run.toml", path / "rounds.jsonl"
         self.checkpoints, self.model_file = path / "checkpoint", path / "model.safetensors"
-        self.client_table, self.client_undo = path / "clients.table", path / "clients.undo"
 
     def exists(self) -> bool:
         return any((self.path / name).exists() for name in OURS)

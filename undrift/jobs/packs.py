@@ -11,21 +11,23 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from undrift.algorithms.base import Algorithm
-from undrift.core.arithmetic import arithmetic, pick_device
+from undrift.core.device import arithmetic, available_memory, pick_device
 from undrift.core.trees import nbytes
 from undrift.data.dataset import Dataset
 from undrift.data.federation import Federation
 from undrift.data.load import load_dataset
 from undrift.jobs.config import RunConfig, make_algorithm, parse_stop
+from undrift.jobs.course import Course, Progress, drive
 from undrift.jobs.folder import RunFolder
 from undrift.jobs.registry import algorithm_class
-from undrift.jobs.run import Course, Progress, drive, simulated
-from undrift.simulate.choose import available_memory, bytes_per_client
+from undrift.jobs.run import simulated
+from undrift.jobs.start import set_out
+from undrift.simulate.choose import bytes_per_client
 from undrift.simulate.packed import Pack, structure
 from undrift.simulate.replay import Outlook
 from undrift.simulate.simulation import Simulation
 
-DIFFER = ("seed", "lr_decay", "lr_drops", "lr_drop", "set")  # settings in which packed runs may differ
+DIFFER = ("seed", "warmup", "lr_decay", "lr_drops", "lr_drop", "set")  # settings in which packed runs may differ
 
 
 def kind(config: RunConfig, folder: RunFolder) -> Hashable:
@@ -54,7 +56,7 @@ def set_up(config: RunConfig, dataset: Dataset, shared: Federation | None = None
     """The resolved settings and the run itself, on the samples of another one."""
     alg, device = algorithm(config), pick_device(config.device)
     execution = "stacked" if device.type == "cpu" else config.execution
-    config = replace(config, set=asdict(alg), execution=execution)  # type: ignore[call-overload]
+    config = replace(config, set=asdict(alg), execution=execution)
     simulation = simulated(config, alg, dataset, config.model, device)
     if shared is not None:
         simulation.data = replace(simulation.data, train=shared.train, test=shared.test)
@@ -73,11 +75,12 @@ def cost(config: RunConfig, processes: int) -> Cost:
     """How much a run like this one takes; packed runs get half of the memory that is free, shared by so many processes."""
     config, simulation = set_up(config, load_dataset(config.dataset))
     outlook = Outlook(simulation)
-    with arithmetic(config.precision, config.deterministic), contextlib.closing(simulation.clients):
-        first = next(part for t in itertools.count() if len((part := simulation.takes_part(t)).ids))
-        opening = simulation.opening(first)
-        working = bytes_per_client(simulation.net, simulation.state.x, simulation.state.buffers, opening.work)
-        kept = nbytes(opening.client) // len(first.ids) * simulation.data.clients
+    with arithmetic(config.precision, config.deterministic), contextlib.closing(simulation):
+        attended = (simulation.attendance(t) for t in itertools.count())
+        work = simulation.work(next(part for part in attended if len(part.ids)))
+        working = bytes_per_client(simulation.net, simulation.state.x, simulation.state.buffers, work)
+        _, _, everybody = simulation.serving()
+        kept = nbytes(everybody)
         # Twice what the clients keep, and thrice the server's state: copies are made when a pack begins and when a stretch ends.
         one = outlook.clients * working + 2 * kept + 3 * nbytes(simulation.state)
         most = int(0.5 * available_memory(simulation.device) / processes / one)
@@ -115,18 +118,16 @@ def run_packed(configs: Sequence[RunConfig], folders: Sequence[Path], progress: 
             config, simulation = set_up(config, dataset, shared)
             shared = simulation.data
             folder = RunFolder(path)
-            resume = folder.exists()
-            folder.make(resume)
-            stack.enter_context(folder.locked())
-            courses.append(Course(simulation, config, folder, resume, tell))
+            run = contextlib.closing(simulation)
+            courses.append(stack.enter_context(set_out(run, config, folder, folder.exists(), tell)))
         drive_together(courses)
 
 
-def drive_together(courses: list[Course[Simulation]]) -> None:
+def drive_together(courses: list[Course[Simulation, RunConfig]]) -> None:
     """All runs to their end: together those that can, and afterwards alone those that had to leave the pack."""
-    alone: list[Course[Simulation]] = []
+    alone: list[Course[Simulation, RunConfig]] = []
     while len(together := [c for c in courses if c not in alone and c.ahead()[0]]) > 1:
-        pack, whole = Pack([course.simulation for course in together]), True
+        pack, whole = Pack([course.run for course in together]), True
         while whole:
             for course, records in zip(together, pack.rounds(*together[0].ahead()), strict=True):
                 if records:

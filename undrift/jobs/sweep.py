@@ -13,7 +13,7 @@ lr = [0.1, 0.05]
 [sweep.only.fedprox]          # for one algorithm alone; lists are tried one by one
 mu = [0.01, 0.1]
 
-With `methods` in place of `algorithms` the settings are those of `undrift dp`, and there is no [set].
+With `methods` in place of `algorithms` the settings are those of `undrift dataparallel`.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from typing import Any, NamedTuple
 import torch
 
 from undrift.algorithms.settings import check_algorithm
-from undrift.core.arithmetic import pick_device
+from undrift.core.device import pick_device
 from undrift.core.errors import BadRunFolder, BadSetting, MissingData, UndriftError, UnknownName
 from undrift.core.names import module_of
 from undrift.data.load import load_dataset
@@ -46,10 +46,11 @@ from undrift.data.partition import PARTITIONS
 from undrift.dataparallel import command as parallel
 from undrift.dataparallel.command import ParallelConfig
 from undrift.jobs import packs
-from undrift.jobs.config import FIELDS, RESUMABLE, RunConfig, from_mapping, make_algorithm, read_toml
+from undrift.jobs.config import FIELDS, RESUMABLE, RunConfig, fields_of, from_mapping, make_algorithm, read_toml
+from undrift.jobs.course import Progress
 from undrift.jobs.folder import RunFolder
 from undrift.jobs.registry import algorithm_class
-from undrift.jobs.run import Progress, run
+from undrift.jobs.run import run
 
 
 class Job(NamedTuple):
@@ -145,7 +146,7 @@ def _federated(chosen: dict[str, Any], values: Mapping[str, Any]) -> RunConfig:
 
 def _parallel(chosen: dict[str, Any]) -> ParallelConfig:
     """The settings of a run of `undrift dp`."""
-    return parallel.resolved(parallel.from_mapping(chosen))
+    return parallel.resolve(parallel.from_mapping(chosen))
 
 
 def there(dataset: str) -> bool:
@@ -307,8 +308,9 @@ def _finished(job: Job, stored: RunFolder) -> bool:
         return False
     was, now = stored.settings(), asdict(job.config)
     for name in now.keys() - {"set", *RESUMABLE}:
-        if was.get(name) != now[name]:
-            raise BadRunFolder(f"{folder} holds another run: its {name} is {was.get(name)}, not {now[name]}")
+        before = was.get(name, fields_of(type(job.config))[name].default)  # a setting may be newer than the folder
+        if before != now[name]:
+            raise BadRunFolder(f"{folder} holds another run: its {name} is {before}, not {now[name]}")
     for name, value in _fields(job.config).items():
         value = list(value) if isinstance(value, tuple) else value
         if was.get("set", {}).get(name) != value:

@@ -11,7 +11,6 @@ of them on a GPU has a form of its own (`Chain.step`).
 from __future__ import annotations
 
 import functools
-import weakref
 from typing import Any, NamedTuple
 
 import torch
@@ -352,15 +351,12 @@ def hooked(module: nn.Module) -> bool:
     return any(vars(module).get(kind) for kind in kinds)
 
 
-_chains: weakref.WeakKeyDictionary[Net, Chain | None] = weakref.WeakKeyDictionary()
-
-
 def chain_of(net: Net) -> Chain | None:
     """The chain that a network is; None: it is something else, or its loss is not cross-entropy."""
-    try:
-        return _chains[net]
-    except KeyError:
-        return _chains.setdefault(net, Chain.of(net.original) if net.loss is F.cross_entropy else None)
+    if "chain" not in net.remembered:
+        net.remembered["chain"] = Chain.of(net.original) if net.loss is F.cross_entropy else None
+    found: Chain | None = net.remembered["chain"]
+    return found
 
 
 def fitting(oracle: Oracle) -> Chain | None:
@@ -390,7 +386,7 @@ def steps_at_once(oracle: Oracle, x: Tensor, rate: float | Tensor) -> bool:
 @faster(task_step, when=steps_at_once)
 def task_step_of_chain(oracle: Oracle, x: Tensor, rate: float | Tensor) -> Tensor:
     if isinstance(rate, Tensor):
-        rate = flat(oracle, rate.expand(*oracle.lead, 1).squeeze(-1))
+        rate = rate.expand(*oracle.lead, 1).reshape([-1] if oracle.lead else [])
     loss, made = written_out(oracle, x, rate)
     oracle.tally.calls += 1
     oracle.loss = loss.unsqueeze(-1)
@@ -402,15 +398,13 @@ def written_out(oracle: Oracle, x: Tensor, rate: float | Tensor | None) -> tuple
     chain, lead = chain_of(oracle.net), oracle.lead
     assert chain is not None
     inputs, targets, real, *_ = oracle.batch
-    x = flat(oracle, x.detach().expand(*lead, x.shape[-1]))
-    real = None if real is None else flat(oracle, real)
-    loss, made = chain.gradient(x, flat(oracle, inputs), flat(oracle, targets), real, rate)
+    x = x.detach().expand(*lead, x.shape[-1])
+    if len(lead) < 2:
+        return chain.gradient(x, inputs, targets, real, rate)
+    last = len(lead) - 1
+    x, inputs, targets = x.flatten(0, last), inputs.flatten(0, last), targets.flatten(0, last)
+    loss, made = chain.gradient(x, inputs, targets, None if real is None else real.flatten(0, last), rate)
     return loss.view(lead), made.view(*lead, -1)
-
-
-def flat(oracle: Oracle, t: Tensor) -> Tensor:
-    """[..., n] with all clients in one dimension."""
-    return t.flatten(0, len(oracle.lead) - 1) if len(oracle.lead) > 1 else t
 
 
 @faster(stacks_in_a_thread, when=lambda net: chain_of(net) is not None)

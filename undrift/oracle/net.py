@@ -189,6 +189,7 @@ class Net:
             or [torch.zeros(0, dtype=torch.bool)]
         )  # which entries of the buffers' vector are counters: they are aggregated by maximum
         self.beside: dict[str, Net] = {}  # further networks that an algorithm trains on the same samples, by name
+        self.remembered: dict[str, Any] = {}  # what faster forms have found out about this network
         self._local = threading.local()
         self._prepared = prepared
         self._still = _unshared(prepared, self.current).eval()

@@ -3,6 +3,7 @@
 `DSP` trains any nn.Sequential, in one process or with one process a block; `Schedule` is the timeline behind it.
 """
 
+import undrift.kernels.register  # noqa: F401  gives the plain functions their faster forms
 from undrift.pipeline.dsp import DSP
 from undrift.pipeline.schedule import Schedule
 from undrift.pipeline.sum import SUM

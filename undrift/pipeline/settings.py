@@ -2,85 +2,65 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass
 from typing import Any, get_type_hints
 
-from undrift.core.errors import BadSetting, UnknownName
+from undrift.core.errors import BadSetting
 from undrift.dataparallel.methods import number_or_auto
-from undrift.jobs.config import as_type, check_choices, check_numbers, parse_drops, parse_stop
+from undrift.jobs.config import (
+    JOB_CHOICES,
+    JobConfig,
+    check_choices,
+    check_numbers,
+    fields_of,
+    setting,
+    typed,
+    with_own_fields,
+)
 from undrift.pipeline.methods import METHODS
 from undrift.pipeline.schedule import Schedule
 
-OWN = ("queues", "blocks", "cuts", "micro")  # what belongs to the method: run.toml has it under [set]
+STORED = ("queues", "blocks", "cuts", "micro")  # what run.toml has under [set]
+# What belongs to the method, and may be given by --set too.
+OWN = (*STORED, "replicas", "reduce", "ratio", "lam", "lr", "momentum", "nesterov", "weight_decay")
 
 
 @dataclass(frozen=True)
-class PipeConfig:
+class PipeConfig(JobConfig):
     """Everything that decides a pipeline run's result, and how it is run. Each field is a flag of `undrift pipe`."""
 
-    method: str = field(default="dsp", metadata={"help": "how the blocks are trained"})
-    queues: str = field(
-        default="", metadata={"help": "DSP's p0,..;m0,.. such as 1,1,0;4,2,0; empty: the shortest where no block waits"}
+    method: str = setting("dsp", "how the blocks are trained")
+    queues: str = setting("", "DSP's p0,..;m0,.. such as 1,1,0;4,2,0; empty: the shortest where no block waits")
+    blocks: int = setting(0, "K; 0: as the queues say, or as many as there are processes, or 3")
+    cuts: str = setting("", "layers that begin a block, such as stage2,stage3; empty: balanced by measurement")
+    micro: int = setting(4, "M, micro-batches of gpipe and 1f1b")
+    replicas: int = setting(1, "D, under torchrun: processes for each block, with own batches")
+    reduce: str = setting(
+        "mean", "how replicas join their gradients: mean, or def (see undrift dataparallel) with --ratio, --lam"
     )
-    blocks: int = field(
-        default=0, metadata={"help": "K; 0: as the queues say, or as many as there are processes, or 3"}
-    )
-    cuts: str = field(
-        default="",
-        metadata={"help": "layers that begin a block, such as stage2,stage3; empty: balanced by measurement"},
-    )
-    micro: int = field(default=4, metadata={"help": "M, micro-batches of gpipe and 1f1b"})
-    replicas: int = field(default=1, metadata={"help": "D, under torchrun: processes for each block, with own batches"})
-    reduce: str = field(
-        default="mean",
-        metadata={"help": "how replicas join their gradients: mean, or def (see undrift dp) with --ratio, --lam"},
-    )
-    ratio: float = field(
-        default=64.0, metadata={"help": "of --reduce def: of d numbers of a block, ceil(d / ratio) are sent"}
-    )
-    lam: str = field(default="0.3", metadata={"help": "lambda of --reduce def, in [0, 1], or auto"})
-    dataset: str = field(
-        default="digits", metadata={"help": "a listed name, imagefolder:PATH, or package.module:function"}
-    )
-    model: str = field(default="mlp", metadata={"help": "a listed name, or package.module:function; an nn.Sequential"})
-    batch: int = field(default=128, metadata={"help": "samples in a batch of each replica"})
-    steps: int = field(default=0, metadata={"help": "batches in a round; 0: a pass over the training samples"})
-    rounds: int = field(default=10, metadata={"help": "T"})
-    lr: float = field(default=0.1, metadata={"help": "alpha"})
-    momentum: float = field(default=0.9, metadata={"help": "beta"})
-    nesterov: bool = field(default=False, metadata={"help": "Nesterov's momentum instead of heavy ball"})
-    weight_decay: float = field(default=0.0, metadata={"help": "added to the gradient"})
-    warmup: float = field(default=0.0, metadata={"help": "rounds in which the rate rises from 0"})
-    lr_decay: float = field(default=1.0, metadata={"help": "multiplies the rate after every round"})
-    lr_drops: str = field(default="", metadata={"help": "rounds after which the rate drops, such as 150,225"})
-    lr_drop: float = field(default=0.1, metadata={"help": "what it is multiplied by at each of --lr-drops"})
-    seed: int = field(default=0, metadata={"help": "of everything random"})
-    val_fraction: float = field(default=0.0, metadata={"help": "share of the training samples held out for validation"})
-    differences: bool = field(
-        default=False, metadata={"help": "record each block's distance from backpropagation's gradient once a round"}
-    )
-    device: str = field(default="auto", metadata={"help": "auto, cpu or cuda"})
-    dtype: str = field(default="float32", metadata={"help": "float32 or float64"})
-    precision: str = field(default="fp32", metadata={"help": "of products on a GPU: fp32, or tf32 (10 bits, faster)"})
-    deterministic: bool = field(default=False, metadata={"help": "make CUDA runs repeatable"})
-    eval_every: int = field(default=1, metadata={"help": "rounds between evaluations"})
-    checkpoint_every: int = field(default=1, metadata={"help": "rounds between checkpoints"})
-    stop_at: str = field(default="", metadata={"help": "accuracy=0.9 or time=10m (s, m, h), or both with a comma"})
+    ratio: float = setting(64.0, "of --reduce def: of d numbers of a block, ceil(d / ratio) are sent")
+    lam: str = setting("0.3", "lambda of --reduce def, in [0, 1], or auto")
+    batch: int = setting(128, "samples in a batch of each replica")
+    steps: int = setting(0, "batches in a round; 0: a pass over the training samples")
+    lr: float = setting(0.1, "alpha")
+    momentum: float = setting(0.9, "beta")
+    nesterov: bool = setting(False, "Nesterov's momentum instead of heavy ball")
+    weight_decay: float = setting(0.0, "added to the gradient")
+    differences: bool = setting(False, "record each block's distance from backpropagation's gradient once a round")
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         check_numbers(
             self,
-            least=dict(
-                blocks=0, micro=1, replicas=1, batch=1, steps=0, rounds=0, seed=0, eval_every=1, checkpoint_every=1
-            ),
-            not_negative=("lr", "momentum", "weight_decay", "warmup", "val_fraction"),
-            positive=("lr_decay", "lr_drop"),
+            least=dict(blocks=0, micro=1, replicas=1, batch=1, steps=0),
+            not_negative=("lr", "momentum", "weight_decay"),
         )
         check_choices(self, CHOICES)
-        parse_drops(self.lr_drops)
-        parse_stop(self.stop_at)
+        if self.execution != "auto":
+            raise BadSetting(f"blocks are neither stacked nor pooled; leave --execution at auto, not {self.execution}")
+        if self.compile == "on":
+            raise BadSetting("blocks are run as they are and cannot be compiled; leave --compile at auto, or off")
         if self.queues:
             if self.method != "dsp":
                 raise BadSetting(f"queues are DSP's; {self.method} has its own, so leave --queues out")
@@ -103,39 +83,27 @@ class PipeConfig:
 
     def rate(self, n: int, steps: int) -> float:
         """The learning rate of batch n, where a round has so many."""
-        t = n // steps
-        warm = min(1.0, (n + 1) / (steps * self.warmup)) if self.warmup else 1.0
-        return float(
-            warm * self.lr * self.lr_decay**t * self.lr_drop ** sum(t >= d for d in parse_drops(self.lr_drops))
-        )
+        return self.schedule.rate(self.lr, n // steps, (n + 1) / steps)
+
+    def as_toml(self) -> dict[str, Any]:
+        """In the form that reports read."""
+        given = super().as_toml()
+        own = {name: given.pop(name) for name in STORED}
+        return {"command": "pipe", "algorithm": given.pop("method"), **given, "set": own}
 
 
-CHOICES = {
-    "method": tuple(METHODS),
-    "reduce": ("mean", "def"),
-    "device": ("auto", "cpu", "cuda"),
-    "dtype": ("float32", "float64"),
-    "precision": ("fp32", "tf32"),
-}
-FIELDS = {f.name: f for f in dataclasses.fields(PipeConfig)}
+CHOICES = JOB_CHOICES | {"method": tuple(METHODS), "reduce": ("mean", "def")}
+FIELDS = fields_of(PipeConfig)
 TYPES = get_type_hints(PipeConfig)
 
 
 def from_mapping(settings: Mapping[str, Any]) -> PipeConfig:
     """A PipeConfig from plain values, or from what run.toml holds; unknown names and values of a wrong kind are errors."""
-    given = dict(settings)
-    given |= given.pop("set", {})
-    given.pop("command", None)
-    if "algorithm" in given:
-        given["method"] = given.pop("algorithm")
-    for name in given:
-        if name not in FIELDS:
-            raise UnknownName("setting", name, FIELDS)
-    return PipeConfig(**{name: as_type(name, value, TYPES[name]) for name, value in given.items()})
+    return PipeConfig(**typed(plain(settings), TYPES))
 
 
-def as_toml(config: PipeConfig) -> dict[str, Any]:
-    """What run.toml says of the settings, in the form that reports read."""
-    given = asdict(config)
-    own = {name: given.pop(name) for name in OWN}
-    return {"command": "pipe", "algorithm": given.pop("method"), **given, "set": own}
+def plain(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Settings under the names of the flags; lam may be a number."""
+    given = {("method" if name == "algorithm" else name): v for name, v in settings.items() if name != "command"}
+    given = with_own_fields(given, OWN, str(FIELDS["method"].default))
+    return given | ({"lam": str(given["lam"])} if isinstance(given.get("lam"), int | float) else {})

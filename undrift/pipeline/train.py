@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import math
-import platform
 import time
-import warnings
-from collections.abc import Callable, Mapping
-from dataclasses import asdict
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -20,16 +17,16 @@ from torch import Tensor, nn
 
 import undrift.data.federation as federation
 from undrift.core import ranks
-from undrift.core.arithmetic import arithmetic, pick_device
-from undrift.core.errors import BadRunFolder, BadSetting
+from undrift.core.device import arithmetic, pick_device
+from undrift.core.errors import BadSetting
 from undrift.data.dataset import Dataset
 from undrift.data.load import load_dataset
 from undrift.dataparallel.methods import number_or_auto
 from undrift.dataparallel.optimizer import DEF
-from undrift.jobs.config import from_toml, parse_stop
-from undrift.jobs.folder import ReadOnlyFolder, RunFolder
+from undrift.jobs.course import Progress, Result
+from undrift.jobs.protocol import InMemory
 from undrift.jobs.registry import build_model
-from undrift.jobs.run import Progress, Result, check_same_run, commit
+from undrift.jobs.start import start
 from undrift.pipeline.dsp import whole_model
 from undrift.pipeline.feed import Feed
 from undrift.pipeline.links import Group
@@ -37,7 +34,7 @@ from undrift.pipeline.methods import METHODS, Engine, engine, schedule_of
 from undrift.pipeline.micro import MicroBatches
 from undrift.pipeline.processes import Processes
 from undrift.pipeline.resolve import cut_names, resolved
-from undrift.pipeline.settings import PipeConfig, as_toml, from_mapping
+from undrift.pipeline.settings import PipeConfig, from_mapping, plain
 from undrift.pipeline.split import Part, parts
 from undrift.round.record import RoundRecord, write_record
 from undrift.simulate.choose import keep_freed_memory
@@ -52,110 +49,25 @@ def run_pipe(
     progress: Progress | None = None,
     say: Callable[[str], None] = lambda text: None,
     **settings: Any,
-) -> Result:
+) -> Result[PipeConfig]:
     """Train a model in blocks. `config` is a PipeConfig, a mapping or a TOML file; `settings` override it.
 
     >>> result = run_pipe(method="dsp", queues="1,0;2,0", cuts="hidden2", rounds=1, steps=5, batch=32)
     >>> len(result.records), result.records[0]["gradients"]
     (1, 5)
     """
-    given: dict[str, Any] = {}
-    if isinstance(config, str | Path):
-        given = from_toml(Path(config))
-    elif config is not None:
-        given = asdict(config) if isinstance(config, PipeConfig) else dict(config)
-    given = _flat(given) | settings
-    folder = None
-    if out is not None:
-        folder = RunFolder(Path(out)) if ranks.rank() == 0 else ReadOnlyFolder(Path(out))
-    if resume:
-        if folder is None:
-            raise BadSetting("resume needs the run's folder; give --out DIR")
-        stored = folder.settings()
-        made = stored.pop("made", {})
-        check_same_run(folder, _flat(stored), given)
-        given = _flat(stored) | given
-        if made.get("threads") not in (None, torch.get_num_threads()) and ranks.rank() == 0:
-            warnings.warn(
-                f"{folder.path} was run on {made['threads']} threads, now there are {torch.get_num_threads()}: "
-                "the last digits may differ",
-                stacklevel=3,
-            )
-    chosen = from_mapping(given)
-    with arithmetic(chosen.precision, chosen.deterministic):
-        training = Training(chosen, load_dataset(chosen.dataset), say)
-        ranks.all_well()  # before anything is written
-        with contextlib.ExitStack() as stack:
-            if folder is not None:
-                folder.make(resume)
-                stack.enter_context(folder.locked())
-            ranks.all_well()  # a folder that rank 0 cannot have: no block may wait for its first batch then
-            stack.enter_context(training.guarded())
-            return drive(training, folder, resume, progress)
+
+    def build(given: dict[str, Any]) -> tuple[PipeConfig, AbstractContextManager[Training]]:
+        chosen = from_mapping(given)
+        with arithmetic(chosen.precision, chosen.deterministic):  # layers are timed
+            training = Training(chosen, load_dataset(chosen.dataset), say)
+        return training.config, training.guarded()
+
+    # One process or one a block: the bits are the same.
+    return start(config, settings, build, out, resume, progress, plain=plain, alike=("threads",))
 
 
-def _flat(settings: dict[str, Any]) -> dict[str, Any]:
-    """Settings as run.toml holds them, under the names of the flags."""
-    flat = settings | settings.get("set", {})
-    if "algorithm" in flat:
-        flat["method"] = flat.pop("algorithm")
-    return {name: value for name, value in flat.items() if name not in ("set", "command")}
-
-
-def drive(training: Training, folder: RunFolder | None, resume: bool, progress: Progress | None) -> Result:
-    """All rounds from where the run stands to its end, with its records and checkpoints."""
-    config, records, elapsed = training.config, [], 0.0
-    stop = parse_stop(config.stop_at)
-    if folder is not None and not resume:
-        folder.create(training.written())
-    if folder is not None and resume:
-        checkpoint = folder.load(config.rounds)
-        if checkpoint is not None:
-            tensors, facts = checkpoint
-            try:
-                training.restore(tensors, facts["round"])
-            except (KeyError, ValueError, RuntimeError) as error:
-                raise BadRunFolder(f"the checkpoint in {folder.path} is of another run: {error}") from error
-            elapsed = facts["seconds"]
-        ranks.all_well()  # every rank has read the checkpoint, and rank 0 has cut the records back to it
-        records = folder.records()
-        folder.write_settings(training.written())
-    began, saved = time.perf_counter() - elapsed, training.t
-    reached = _reached(stop, records[-1] if records else {}, elapsed)
-    while training.t < config.rounds and not reached:
-        record = training.round(last=training.t + 1 == config.rounds).as_dict()
-        records.append(record)
-        elapsed = time.perf_counter() - began
-        trained = record["train_loss"]  # None while the first batches are on their way up
-        diverged = trained is not None and not math.isfinite(trained)
-        reached = "diverged" if diverged else _reached(stop, record, elapsed)
-        if folder is not None:
-            folder.append(record)
-        if progress is not None and ranks.rank() == 0:
-            progress(record, config.rounds)
-        due = training.t % config.checkpoint_every == 0 and training.t < config.rounds and not reached
-        if folder is not None and due:
-            folder.save(training.tensors(), {"round": training.t, "seconds": elapsed, "finished": False})
-            saved = training.t
-    tensors, model = training.tensors(), whole_model(training.parts, training.engine.model())
-    if folder is not None and ranks.first_rank_says(saved < training.t or not folder.finished()):
-        facts = {"seconds": elapsed, "finished": True, "stopped": reached or "rounds"}
-        folder.write_model(model)
-        folder.save(tensors, {"round": training.t} | facts)
-    chosen: Any = config
-    return Result(records, model, chosen, folder.path if folder else None, reached or "rounds")
-
-
-def _reached(stop: Mapping[str, float], record: Mapping[str, Any], elapsed: float) -> str:
-    """Why the run ends here, as rank 0 sees it, or nothing."""
-    if not stop:
-        return ""
-    accurate = "accuracy" in stop and (record.get("accuracy") or 0.0) >= stop["accuracy"]
-    late = "time" in stop and elapsed >= stop["time"]
-    return ranks.first_rank_says("accuracy" if accurate else "time" if late else "")
-
-
-class Training:
+class Training(InMemory):
     """A run in memory. `round()` advances it; `tensors()` is all that a checkpoint needs."""
 
     def __init__(self, config: PipeConfig, dataset: Dataset, say: Callable[[str], None] = lambda text: None) -> None:
@@ -198,7 +110,21 @@ class Training:
         grid = found.grid if isinstance(found, Processes) else None
         self.replica = 0 if grid is None else grid.d
         self.needs = {"inputs": grid is None or grid.k == 0, "targets": grid is None or grid.k == config.blocks - 1}
-        self.guarded = found.guarded if isinstance(found, Processes) else contextlib.nullcontext
+        self.guard = found.guarded if isinstance(found, Processes) else contextlib.nullcontext
+        self.diverged = False
+
+    @contextlib.contextmanager
+    def guarded(self) -> Iterator[Training]:
+        """The run, while whatever happens to it is felt by the other ranks."""
+        with self.guard():
+            yield self
+
+    def rounds(self, most: int, last: bool = False) -> list[RoundRecord]:
+        """The next round."""
+        record = self.round(last and most == 1)
+        loss = record.train_loss  # None while the first batches are on their way up
+        self.diverged = loss is not None and not math.isfinite(loss)
+        return [record]
 
     def round(self, last: bool = False) -> RoundRecord:
         """One round of batches; `last` asks for an evaluation whatever the interval is."""
@@ -250,16 +176,11 @@ class Training:
         self.engine.restore(tensors)
         self.t = round
 
-    def written(self) -> dict[str, Any]:
-        """What run.toml says: every resolved setting, and under [made] what it was made with."""
-        from undrift import __version__
+    def model(self) -> dict[str, Tensor]:
+        return whole_model(self.parts, self.engine.model())
 
-        made = {
-            "undrift": __version__, "commit": commit(), "python": platform.python_version(), "torch": torch.__version__,
-            "numpy": np.__version__, "device": str(self.device), "threads": torch.get_num_threads(),
-            "ranks": ranks.count(), "parameters": self.parameters,
-        }  # fmt: skip
-        return as_toml(self.config) | {"made": made}
+    def about(self) -> dict[str, Any]:
+        return {"parameters": self.parameters}
 
 
 def shared(facts: dict[str, Any]) -> list[dict[str, Any]]:

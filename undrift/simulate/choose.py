@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from undrift.algorithms.base import Algorithm
+from undrift.core.device import available_memory
 from undrift.core.errors import BadData, BadSetting, ClientFailed, UndriftError
 from undrift.core.trees import State
 from undrift.oracle.net import Net
@@ -50,18 +51,6 @@ def bytes_per_client(net: Net, x: Tensor, buffers: Tensor, work: LocalWork) -> i
         oracle.buffers = buffers
         oracle.grad(x, task_loss)  # recorded by autograd, so that it can be counted
     return 2 * saved + 10 * x.numel() * x.element_size()
-
-
-def available_memory(device: torch.device) -> int:
-    """Bytes free on the device; on a CPU what Linux calls available, elsewhere 4 GiB."""
-    if device.type == "cuda":
-        return int(torch.cuda.mem_get_info(device)[0])
-    try:
-        with open("/proc/meminfo") as lines:
-            fields = dict(line.split(":") for line in lines)
-        return int(fields["MemAvailable"].split()[0]) * 1024
-    except (OSError, KeyError):
-        return 4 << 30
 
 
 @contextlib.contextmanager

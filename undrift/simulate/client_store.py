@@ -12,7 +12,7 @@ import mmap
 import os
 import struct
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import BinaryIO, TypeVar
 
@@ -21,9 +21,12 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from undrift.core.errors import BadRunFolder
+from undrift.core import ranks
+from undrift.core.device import available_memory
+from undrift.core.errors import BadRunFolder, BadSetting
 from undrift.core.files import sync
 from undrift.core.trees import leaves, map_leaves
+from undrift.simulate.clients import ClientTable
 
 T = TypeVar("T")
 Ids = NDArray[np.int64]
@@ -242,3 +245,21 @@ def marks_of(rows: Rows) -> NDArray[np.uint64]:
 def mark(client: int, row: Rows) -> int:
     """What stands before a row that is whole, and is this client's."""
     return WRITTEN + zlib.crc32(row[MARK.size :].data, client)
+
+
+def choose_table(
+    kind: str, clients: int, row: int, device: torch.device, path: Path | None, tensors: Mapping[str, Tensor], t: int
+) -> ClientTable | DiskTable:
+    """Where clients' states are kept: where the checkpoint `tensors` of round t has them, or as `kind` says.
+
+    `auto` takes the disk in a run on the CPU where a vector of `row` bytes for every client would fill half of the free memory.
+    """
+    if kind == "disk" and (path is None or ranks.count() > 1):
+        why = "the run's folder; give out" if path is None else "a single process"
+        raise BadSetting(f"client_state disk needs {why}, or use memory")
+    if path is None or ranks.count() > 1 or kind == "memory" or "clients.ids" in tensors:
+        return ClientTable()
+    crowded = device.type == "cpu" and clients * row > 0.5 * available_memory(device)
+    if crowded or kind == "disk" or "clients.table" in tensors:
+        return DiskTable(path / "clients.table", path / "clients.undo", clients, t)
+    return ClientTable()

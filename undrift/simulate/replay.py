@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from undrift.algorithms.base import Algorithm
+from undrift.core.device import available_memory
 from undrift.core.streams import Purpose, fold, stream
 from undrift.core.trees import State, map_leaves, nbytes
 from undrift.data.batches import table
@@ -19,7 +20,6 @@ from undrift.oracle.net import Net
 from undrift.round.order import Cost, ServerState
 from undrift.round.record import RoundRecord
 from undrift.round.who import Attendance, Sampling, attendances
-from undrift.simulate.choose import available_memory
 from undrift.simulate.client_store import DiskTable
 from undrift.simulate.clients import ClientTable
 from undrift.simulate.here import Execution, Stacked
@@ -88,7 +88,7 @@ class Outlook:
         self.clients = self.sampling.largest
         self.longest = self.fitting(1)
         self.unrolled = 0 < self.plan.steps <= LONGEST_UNROLLED  # a round is one graph
-        self.scheduled = settings.lr_decay != 1.0 or bool(settings.lr_drops)
+        self.scheduled = settings.lr_decay != 1.0 or bool(settings.lr_drops or settings.warmup) or settings.warmup > 0
         full = self.plan.steps and not settings.slow[0] and self.plan.batch == self.width
         self.ragged = not (full and self.always_whole and not (data.sizes % self.width).any())
         self.largest = int(-(-data.sizes.max() // self.width))  # batches of the largest client

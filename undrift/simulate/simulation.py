@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import time
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -18,6 +19,7 @@ from undrift.algorithms.personal import Personal
 from undrift.algorithms.settings import check_algorithm
 from undrift.core import ranks
 from undrift.core.errors import BadSetting
+from undrift.core.schedule import Schedule
 from undrift.core.trees import State, map_leaves, named_leaves, nbytes
 from undrift.data.batches import Plan
 from undrift.data.federation import Federation, Ids, pooled
@@ -27,12 +29,13 @@ from undrift.round.compressed import Uplink, check_summed, wrap
 from undrift.round.order import Ask, Cost, ServerState, first_state, play, send_down
 from undrift.round.record import RoundRecord, write_record
 from undrift.round.who import Attendance, Sampling, Task, Who
+from undrift.simulate import export
 from undrift.simulate.choose import check_labels, check_repeatable, choose, keep_freed_memory
-from undrift.simulate.client_store import DiskTable
+from undrift.simulate.client_store import DiskTable, choose_table
 from undrift.simulate.clients import ClientTable
 from undrift.simulate.evaluate import Metric, accuracy, client_scores, forgetting, group_means, means, sample_scores
 from undrift.simulate.graphs import recorded
-from undrift.simulate.here import AskHere, Execution, shared
+from undrift.simulate.here import AskHere, Execution, Stacked, shared
 from undrift.simulate.personal_scores import own_scores
 from undrift.simulate.program import uses_whole
 from undrift.simulate.replay import LONGEST, FirstStates, Replay
@@ -63,10 +66,12 @@ class Settings:
     compile: bool = False  # fuse the local step's kernels with torch.compile, where rounds are replayed
     client_eval_every: int = 0  # rounds between scores on the clients' own samples; 0: only in the last round
     compress: str = ""  # of the uploads, with error feedback: rbgs:R, randk:R, topk:R or fp16
+    warmup: float = 0.0  # rounds in which the local rate rises
+    client_state: str = "auto"  # where it is kept: memory, disk, or auto
 
     def schedule(self, t: int) -> float:
         """What the local rate of round t (counted from 0) is multiplied by."""
-        return float(self.lr_decay**t * self.lr_drop ** sum(t >= drop for drop in self.lr_drops))
+        return Schedule(self.warmup, self.lr_decay, self.lr_drops, self.lr_drop).rate(1.0, t, t + 1.0)
 
 
 class Simulation:
@@ -368,3 +373,38 @@ class Simulation:
     def model(self) -> dict[str, Tensor]:
         """The server's model as a plain state dict on the CPU."""
         return {name: tensor.cpu() for name, tensor in self.net.state_dict(self.state.x, self.state.buffers).items()}
+
+    # What `jobs.protocol.Run` asks for besides.
+    diverged = False  # answers that are not finite are left out
+
+    def choices(self) -> dict[str, Any]:
+        """How rounds are run, which once chosen stays, so that results can be repeated."""
+        made: dict[str, Any] = {}
+        if self.device.type == "cuda":
+            made["compile"] = "on" if self.settings.compile else "off"
+        if self.execution is not None:
+            made["execution"] = self.execution.name
+        if isinstance(self.execution, Stacked):
+            made["chunk"] = min(self.execution.chunk, self.settings.cohort)
+        return made
+
+    def about(self) -> dict[str, Any]:
+        """Facts about the task."""
+        sites = {"sites": list(self.data.site_names)} if self.data.site_names else {}
+        return {"parameters": self.net.layout.entries} | sites
+
+    def place(self, path: Path | None, tensors: Mapping[str, Tensor], t: int) -> None:
+        """Choose where clients' states are kept, before they are restored from these tensors of round t."""
+        row = nbytes(self.state.x)
+        self.clients = choose_table(self.settings.client_state, self.data.clients, row, self.device, path, tensors, t)
+
+    def saved(self) -> None:
+        """A checkpoint was written: the clients' table may forget how to go back to the one before."""
+        self.clients.saved(self.t)
+
+    def extras(self, settings: Mapping[str, Any], records: Sequence[Mapping[str, Any]]) -> export.Models | None:
+        """All models of a personal method."""
+        return export.models(self, settings, records) if self.alg.personalises else None
+
+    def close(self) -> None:
+        self.clients.close()

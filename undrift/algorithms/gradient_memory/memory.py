@@ -81,13 +81,6 @@ def mem_red(memory: Memory, clients: Tensor) -> tuple[Memory, Tensor]:
     return kept._replace(evictions=memory.evictions + evictions), as_tensor([ids.index(i) for i in invited])
 
 
-@plain(by_value=True)
-def leave_out(there: Tensor, *of_clients: Tensor) -> tuple[Tensor, ...]:
-    """What is known of clients [S, ...] without the places that are empty, by `there` [S, 1]."""
-    taken = there.squeeze(-1) > 0
-    return tuple(t[beside(taken, t)] for t in of_clients)
-
-
 @plain(in_place=True)
 def renew_products(rows: Tensor, at: Tensor, scale: Tensor, updates: Tensor, m: Tensor) -> Tensor:
     """rows[at] <- scale rows[at] + updates, in place; then the products [S + 1, m] of rows[at] and m with all rows [m, P], in

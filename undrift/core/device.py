@@ -1,4 +1,4 @@
-"""Which device computes, and with which of PyTorch's switches."""
+"""Which device computes, with which of PyTorch's switches, and how much memory it has."""
 
 from __future__ import annotations
 
@@ -34,3 +34,15 @@ def arithmetic(precision: str, deterministic: bool) -> Iterator[None]:
         torch.use_deterministic_algorithms(before[0])
         torch.backends.cudnn.benchmark = before[1]
         products.fp32_precision, convolutions.fp32_precision = precisions
+
+
+def available_memory(device: torch.device) -> int:
+    """Bytes free on the device; on a CPU what Linux calls available, elsewhere 4 GiB."""
+    if device.type == "cuda":
+        return int(torch.cuda.mem_get_info(device)[0])
+    try:
+        with open("/proc/meminfo") as lines:
+            fields = dict(line.split(":") for line in lines)
+        return int(fields["MemAvailable"].split()[0]) * 1024
+    except (OSError, KeyError):
+        return 4 << 30

@@ -1,0 +1,24 @@
+"""How a learning rate changes from round to round, for every command alike."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """Warm-up, decay and drops."""
+
+    warmup: float = 0.0  # rounds in which the rate rises from 0
+    decay: float = 1.0  # multiplies the rate after every round
+    drops: tuple[int, ...] = ()  # rounds after which it is multiplied by `drop`
+    drop: float = 0.1
+
+    def rate(self, lr: float, t: int, passed: float) -> float:
+        """The rate in round t, counted from 0, when so many rounds have passed.
+
+        >>> Schedule(warmup=2.0, drops=(4,)).rate(0.5, 0, 1.0), Schedule(drops=(4,), drop=0.5).rate(0.5, 4, 4.0)
+        (0.25, 0.25)
+        """
+        warm = min(1.0, passed / self.warmup) if self.warmup else 1.0
+        return float(warm * lr * self.decay**t * self.drop ** sum(t >= drop for drop in self.drops))

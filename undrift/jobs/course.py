@@ -1,0 +1,155 @@
+"""The one loop: a run from where it stands to its end, with its records, checkpoints and folder."""
+
+from __future__ import annotations
+
+import platform
+import subprocess
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Generic, TypeVar
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from undrift.core import ranks
+from undrift.core.errors import BadRunFolder
+from undrift.core.version import __version__
+from undrift.jobs.config import JobConfig, parse_stop
+from undrift.jobs.folder import RunFolder
+from undrift.jobs.protocol import Run
+from undrift.kernels.native import library
+from undrift.round.record import RoundRecord
+
+Progress = Callable[[dict[str, Any], int], None]  # called with each record and the number of rounds asked for
+C = TypeVar("C", bound=JobConfig)
+R = TypeVar("R", bound=Run, covariant=True)
+
+
+@dataclass(frozen=True)
+class Result(Generic[C]):
+    """What a run leaves behind."""
+
+    records: list[dict[str, Any]]  # one a round, as in rounds.jsonl
+    model: dict[str, Tensor]  # a plain state_dict
+    config: C
+    folder: Path | None
+    stopped: str  # why it ended: "rounds", "accuracy", "time" or "diverged"
+
+    @property
+    def accuracy(self) -> float | None:
+        """The last accuracy measured."""
+        return next((r["accuracy"] for r in reversed(self.records) if r.get("accuracy") is not None), None)
+
+
+class Course(Generic[R, C]):
+    """A run on its way: its records and checkpoints, from where it stands to its end."""
+
+    def __init__(
+        self, run: R, config: C, folder: RunFolder | None, resume: bool, progress: Progress | None = None
+    ) -> None:
+        self.run, self.config, self.folder, self.progress = run, config, folder, progress
+        self.stop, self.elapsed = parse_stop(config.stop_at), 0.0
+        self.records: list[dict[str, Any]] = []
+        checkpoint = folder.load(config.rounds) if folder is not None and resume else None
+        tensors, facts = checkpoint or ({}, {"round": 0, "seconds": 0.0})
+        run.place(folder.path if folder else None, tensors, facts["round"])
+        if folder is not None and not resume:
+            folder.create(self.written())
+        if folder is not None and resume:
+            if checkpoint is not None:
+                try:
+                    run.restore(tensors, facts["round"])
+                except (KeyError, ValueError, RuntimeError) as error:
+                    raise BadRunFolder(f"the checkpoint in {folder.path} is of another run: {error}") from error
+                self.elapsed = facts["seconds"]
+            ranks.all_well()  # every rank has read the checkpoint, and rank 0 has cut the records back to it
+            self.records = folder.records()
+            folder.write_settings(self.written())
+        self.began = time.perf_counter() - self.elapsed
+        self.saved = run.t
+        last = self.records[-1] if self.records else {}
+        self.reached = ranks.first_rank_says(_reached(self.stop, last, self.elapsed))  # why it ends early, or nothing
+
+    def ahead(self) -> tuple[int, bool]:
+        """Rounds up to the next checkpoint, and whether the run ends there; no rounds where it has ended."""
+        left, every = self.config.rounds - self.run.t, self.config.checkpoint_every
+        if left <= 0 or self.reached:
+            return 0, True
+        count = min(left, every - self.run.t % every)
+        return count, count == left
+
+    def take(self, made: list[RoundRecord]) -> None:
+        """Write down the rounds that were made."""
+        run, folder = self.run, self.folder
+        for each in made:
+            record = each.as_dict()
+            self.records.append(record)
+            self.elapsed = time.perf_counter() - self.began
+            if self.stop:
+                self.reached = ranks.first_rank_says(_reached(self.stop, record, self.elapsed))
+            if run.diverged:
+                self.reached = "diverged"
+            if folder is not None:
+                if record["round"] == 1:
+                    folder.write_settings(self.written())  # now the execution is chosen
+                folder.append(record)
+            if self.progress is not None and ranks.rank() == 0:
+                self.progress(record, self.config.rounds)
+        due = run.t % self.config.checkpoint_every == 0 and run.t < self.config.rounds and not self.reached
+        if folder is not None and due:
+            self.save(folder, {"finished": False})
+
+    def save(self, folder: RunFolder, facts: dict[str, Any]) -> None:
+        """Write a checkpoint."""
+        folder.save(self.run.tensors(), {"round": self.run.t, "seconds": self.elapsed} | facts)
+        self.run.saved()
+        self.saved = self.run.t
+
+    def end(self) -> Result[C]:
+        """The last checkpoint and the model."""
+        run, folder, stopped = self.run, self.folder, self.reached or "rounds"
+        model = run.model()
+        if folder is not None and ranks.first_rank_says(self.saved < run.t or not folder.finished()):
+            folder.write_model(model)
+            extras = run.extras(self.config.as_toml(), self.records)
+            if extras is not None:
+                folder.write_super(*extras)
+            self.save(folder, {"finished": True, "stopped": stopped})
+        return Result(self.records, model, self.config, folder.path if folder else None, stopped)
+
+    def written(self) -> dict[str, Any]:
+        """What run.toml says: every resolved setting, and under [made] what it was made with."""
+        settings = self.config.as_toml() | self.run.choices()
+        made = {
+            "undrift": __version__, "commit": commit(), "python": platform.python_version(), "torch": torch.__version__,
+            "numpy": np.__version__, "device": str(self.run.device), "threads": torch.get_num_threads(),
+            "ranks": ranks.count(),
+        } | self.run.about()  # fmt: skip
+        if self.run.device.type == "cpu":
+            made["native"] = library() is not None  # whether C was at hand
+        return settings | {"set": settings.pop("set", {}), "made": made}
+
+
+def drive(course: Course[Run, C]) -> Result[C]:
+    """All rounds from where the run stands to its end."""
+    while (ahead := course.ahead())[0]:
+        course.take(course.run.rounds(*ahead))
+    return course.end()
+
+
+def _reached(stop: Mapping[str, float], record: Mapping[str, Any], elapsed: float) -> str:
+    if "accuracy" in stop and (record.get("accuracy") or 0.0) >= stop["accuracy"]:
+        return "accuracy"
+    return "time" if "time" in stop and elapsed >= stop["time"] else ""
+
+
+def commit() -> str:
+    """The commit of the checkout that this package runs from; empty for an installed one."""
+    here = Path(__file__).parents[2]
+    if not (here / ".git").exists():
+        return ""
+    asked = subprocess.run(["git", "-C", str(here), "rev-parse", "HEAD"], capture_output=True, text=True, check=False)
+    return asked.stdout.strip()
