@@ -7,10 +7,9 @@ python my_algorithm.py
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import undrift
-from undrift.algorithms.base import GradientOracle, Work, Worker
+from undrift.algorithms.base import Down, GradientOracle, Nothing, Work, Worker
 from undrift.algorithms.fedavgm import ServerMomentum
 from undrift.core.vec import norm
 
@@ -21,7 +20,7 @@ class NormalisedSteps(Worker):
 
     eps: float = 1e-8
 
-    def local_step(self, down: Any, client: Any, work: Work, oracle: GradientOracle) -> Work:
+    def local_step(self, down: Down, client: Nothing, work: Work, oracle: GradientOracle) -> Work:
         g = oracle.grad(work.x)  # [..., P]
         return self.move(work, g / (norm(g) + self.eps), oracle)  # norm(g) is [..., 1]
 

@@ -15,10 +15,12 @@ from tests.small import SIZES, path, simulation
 from undrift.algorithms.base import Cohort
 from undrift.algorithms.fedavg import FedAvg
 from undrift.algorithms.personal import Served
+from undrift.core.errors import UnknownName
 from undrift.core.layout import Layout
 from undrift.core.names import names
-from undrift.core.papers import papers_of
+from undrift.core.papers import BIBLIOGRAPHY, bibliography, papers_of
 from undrift.core.trees import leaves, map_leaves, nbytes
+from undrift.dataparallel.methods import FILES as METHODS
 from undrift.jobs.registry import algorithm_class
 from undrift.oracle.oracle import NoData, Objective
 from undrift.round.clients import train
@@ -331,3 +333,12 @@ def test_every_file_registers_one_algorithm_with_a_paper() -> None:
     assert set(NEUTRAL) == set(COSTS) == set(ALGORITHMS)
     for name in ALGORITHMS:
         assert papers_of(name), f"{name} needs a BibTeX entry in algorithms/papers.bib"
+
+
+def test_the_bibliography_names_what_there_is_and_each_paper_once() -> None:
+    assert set(bibliography()) == {*ALGORITHMS, *METHODS}
+    entries = {entry for name in bibliography() for entry in papers_of(name)}
+    assert len({entry.partition(",")[0] for entry in entries}) == len(entries) == BIBLIOGRAPHY.read_text().count("\n@")
+    assert [entry.partition(",")[0] for entry in papers_of("gradma-w+gradma-s")] == ["@inproceedings{luo2023gradma"]
+    with pytest.raises(UnknownName, match="did you mean 'gradma-s'"):
+        papers_of("gradma_s")

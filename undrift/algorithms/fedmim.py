@@ -26,8 +26,8 @@ class MultiStepInertia(Worker):
     and the downlink is counted as that (`downlink=broadcast`) or as x, a and b to the cohort (`on_demand`).
     """
 
-    alpha: tuple[float, ...] = (0.6, 0.3)  # of delta_t, delta_{t-1}, ... in the step
-    beta: tuple[float, ...] = (0.9, 0.1)  # of the same in the point where the gradient is taken
+    alpha: tuple[float, ...] = (0.6, 0.3)  # weights of delta_t, delta_{t-1}, ... in the step
+    beta: tuple[float, ...] = (0.9, 0.1)  # their weights in the point where the gradient is taken
     downlink: Literal["broadcast", "on_demand"] = "broadcast"
 
     varies: ClassVar[tuple[str, ...]] = ("alpha", "beta")

@@ -24,7 +24,7 @@ class MetaSteps(Worker):
 
     alpha: float = 0.01  # the rate of the inner step
     hessian_free: bool = False  # correct r by a Hessian-vector product: (I - alpha H) r
-    delta: float = 1e-3  # of its central difference
+    delta: float = 1e-3  # the step of its central difference
     split: bool = True  # False: all gradients of a step are on the whole mini-batch
     adapt_steps: int = 1  # inner steps of a client before it uses the model, on all of its training samples
 
