@@ -351,9 +351,9 @@ class Program:
                 after = close(*given)
             else:
                 after = self.fuse(("end", given[0].ids.shape[-1]), close, *given)
-        for doubt in seen.doubts:  # the host has to solve it: the block is taken back
-            good = self.cost.names.index("good")
-            after.numbers[good].mul_(~doubt.reshape(self.lead))
+        if seen.doubts:  # run after run; the host has to solve such a problem, so the block is taken back
+            doubtful = torch.cat([doubt.reshape(-1) for doubt in seen.doubts]).view(*self.lead, -1).any(-1)
+            after.numbers[self.cost.names.index("good")].mul_(~doubtful)
         return after
 
     def end_apart(self, later: Later, clients: Sequence[int]) -> None:
