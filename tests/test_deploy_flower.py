@@ -199,7 +199,7 @@ def test_a_private_run_clips_adds_noise_and_says_epsilon(tmp_path: Path, monkeyp
 
 
 def test_the_private_sum_is_clipped_and_has_the_noise_that_it_says() -> None:
-    from undrift.deploy.privacy import private_sum
+    from undrift.round.private import private_sum
 
     d = torch.tensor([[3.0, 4.0, 0.0], [0.3, 0.4, 0.0]], dtype=torch.float64)
     none = private_sum(d, 1.0, 0.0, 2)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 import tempfile
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from undrift.algorithms.base import Average, LocalSGD, Work
+from undrift.algorithms.base import Work
+from undrift.algorithms.fedavg import FedAvg
 from undrift.algorithms.gradient_memory.cone import combine
 from undrift.algorithms.optimise.momentum import Momentum
 from undrift.core.forms import plain_forms
@@ -21,6 +21,7 @@ from undrift.kernels import dense_cpu, memory_cpu, native
 from undrift.kernels.chain import Chain, fitting
 from undrift.oracle.net import Net
 from undrift.oracle.oracle import Batch, Oracle
+from undrift.round.clients import Started, local_step
 
 pytestmark = pytest.mark.skipif(native.library() is None, reason="needs gcc, Linux and AVX2")
 
@@ -382,14 +383,6 @@ class Doubled(Oracle):
         return 2 * super().grad(x, *others, **how)
 
 
-@dataclass(frozen=True)
-class Rolling(LocalSGD, Average):
-    """Has a momentum of its own, whatever the setting says."""
-
-    def rest(self, x: Tensor) -> Momentum:
-        return Momentum(torch.ones_like(x))
-
-
 def test_a_step_is_taken_at_once_only_where_nothing_is_between(library: ctypes.CDLL) -> None:
     torch.manual_seed(0)
     net = Net(several())
@@ -399,8 +392,9 @@ def test_a_step_is_taken_at_once_only_where_nothing_is_between(library: ctypes.C
     plain, doubled = Oracle(net, batch, buffers.expand(3, -1)), Doubled(net, batch, buffers.expand(3, -1))
     g = plain.grad(x)
     torch.testing.assert_close(doubled.step(x, 0.1), x - 0.2 * g, rtol=1e-5, atol=1e-7)
-    moved = Rolling(lr=0.1).local_step(None, None, Work(x, x[:, :1], Momentum(torch.ones_like(x))), plain)
-    torch.testing.assert_close(moved.opt.b, g + Rolling().momentum, rtol=1e-5, atol=1e-7)
+    at = Started(None, Work(x, x[:, :1], Momentum(torch.ones_like(x))), buffers)
+    moved = local_step(FedAvg(optimizer="momentum", momentum=0.7), None, at, plain)
+    torch.testing.assert_close(moved.opt.b, g + 0.7, rtol=1e-5, atol=1e-7)
 
 
 @pytest.fixture

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, get_args, get_origin, get_type_hints
+from typing import TYPE_CHECKING, Any, get_args
 
 from undrift.core.errors import BadSetting, UnknownName
 
@@ -47,11 +48,18 @@ def looks_at_single_uploads(alg: Algorithm | type[Algorithm]) -> bool:
 
 def check_choices(part: Any) -> None:
     """Raise UnknownName where a field annotated as `Literal` has none of its values."""
-    hints = get_type_hints(type(part))
     for field in dataclasses.fields(part):
-        if get_origin(hints[field.name]) is Literal and getattr(part, field.name) not in get_args(hints[field.name]):
-            allowed = [str(choice) for choice in get_args(hints[field.name])]
-            raise UnknownName(f"value of {field.name}", str(getattr(part, field.name)), allowed)
+        allowed, value = choices_of(type(part), field), getattr(part, field.name)
+        if allowed and value not in allowed:
+            raise UnknownName(f"value of {field.name}", str(value), map(str, allowed))
+
+
+def choices_of(kind: type, field: dataclasses.Field[Any]) -> tuple[Any, ...]:
+    """The values that a field annotated as `Literal` may have; () for other fields."""
+    if "Literal[" not in str(field.type):
+        return ()
+    owner = next(c for c in kind.__mro__ if field.name in inspect.get_annotations(c))
+    return get_args(inspect.get_annotations(owner, eval_str=True)[field.name])
 
 
 def at_least(part: object, lowest: float, *fields: str) -> None:
@@ -65,8 +73,8 @@ def at_least(part: object, lowest: float, *fields: str) -> None:
 def above(part: object, lowest: float, *fields: str) -> None:
     """Raise BadSetting unless every named field is a finite number > lowest."""
     for field in fields:
-        if not lowest < getattr(part, field) < float("inf"):
-            raise BadSetting(f"{field} must be a finite number above {lowest:g}, not {getattr(part, field)}")
+        if not lowest < getattr(part, field) < 1e30:
+            raise BadSetting(f"{field} must be a number above {lowest:g} and below 1e30, not {getattr(part, field)}")
 
 
 def below_one(part: object, *fields: str) -> None:
