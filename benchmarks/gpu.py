@@ -197,13 +197,13 @@ def packs(chosen: list[str], runs: int = 16) -> list[dict[str, Any]]:
 
         alone, _ = undrift_round(one(0), 0.3)
         pack = Pack([one(seed) for seed in range(runs)])
-        while pack.simulations[0].t < (96 if compiled else 8):
-            pack.rounds(32 if compiled else 8, False)
+        while pack.runs[0].t < (96 if compiled else 8):
+            pack.scored_rounds(32 if compiled else 8, False)
         times = []
         for _ in range(4):
             torch.cuda.synchronize()
             at = time.perf_counter()
-            made = len(pack.rounds(32, False)[0])
+            made = len(pack.scored_rounds(32, False)[0])
             torch.cuda.synchronize()
             times.append((time.perf_counter() - at) / made * 1e3)
         row: dict[str, Any] = {"model": model, "method": name, "compiled": compiled, "runs": runs, "alone": alone}

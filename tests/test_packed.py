@@ -29,7 +29,8 @@ from undrift.jobs.registry import algorithm_class
 from undrift.jobs.run import run
 from undrift.jobs.sweep import Job, _programs, _run_program, plan
 from undrift.round.record import RoundRecord
-from undrift.simulate.packed import Pack, PackedProgram, structure, varying
+from undrift.simulate.packed import Pack, structure, varying
+from undrift.simulate.program import Program
 from undrift.simulate.simulation import Simulation
 
 RUNS = 3  # and not as many as there are clients in a cohort, so that no dimension can be taken for another
@@ -82,8 +83,8 @@ def both(make: Make, rounds: int) -> list[tuple[Simulation, list[RoundRecord], S
     alone, packed = make(), make()
     pack = Pack(packed)
     records: list[list[RoundRecord]] = [[] for _ in packed]
-    while pack.simulations[0].t < rounds:
-        made = pack.rounds(rounds - pack.simulations[0].t, last=True)
+    while pack.runs[0].t < rounds:
+        made = pack.scored_rounds(rounds - pack.runs[0].t, last=True)
         for mine, more in zip(records, made, strict=True):
             assert more, "a run left the pack"
             mine += more
@@ -184,17 +185,17 @@ def test_a_run_with_an_answer_that_is_not_finite_leaves_as_it_was() -> None:
     """One client of the second run is spoiled: that run is as before the stretch, the others go on."""
     alone, packed = (maker(algorithms("scaffold"), eval_every=3)() for _ in range(2))
     pack = Pack(packed)
-    assert all(pack.rounds(3, False))
+    assert all(pack.scored_rounds(3, False))
     before = packed[1].tensors()
     spoilt = packed[1].state.x.clone()
     spoilt[0] = torch.nan
     good, packed[1].state = packed[1].state, packed[1].state._replace(x=spoilt)
-    made = pack.rounds(3, False)
+    made = pack.scored_rounds(3, False)
     assert [len(records) for records in made] == [3, 0, 3]
     packed[1].state = good
     assert all(torch.equal(t, packed[1].tensors()[name]) for name, t in before.items())
     rest = Pack([packed[0], packed[2]])
-    rest.rounds(2, False)
+    rest.scored_rounds(2, False)
     packed[1].rounds(1)
     for n, rounds in ((0, 8), (1, 4), (2, 8)):
         for _ in range(rounds):
@@ -219,10 +220,8 @@ def configs(algorithm: str = "scaffold", **settings: Any) -> list[RunConfig]:
 def stretches(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """How many runs each stretch of rounds was made of."""
     sizes: list[int] = []
-    real = PackedProgram.load
-    monkeypatch.setattr(
-        PackedProgram, "load", lambda self, *given: (sizes.append(len(self.alg.algs)), real(self, *given))
-    )
+    real = Program.load
+    monkeypatch.setattr(Program, "load", lambda self, *given: (sizes.append(len(self.alg.algs)), real(self, *given)))
     return sizes
 
 

@@ -129,7 +129,7 @@ def drive_together(courses: list[Course[Simulation, RunConfig]]) -> None:
     while len(together := [c for c in courses if c not in alone and c.ahead()[0]]) > 1:
         pack, whole = Pack([course.run for course in together]), True
         while whole:
-            for course, records in zip(together, pack.rounds(*together[0].ahead()), strict=True):
+            for course, records in zip(together, pack.scored_rounds(*together[0].ahead()), strict=True):
                 if records:
                     course.take(records)
                 else:

@@ -209,9 +209,9 @@ class AskPlaces:
 
 
 class Program:
-    """The rounds of one algorithm on one federation. `state` and the clients' table are changed in place.
+    """The rounds of one algorithm on one federation, or of several runs, where [..., S] below is [R, S].
 
-    `packed.PackedProgram` has several runs as one more leading dimension: [..., S] below is [S] here and [R, S] there.
+    `state` and the clients' table are changed in place. Client i of run r stands in row r N + i of all tables.
     """
 
     def __init__(
@@ -229,7 +229,9 @@ class Program:
         self.alg, self.net, self.data, self.width, self.by_size = alg, net, data, width, by_size
         self.lead = lead  # runs that are packed
         device = state.x.device
-        self.task = ProgramTask(net, data.clients // (lead[0] if lead else 1), lead, device)
+        clients = data.clients // (lead[0] if lead else 1)
+        self.task = ProgramTask(net, clients, lead, device)
+        self.first_row = torch.arange(lead[0], device=device).view(-1, 1) * clients if lead else None
         # A part that keeps numbers of slots or clients is not written for empty places: the host ends such a round.
         self.apart = bool(alg.one_run and empty)
         self.captures = True  # False: play rounds as they are written, on a GPU too
@@ -257,7 +259,7 @@ class Program:
 
     def rows(self, ids: Tensor) -> Tensor:
         """Where clients ids [..., S] stand in all tables."""
-        return ids
+        return ids if self.first_row is None else ids + self.first_row
 
     def take(self, ahead: Ahead) -> None:
         """The inputs of the next R rounds: whole numbers side by side, so that a round reads them at once."""
@@ -357,13 +359,16 @@ class Program:
         return after
 
     def end_apart(self, later: Later, clients: Sequence[int]) -> None:
-        """The end of a round on the first clients alone, without empty places."""
+        """The end of a round on the host, for one run on its first clients alone, without empty places."""
+        who, companion, fine, trained, state = later.given
+        if self.lead:
+            self.keep(who, later.close(*later.given))
+            return
         (count,) = clients
-        who, companion, fine, trained, _ = later.given
         ids, drawn, share, _, steps = (t[:count] for t in who[:5])
         first = Who(ids, drawn, share, share / share.sum(-2, keepdim=True), steps, rate=who.rate)
         some = trained._replace(moving=map_leaves(lambda t: t[:count], trained.moving))
-        self.keep(first, later.close(first, companion, fine, some, self.state))
+        self.keep(first, later.close(first, companion, fine, some, state))
 
     # The parts of a round. None of them asks the host for anything.
     def who(self, this: Ahead, shape: Shape) -> Who:

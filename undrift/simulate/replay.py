@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, Protocol
+from dataclasses import replace
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 import torch
@@ -12,6 +13,7 @@ from torch import Tensor
 
 from undrift.algorithms.base import Algorithm
 from undrift.core.device import available_memory
+from undrift.core.errors import BadSetting
 from undrift.core.streams import Purpose, fold, stream
 from undrift.core.trees import State, map_leaves, nbytes
 from undrift.data.batches import table
@@ -25,6 +27,7 @@ from undrift.simulate.clients import ClientTable
 from undrift.simulate.here import Execution, Stacked
 from undrift.simulate.program import COMPILED_FROM, LONGEST_UNROLLED, Ahead, Program, Shape
 
+T = TypeVar("T")
 LONGEST = 128  # rounds at most that are laid out together
 TOGETHER = 512  # of all runs of a pack, so that it does not take longer than the device takes for the rounds before
 ROOM = 1 << 28  # bytes for their samples
@@ -78,10 +81,12 @@ class Block(NamedTuple):
 class Outlook:
     """What lies ahead of a run: the sizes of its rounds. The runs of a pack share them."""
 
-    def __init__(self, run: Replayed, whole: bool = False) -> None:
+    whole = False  # whether the method makes passes over a client's whole data
+
+    def __init__(self, run: Replayed) -> None:
         settings, data = run.settings, run.data
         self.run, self.data, self.sampling, self.plan = run, data, run.sampling, settings.plan
-        self.device, self.dtype, self.whole = run.device, run.state.x.dtype, whole
+        self.device, self.dtype = run.device, run.state.x.dtype
         self.width = int(min(self.plan.batch, data.sizes.max()))
         self.steps = int(self.plan.steps_of(data.sizes).max())  # most local steps
         self.always_whole = settings.sampling == "fixed" and not settings.dropout_rate
@@ -263,79 +268,141 @@ class Stretch:
 
 
 class Replay:
-    """Runs one run's rounds as a `Program`."""
+    """Plays the rounds of one run as a `Program`; `packed.Pack` those of several that stand at the same round."""
 
-    def __init__(self, run: Replayed, table: ClientTable, whole: bool) -> None:
-        self.run, self.table, self.outlook = run, table, Outlook(run, whole)
-        settings, outlook = run.settings, self.outlook
-        self.program = Program(
-            run.wrap(run.alg), run.net, run.data, run.state, outlook.width, settings.weights == "size",
-            not outlook.always_whole, settings.compile and run.t >= COMPILED_FROM,
-        )  # fmt: skip
+    lead: tuple[int, ...] = ()  # of the runs that are packed
+
+    def __init__(self, runs: Sequence[Replayed]) -> None:
+        self.runs, self.outlooks = runs, [Outlook(run) for run in runs]
+        self.data = runs[0].data
+        self.program: Program | None = None
+        self.tables: list[ClientTable] = []
+        self.columns: list[
+            Tensor
+        ] = []  # of the clients' tables, with a row for everybody and a last one that is nobody's
+        self.last: list[Attendance] = []  # who took part in each run's last round
         self.block: Block | None = None
         self.following: Block | None = None  # laid out while the device was busy
+        self.taken = False  # whether the program has taken the block's inputs
 
-    @staticmethod
-    def possible(run: Replayed, client: State) -> bool:
-        """Whether cohorts are stacked whole, samples lie on the device, and everybody's state has room there.
+    def begin(self) -> bool:
+        """Make the program and the tables; False where the runs cannot be replayed."""
+        for outlook, run in zip(self.outlooks, self.runs, strict=True):
+            first, table = run.first_states(), run.clients
+            if first is None or not isinstance(table, ClientTable) or not possible(run, first.client):
+                return False
+            outlook.whole = first.whole
+            table.begin(first.client)
+            table.spread(run.data.clients)
+            self.tables.append(table)
+        self.columns, self.program = self.join_columns(), self.make_program()
+        return True
 
-        `client` [S, ...] is the state of some clients.
+    def join_columns(self) -> list[Tensor]:
+        return self.tables[0].columns
+
+    def make_program(self) -> Program:
+        run, outlook = self.runs[0], self.outlooks[0]
+        empty = not all(outlook.always_whole for outlook in self.outlooks)
+        compile = run.settings.compile and run.t >= COMPILED_FROM
+        by_size = run.settings.weights == "size"
+        alg, state = self.algorithm(), self.state()
+        return Program(alg, run.net, self.data, state, outlook.width, by_size, empty, compile, self.lead)
+
+    def algorithm(self) -> Algorithm:
+        return self.runs[0].wrap(self.runs[0].alg)
+
+    def state(self) -> ServerState:
+        """The server's state, of all runs."""
+        return self.runs[0].state
+
+    def part(self, state: T, run: int) -> T:
+        """A run's part of a state of all runs."""
+        return state
+
+    def rounds(self, most: int) -> list[list[RoundRecord]] | None:
+        """The records of each run's next rounds, without scores and times.
+
+        None, and nothing changed, for a run with an answer that was not finite. None at all where nobody comes in a run's next
+        round, or more than there is room for.
         """
-        execution, data = run.execution, run.data
-        everybody = nbytes(map_leaves(lambda t: t[0], client)) * data.clients
-        return (
-            isinstance(run.clients, ClientTable)
-            and isinstance(execution, Stacked)
-            and execution.chunk >= run.sampling.largest
-            and data.train.held is not None
-            and everybody < available_memory(run.device) // 3
-        )
-
-    def rounds(self, most: int) -> tuple[list[RoundRecord], Ids]:
-        """The records of the next rounds, without scores and times, and who took part in the last one.
-
-        None, and nothing changed, where it does not work out: nobody comes, too many, or an answer was not finite.
-        """
-        run, program, outlook = self.run, self.program, self.outlook
-        most = program.compiled_in_time(run.t, most) if run.settings.compile else most
-        block, nobody = self.due(), np.zeros(0, dtype=np.int64)
-        at, every = run.t - block.first, block.parts[0]
-        parts = every[at : at + most]
-        sizes = [len(part.ids) for part in parts]
-        fitting = [0 < size <= outlook.clients for size in sizes]
-        parts = parts[: [*fitting, False].index(False)]
-        if not parts:
-            self.block = None if sizes[0] else block  # this round is run by itself, and may drop somebody
-            return [], nobody
-        stretch = Stretch(outlook, self.table, parts)
-        program.load(run.state, self.table.columns, self.table.row.keys(), at)
+        first, block = self.runs[0], self.due()
+        if self.program is not None and first.settings.compile:
+            most = self.program.compiled_in_time(first.t, most)
+        at, room = first.t - block.first, self.outlooks[0].clients
+        parts = [every[at : at + most] for every in block.parts]
+        fitting = [all(0 < len(part.ids) <= room for part in now) for now in zip(*parts, strict=True)]
+        count = [*fitting, False].index(False)
+        if not count:  # this round is run by itself, and may drop somebody
+            self.block = None if any(len(mine[0].ids) for mine in parts) else block
+            return None
+        if self.program is None and not self.begin():
+            raise BadSetting("runs are packed only where cohorts are stacked, and samples and client state in memory")
+        program = self.program
+        assert program is not None
+        if not self.taken:
+            program.take(block.ahead)
+            self.taken = True
+        each = zip(self.outlooks, self.tables, parts, strict=True)
+        stretches = [Stretch(outlook, table, mine[:count]) for outlook, table, mine in each]
+        known = [r * first.data.clients + i for r, table in enumerate(self.tables) for i in table.row]
+        program.load(self.state(), self.columns, known, at)
         try:
-            for part in parts:
-                program.run(outlook.shape(part), [len(part.ids)], outlook.live(part))
+            for now in zip(*(stretch.parts for stretch in stretches), strict=True):
+                self.play(program, now)
         except RuntimeError:
-            stretch.take_back()
+            for stretch in stretches:
+                stretch.take_back()
             raise
-        if at + len(parts) == len(every):  # lay out what follows while the device is busy
-            self.following = lay_out([outlook], outlook.data, block.first + len(every), [stretch.position], ())
-        stretch.write(program, program.cost)
-        numbers = {name: values.tolist() for name, values in program.numbers(at, len(parts)).items()}
-        if not all(numbers.pop("good")):
-            stretch.take_back()
-            self.block = self.following = None
-            return [], nobody
-        by_round = [{name: values[n] for name, values in numbers.items()} for n in range(len(parts))]
-        return stretch.keep(program.state, by_round), parts[-1].ids
+        # While the device is busy: what follows, and the records.
+        if at + count == len(block.parts[0]):
+            self.following = self.lay_out(first.t + count, [stretch.position for stretch in stretches])
+        for r, stretch in enumerate(stretches):
+            stretch.write(program, replace(program.cost, down=self.part(program.cost.down, r)))
+        numbers = {name: values.view(count, -1).T.tolist() for name, values in program.numbers(at, count).items()}
+        good, self.last = numbers.pop("good"), [stretch.parts[-1] for stretch in stretches]
+        records: list[list[RoundRecord]] = []
+        for r, stretch in enumerate(stretches):
+            if not all(good[r]):
+                stretch.take_back()
+                self.block = self.following = None
+                records.append([])
+                continue
+            by_round = [{name: values[r][n] for name, values in numbers.items()} for n in range(count)]
+            records.append(stretch.keep(self.part(program.state, r), by_round))
+        return records
+
+    def play(self, program: Program, now: Sequence[Attendance]) -> None:
+        """The next round of all runs, in a shape that has room for each."""
+        pairs = list(zip(self.outlooks, now, strict=True))
+        shape = Shape(*(max(sizes) for sizes in zip(*(outlook.shape(part) for outlook, part in pairs), strict=True)))
+        live = zip(*(outlook.live(part) for outlook, part in pairs), strict=True)
+        program.run(shape, [len(part.ids) for part in now], [max(counts) for counts in live])
+
+    def lay_out(self, t: int, positions: Sequence[Ids]) -> Block:
+        return lay_out(self.outlooks, self.data, t, positions, self.lead)
 
     def due(self) -> Block:
         """The block that holds the next round."""
-        t = self.run.t
+        t = self.runs[0].t
         if self.block is None or not self.block.holds(t):
             block = self.following if self.following is not None and self.following.holds(t) else None
-            block = block or lay_out([self.outlook], self.outlook.data, t, [self.run.position], ())
-            self.block, self.following = block, None
-            self.outlook.wait()
-            self.program.take(block.ahead)
+            self.block = block or self.lay_out(t, [run.position for run in self.runs])
+            self.following, self.taken = None, False
+            self.outlooks[0].wait()
         return self.block
+
+
+def possible(run: Replayed, client: State) -> bool:
+    """Whether cohorts are stacked whole, samples lie on the device, and everybody's state, like `client` [S, ...], fits there."""
+    execution, data = run.execution, run.data
+    everybody = nbytes(map_leaves(lambda t: t[0], client)) * data.clients
+    return (
+        isinstance(execution, Stacked)
+        and execution.chunk >= run.sampling.largest
+        and data.train.held is not None
+        and everybody < available_memory(run.device) // 3
+    )
 
 
 def rounded_up(size: int, most: int, shapes: int = 4) -> int:

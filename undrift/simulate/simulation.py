@@ -244,32 +244,23 @@ class Simulation:
         On a GPU they are replayed, see `replay`.
         """
         alike = self.enter()
-        if self.replays and self.replay is None:
-            self.begin_replay()
+        if self.replays and self.replay is None and len(self.attendance(self.t).ids):
+            replay = Replay([self])
+            self.replays = replay.begin()
+            self.replay = replay if self.replays else None
         if self.replay is None:
             return [self.round(last and most == 1)]
         began = time.perf_counter()
         try:
-            records, cohort = self.replay.rounds(min(most, alike, self.until_scores()))
+            replayed = self.replay.rounds(min(most, alike, self.until_scores()))
         except RuntimeError as error:  # what was changed has been put back
             warnings.warn(f"rounds are run one by one, because they could not be replayed: {error}", stacklevel=2)
-            self.replay, self.replays, records = None, False, []
-        if not records:
+            self.replay, self.replays, replayed = None, False, None
+        if self.replay is None or replayed is None or not replayed[0]:
             return [self.round(last and most == 1)]
-        records = self.scored(records, cohort, last and len(records) == most)
+        records = self.scored(replayed[0], self.replay.last[0].ids, last and len(replayed[0]) == most)
         seconds = (time.perf_counter() - began) / len(records)
         return [record._replace(seconds=seconds) for record in records]
-
-    def begin_replay(self) -> None:
-        """Replay rounds from now on, where that is possible: a round of nobody says nothing of it."""
-        first = self.first_states()
-        if first is None:
-            return
-        self.replays = Replay.possible(self, first.client)
-        if self.replays and isinstance(self.clients, ClientTable):
-            self.clients.begin(first.client)
-            self.clients.spread(self.data.clients)
-            self.replay = Replay(self, self.clients, first.whole)
 
     def first_states(self) -> FirstStates | None:
         """What is known of the next round's clients before they are asked; None where nobody takes part."""
