@@ -178,7 +178,7 @@ def test_constants_that_differ_are_refused() -> None:
         return made
 
     with pytest.raises(BadSetting, match="does not train"):
-        Pack(maker(algorithms("fedavg"), module)()).rounds(1, False)
+        Pack(maker(algorithms("fedavg"), module)()).scored_rounds(1, False)
 
 
 def test_a_run_with_an_answer_that_is_not_finite_leaves_as_it_was() -> None:
