@@ -1,4 +1,4 @@
-"""The image sizes the LeNets take."""
+"""The image sizes that the LeNets accept."""
 
 from __future__ import annotations
 
