@@ -16,11 +16,11 @@ import undrift
 from undrift.cli import main
 from undrift.core.errors import BadData, BadRunFolder, BadSetting, MissingData, UnknownName
 from undrift.data import prostate, retina, synthetic_sites
-from undrift.data._sites import Site, dataset_of_sites, split_of
+from undrift.data._sites import Site, dataset_of_sites, draw_split
 from undrift.data.augment import Transform
-from undrift.data.federation import federate, hold_out_own
+from undrift.data.federation import federate, hold_out
 from undrift.data.load import load_dataset
-from undrift.data.partition import Dealt
+from undrift.data.partition import Holdings
 from undrift.models import small_cnn, unet
 from undrift.oracle.segmentation import dice_loss, dice_scores, metrics
 from undrift.personal.figures import look
@@ -68,10 +68,10 @@ def test_masks_move_with_their_pictures() -> None:
 def test_groups_never_cross_a_split() -> None:
     groups = np.repeat(np.arange(40), 3)
     for seed in range(5):
-        split = split_of(groups, seed)
+        split = draw_split(groups, seed)
         assert all(len(set(split[groups == g])) == 1 for g in range(40))
         assert [int((split == s).sum()) for s in ("train", "val", "test")] == [60, 30, 30]
-    assert not np.array_equal(split_of(groups, 0), split_of(groups, 1))
+    assert not np.array_equal(draw_split(groups, 0), draw_split(groups, 1))
 
 
 def test_a_site_may_say_its_split_and_must_keep_groups_together() -> None:
@@ -106,22 +106,22 @@ def test_sites_become_clients_with_their_own_held_out_samples() -> None:
     data = load_dataset("synthetic-sites(sites=3, patients=8, size=16)")
     fed = federate(data, "sites", 3, 0, CPU)
     assert fed.sizes.tolist() == [8, 8, 8] and fed.masks
-    for name, own in fed.own.items():
+    for name, own in fed.held_out.items():
         assert [int((own.owners == k).sum()) for k in range(3)] == [4, 4, 4], name
     train = set(fed.members.tolist())
-    assert not train & set(fed.own["val"].rows.tolist())
+    assert not train & set(fed.held_out["val"].rows.tolist())
     with pytest.raises(BadSetting, match="validation split of its own"):
         federate(data, "sites", 3, 0, CPU, val_fraction=0.1)
 
 
 def test_own_test_holds_out_a_share_of_every_client() -> None:
-    kept, held = hold_out_own(Dealt(np.arange(30), np.array([2, 8, 20])), 0.25)
+    kept, held = hold_out(Holdings(np.arange(30), np.array([2, 8, 20])), 0.25)
     assert held.sizes.tolist() == [1, 2, 5] and kept.sizes.tolist() == [1, 6, 15]
     assert sorted([*kept.members, *held.members]) == list(range(30))
     with pytest.raises(BadSetting, match="two samples"):
-        hold_out_own(Dealt(np.arange(3), np.array([1, 2])), 0.5)
+        hold_out(Holdings(np.arange(3), np.array([1, 2])), 0.5)
     fed = federate(load_dataset("digits"), "dirichlet:0.1", 10, 0, CPU, own_test=0.2)
-    assert not set(fed.members.tolist()) & set(fed.own["test"].rows.tolist())
+    assert not set(fed.members.tolist()) & set(fed.held_out["test"].rows.tolist())
 
 
 def write_site(folder: Path, name: str, samples: int, groups: list[str] | None = None) -> None:

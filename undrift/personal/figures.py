@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from undrift.core.errors import BadSetting
-from undrift.data.federation import Own, federate
+from undrift.data.federation import HeldOut, federate
 from undrift.data.load import load_dataset
 from undrift.oracle.segmentation import dice_loss, overlap, structures_of
 from undrift.personal.supermodel import SuperModel, overlay
@@ -36,9 +36,9 @@ def look(folder: Path) -> Path:
     """Make the figures of a run whose clients have models of their own; where they are."""
     model = SuperModel.load(folder)
     data = federate(load_dataset(model.facts["dataset"]), "sites", model.facts["clients"], 0, torch.device("cpu"))
-    if "test" not in data.own:
+    if "test" not in data.held_out:
         raise BadSetting(f"{model.facts['dataset']} has no test samples of each site, on which figures could be made")
-    own = data.own["test"]
+    own = data.held_out["test"]
     found: dict[str, Any] = {"sites": model.facts["sites"], "surface": surface(model, own)}
     if model.selector is not None and importlib.util.find_spec("sklearn") is not None:
         found["map"] = feature_map(model, own)
@@ -50,7 +50,7 @@ def look(folder: Path) -> Path:
     return out
 
 
-def feature_map(model: SuperModel, own: Own) -> list[list[float]]:
+def feature_map(model: SuperModel, own: HeldOut) -> list[list[float]]:
     """[n, 3] two coordinates and the site of test samples: t-SNE of what the selector's last layer is given."""
     from sklearn.manifold import TSNE
 
@@ -69,7 +69,7 @@ def feature_map(model: SuperModel, own: Own) -> list[list[float]]:
     return [[*map(float, place), int(site)] for place, site in zip(places, own.owners[some].tolist(), strict=True)]
 
 
-def surface(model: SuperModel, own: Own) -> dict[str, Any]:
+def surface(model: SuperModel, own: HeldOut) -> dict[str, Any]:
     """The mean test loss of one site near the server's and the site's own model, along random directions of equal length.
 
     The site is the one on which the two differ most.
@@ -94,7 +94,7 @@ def surface(model: SuperModel, own: Own) -> dict[str, Any]:
 
 
 @torch.no_grad()
-def site_loss(model: SuperModel, own: Own, site: int, module: nn.Module) -> float:
+def site_loss(model: SuperModel, own: HeldOut, site: int, module: nn.Module) -> float:
     mine = (own.owners == site).nonzero().squeeze(-1)
     losses = []
     for part in mine.split(64):
@@ -105,7 +105,7 @@ def site_loss(model: SuperModel, own: Own, site: int, module: nn.Module) -> floa
     return float(torch.cat(losses).mean())
 
 
-def gallery(model: SuperModel, own: Own) -> list[dict[str, Any]]:
+def gallery(model: SuperModel, own: HeldOut) -> list[dict[str, Any]]:
     """Of every site the test picture with the middle Dice: as it is, with the experts' outlines and with the super model's."""
     shown = []
     for site in range(len(model.models) - 1):
@@ -123,7 +123,7 @@ def gallery(model: SuperModel, own: Own) -> list[dict[str, Any]]:
     return shown
 
 
-def pictures(own: Own, which: Tensor) -> NDArray[np.uint8]:
+def pictures(own: HeldOut, which: Tensor) -> NDArray[np.uint8]:
     """uint8 [n, height, width, channels]"""
     found: NDArray[np.uint8] = own.split.take(own.rows[which]).permute(0, 2, 3, 1).numpy()
     return found

@@ -169,9 +169,9 @@ def tune(folder: Path) -> str:
             "validation (else it is 0); --tune-gamma is for masks"
         )
     data = federate(load_dataset(model.facts["dataset"]), "sites", model.facts["clients"], 0, torch.device("cpu"))
-    if "val" not in data.own:
+    if "val" not in data.held_out:
         raise BadSetting(f"{model.facts['dataset']} has no validation samples to tune the threshold on")
-    own = data.own["val"]
+    own = data.held_out["val"]
     pictures = own.split.take(own.rows).permute(0, 2, 3, 1).numpy()
     targets = own.split.targets[own.rows]
 
