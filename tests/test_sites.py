@@ -25,7 +25,7 @@ from undrift.models import small_cnn, unet
 from undrift.oracle.segmentation import dice_loss, dice_scores, metrics
 from undrift.personal.figures import look
 from undrift.report import sites
-from undrift.report.load import by_task, grouped, load
+from undrift.report.load import by_task, group_runs, load
 from undrift.report.page import html
 
 CPU = torch.device("cpu")
@@ -394,7 +394,7 @@ def test_the_report_shows_every_site(tmp_path: Path) -> None:
     for words in ("Sites: dice", "Sites: dice_cup", "Every model on every site", "Chosen models", "The unseen site"):
         assert words in page
     assert "client average" in page and "The threshold on the unseen site: fedsm" in page and "Unseen sites" not in page
-    (table,) = (part for part in sites.tables(grouped(load([tmp_path]))) if part.title == "Sites: dice")
+    (table,) = (part for part in sites.tables(group_runs(load([tmp_path]))) if part.title == "Sites: dice")
     assert table.rows[0][3:5] == ["site 2", "site 3"] and table.rows[1][0].startswith("local")
     record = json.loads((tmp_path / "fedsm" / "rounds.jsonl").read_text())
     (row,) = (row for row in table.rows if row[0].startswith("fedsm") and row[1:3] == ["super", "last"])
@@ -417,7 +417,7 @@ def test_the_report_puts_left_out_sites_side_by_side(tmp_path: Path) -> None:
     settings = (tmp_path / "fedavg2" / "run.toml").read_text().replace("seed = 0", "seed = 1")
     (tmp_path / "fedavg3" / "run.toml").write_text(settings)
     (tmp_path / "fedavg3" / "rounds.jsonl").write_text("")
-    part = sites.everywhere_unseen(by_task(grouped(load([tmp_path]))))
+    part = sites.unseen_sites(by_task(group_runs(load([tmp_path]))))
     assert part is not None and "Unseen sites" in html(load([tmp_path]), None)
     for name in ("fedavg", "fedsm"):
         values = found[name, 1], found[name, 2]

@@ -86,7 +86,7 @@ def read_folder_site(folder: Path, size: int, structures: int) -> Site:
     empty = [name for name, part in zip(images, split, strict=True) if not part]
     if 0 < len(empty) < len(split):
         raise BadData(
-            f"{folder / 'samples.csv'} gives a split for some but not for {empty[0]}; give all of them, or none"
+            f"{folder / 'samples.csv'} has no split for {empty[0]}, but for others; give all of them, or none"
         )
     return Site(folder.name, x, y, patients(np.array(groups)), np.array(split) if all(split) else None)
 
