@@ -157,7 +157,8 @@ def _last_record(run: Run) -> dict[str, Any] | None:
 
 def _last_sites(run: Run) -> dict[str, Any]:
     """The sites of the last record that has them."""
-    return (_last_record(run) or {}).get("sites", {})
+    record = _last_record(run)
+    return dict(record["sites"]) if record else {}
 
 
 def _validation_record(run: Run, metric: Metric) -> dict[str, Any] | None:
