@@ -25,7 +25,7 @@ class FusedMomentum(Worker, ServerRate):
     """Clients know M_t, the server's momentum in gradient units, from two successive models and eta_g: line 5.
 
     A client that missed the round before lacks x_{t-1} and is sent M_t, which the downlink counts. `buffers=average` starts
-    local momentum from the cohort's mean buffer instead of zero, which travels both ways.
+    local momentum from the cohort's mean buffer, which travels both ways, instead of zero.
     """
 
     optimizer: str = "momentum"
@@ -102,7 +102,7 @@ class FusedStart(FusedMomentum):
 
 @dataclass(frozen=True)
 class GradientMomentum(Server):
-    """The server's momentum M, in gradient units; what it is sent, d, is eta_l K times the mean of the D_i."""
+    """The server's momentum M, in gradient units; d is eta_l K times the mean of the D_i."""
 
     beta1: float = 0.9  # mu_s
 
@@ -123,4 +123,4 @@ class GradientMomentum(Server):
 
 @dataclass(frozen=True)
 class DOMO(FusedStart, GradientMomentum):
-    """Clients and server with momenta that know of each other."""
+    """Coordinated momenta of clients and server."""

@@ -1,4 +1,4 @@
-"""MimeLite: every local step takes the server's momentum, which is made of full local gradients.
+"""MimeLite: every local step uses the server's momentum, a mean of full local gradients.
 
 Karimireddy, Jaggi, Kale, Mohri, Reddi, Stich, Suresh: Breaking the Centralized Barrier for Cross-Device Federated
 Learning. NeurIPS 2021, with momentum SGD as the base optimiser.
@@ -18,7 +18,7 @@ from undrift.core.vec import mean
 
 @dataclass(frozen=True)
 class FrozenMomentum(Worker):
-    """Clients are sent the server's momentum m_t, which stays as it is during the round.
+    """Clients get the server's momentum m_t, which does not change during the round.
 
     `ema=false` is the heavy-ball form: direction g + beta m, and m <- beta m + grad f.
     """

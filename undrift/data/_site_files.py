@@ -48,9 +48,7 @@ def read_npz_site(path: Path, size: int, structures: int) -> Site:
         images, masks = (np.concatenate([arrays[f"{k}_train"], arrays[f"{k}_test"]]) for k in "xy")
         groups = np.concatenate([arrays["id_train"], arrays["id_test"]]) if "id_train" in arrays else None
     else:
-        raise BadData(
-            f"{path} holds {', '.join(sorted(arrays)) or 'nothing'}; expected x and y, or x_train, y_train, x_test, y_test"
-        )
+        raise BadData(f"{path} holds {', '.join(sorted(arrays)) or 'nothing'}; expected x and y, or x_train to y_test")
     if images.ndim == 3:
         images = images[..., None]
     if masks.dtype.kind in "bi" and masks.size and masks.min() >= 0 and masks.max() < 256:
@@ -85,9 +83,7 @@ def read_folder_site(folder: Path, size: int, structures: int) -> Site:
     split = [table[name].get("split", "") for name in images]
     empty = [name for name, part in zip(images, split, strict=True) if not part]
     if 0 < len(empty) < len(split):
-        raise BadData(
-            f"{folder / 'samples.csv'} has no split for {empty[0]}, but for others; give all of them, or none"
-        )
+        raise BadData(f"{folder / 'samples.csv'} has no split for {empty[0]}, but for others; give all, or none")
     return Site(folder.name, x, y, patients(np.array(groups)), np.array(split) if all(split) else None)
 
 
@@ -127,9 +123,7 @@ def samples_table(path: Path, names: list[str]) -> dict[str, dict[str, str]]:
         rows = {row.get("name", ""): row for row in csv.DictReader(file)}
     missing = [name for name in names if name not in rows]
     if missing:
-        raise BadData(
-            f"{path} has no row for {missing[0]}; it needs the columns name, group and split, and a row for each picture"
-        )
+        raise BadData(f"{path} has no row for {missing[0]}; give name, group and split of each picture")
     return rows
 
 

@@ -96,29 +96,25 @@ def split_site(site: Site, seed: int) -> NDArray[np.str_]:
     for group in np.unique(groups):
         parts = np.unique(site.split[groups == group])
         if len(parts) > 1:
-            raise BadData(
-                f"site {site.name} has {group!s} in both {parts[0]} and {parts[1]}; a group must stay in one split"
-            )
+            raise BadData(f"site {site.name} has {group!s} in both {parts[0]} and {parts[1]}; choose one")
     return site.split
 
 
 def check(site: Site, structures: int) -> None:
     """Raise BadData unless pictures and masks match."""
-    if site.images.dtype != np.uint8 or site.images.ndim != 4:
+    images, masks = site.images, site.masks
+    if images.dtype != np.uint8 or images.ndim != 4:
         raise BadData(
-            f"site {site.name} has pictures {site.images.dtype} {list(site.images.shape)}, not uint8 [n, height, width, channels]"
+            f"site {site.name} has pictures {images.dtype} {list(images.shape)}, not uint8 [n, H, W, channels]"
         )
-    if site.masks.shape != site.images.shape[:3]:
+    if masks.shape != images.shape[:3]:
         raise BadData(
-            f"site {site.name} has pictures {list(site.images.shape[:3])} but masks {list(site.masks.shape)}; "
-            "give one mask of the same size for each picture"
+            f"site {site.name} has pictures {list(images.shape)} but masks {list(masks.shape)}; make them fit"
         )
-    if len(site.masks) and site.masks.max() > structures:
-        raise BadData(
-            f"the masks of site {site.name} go up to {site.masks.max()}, but 0 is background and {structures} is the last one"
-        )
+    if len(masks) and masks.max() > structures:
+        raise BadData(f"the masks of site {site.name} go up to {masks.max()}; expected 0 (background) to {structures}")
     for what, values in (("groups", site.groups), ("split", site.split)):
-        if values is not None and values.shape != (len(site.masks),):
-            raise BadData(f"site {site.name} has {len(site.masks)} masks but {what} of shape {list(values.shape)}")
+        if values is not None and values.shape != (len(masks),):
+            raise BadData(f"site {site.name} has {len(masks)} masks but {what} of shape {list(values.shape)}")
     if site.split is not None and not set(np.unique(site.split).tolist()) <= set(SPLITS):
         raise BadData(f"the split of site {site.name} must say train, val or test for each sample")

@@ -86,10 +86,7 @@ def check(arrays: Arrays, source: Source, place: str) -> Arrays:
     x_train, y_train = check_half(arrays.x_train, arrays.y_train, "train", source, place)
     x_test, y_test = check_half(arrays.x_test, arrays.y_test, "test", source, place)
     if x_train.shape[1:] != x_test.shape[1:]:
-        raise BadData(
-            f"{place}: expected images of one size, found {list(x_train.shape[1:])} for training and "
-            f"{list(x_test.shape[1:])} for testing"
-        )
+        raise BadData(f"{place}: expected images of one size, found {[list(x.shape[1:]) for x in (x_train, x_test)]}")
     return Arrays(x_train, y_train, x_test, y_test)
 
 
@@ -108,9 +105,7 @@ def check_half(
     if labels.ndim == 2 and labels.shape[1] == 1:  # as Keras and .mat files have them
         labels = labels[:, 0]
     if labels.ndim != 1 or labels.dtype.kind not in "iu":
-        raise BadData(
-            f"{place}: expected y_{half} as whole numbers of shape [n], found {labels.dtype} {list(labels.shape)}"
-        )
+        raise BadData(f"{place}: expected y_{half} as whole numbers [n], found {labels.dtype} {list(labels.shape)}")
     if len(images) != len(labels) or len(images) == 0:
         raise BadData(
             f"{place}: expected as many images as labels and at least one, found {len(images)} images in "

@@ -44,7 +44,5 @@ def read_user_file(path: Path, masks: bool, part: str = "train") -> Arrays:
         wanted = "masks [n, height, width]" if masks else "class labels [n]"
         raise BadData(f"{path}: expected {wanted} of whole numbers from 0 on, found {y.dtype} {list(y.shape)}")
     if masks and (x.ndim != 4 or x.shape[:3] != y.shape):
-        raise BadData(
-            f"{path}: has inputs {list(x.shape)} but masks {list(y.shape)}; give each picture one of its size"
-        )
+        raise BadData(f"{path}: inputs {list(x.shape)} but masks {list(y.shape)}; give each picture one of its size")
     return x, y

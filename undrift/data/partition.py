@@ -71,10 +71,7 @@ def deal(spec: str, labels: Indices, clients: int, seed: int, sites: Indices | N
     if name == "own":
         return own(task)
     if clients > len(labels):
-        raise BadSetting(
-            f"{clients} clients but only {len(labels)} training samples, and each needs one; use fewer, "
-            "or 'resample:20', which draws with replacement"
-        )
+        raise BadSetting(f"{clients} clients but only {len(labels)} training samples; use fewer, or 'resample:20'")
     if labels.ndim != 1 and name != "sites":
         raise BadSetting(f"partition {name!r} needs one class per sample, which this data lacks; try 'sites'")
     owner = OWNER_RULES[name](task)
@@ -196,8 +193,7 @@ def sites(task: Task) -> Indices:
     names, owner = np.unique(task.sites, return_inverse=True)
     if len(names) != task.clients or len(owner) != task.samples:
         raise BadSetting(
-            f"partition 'sites' makes one client of each of the {len(names)} sites, not {task.clients}; "
-            f"set the number of clients to {len(names)}"
+            f"partition 'sites' makes {len(names)} clients, one per site, not {task.clients}; set clients so"
         )
     return owner.astype(np.int64)
 

@@ -57,9 +57,6 @@ def global_pooling() -> list[nn.Module]:
 def image_shape(model: str, shape: tuple[int, ...]) -> tuple[int, int, int]:
     """(channels, height, width); BadSetting where the shape is not that of an image."""
     if len(shape) != 3:
-        raise BadSetting(
-            f"model {model!r} needs images of shape (channels, height, width), got {shape}; "
-            "try 'mlp' or 'logreg', which take any shape"
-        )
+        raise BadSetting(f"model {model!r} needs (channels, height, width), got {shape}; 'mlp' and 'logreg' take any")
     channels, height, width = shape
     return channels, height, width

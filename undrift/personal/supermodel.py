@@ -87,13 +87,11 @@ class SuperModel:
         pictures: NDArray[np.uint8] = np.asarray(x)
         pictures = pictures[None] if pictures.ndim == 3 else pictures
         channels, height, width = self.facts["shape"]
+        size = f"[n, {height}, {width}, {channels}]"
         if not pictures.size:
-            raise BadData(f"there are no pictures; the super model takes uint8 [n, {height}, {width}, {channels}]")
+            raise BadData(f"there are no pictures; expected uint8 {size}")
         if pictures.dtype != np.uint8 or pictures.shape[1:] != (height, width, channels):
-            raise BadData(
-                f"the super model takes uint8 pictures [n, {height}, {width}, {channels}], not {pictures.dtype} "
-                f"{list(pictures.shape)}; resize them"
-            )
+            raise BadData(f"expected uint8 pictures {size}, found {pictures.dtype} {list(pictures.shape)}; resize them")
         return pictures
 
     @torch.no_grad()
@@ -192,9 +190,7 @@ def predict_folder(
     from PIL import Image
 
     if not model.facts["masks"]:
-        raise BadSetting(
-            "predict writes masks; this super model was trained on classes: use SuperModel.predict in Python"
-        )
+        raise BadSetting("predict writes masks, but this run learned classes; use SuperModel.predict in Python")
     files = sorted(p for p in pictures.glob("*") if p.suffix.lower() in SUFFIXES) if pictures.is_dir() else []
     if not files:
         raise BadData(f"there are no pictures in {pictures}; expected files such as NAME.png or NAME.jpg")

@@ -1,6 +1,6 @@
 """Base optimisers of local steps, one file each: `init(x)` makes the state, `step(rates, x, state, u)` moves x along u.
 
-The file's name is the value of `optimizer`; to add one is to add a file.
+The file's name is the value of `optimizer`.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class Rates(Protocol):
 
 
 class Moving(Protocol):
-    """What local steps move: `base.Work`, a method's own, or a `personal.Stream`."""
+    """The state that local steps move: a method's `Work` or a `personal.Stream`."""
 
     @property
     def x(self) -> Tensor: ...
@@ -44,7 +44,7 @@ W = TypeVar("W", bound=Moving)
 
 
 class BaseOptimizer(Protocol):
-    """What a file of this folder defines."""
+    """The functions of a file in this folder."""
 
     def init(self, x: Tensor) -> NamedTuple:
         """The state before the first step from x [..., P]."""
@@ -64,7 +64,7 @@ class LocalOptimizer:
     lr: float = 0.1  # eta_l
     weight_decay: float = 0.0  # coupled L2, added to the final direction of each local step
     decay_biases: bool = True  # False: weight decay spares biases and normalisation, the tensors of one dimension
-    clip: float = 0.0  # longest local direction; 0 does not clip
+    clip: float = 0.0  # greatest norm of a local direction; 0 does not clip
     optimizer: str = "sgd"  # a file of this folder
     momentum: float = 0.9  # momentum's mu, Adam's beta_1
     keep_moments: bool = False  # True: a client keeps the base optimiser's state between rounds
