@@ -77,4 +77,4 @@ class Mixture(Worker):
 
 @dataclass(frozen=True)
 class APFL(Mixture, Average):
-    """Mixed personal models beside FedAvg."""
+    """Mixed personal models and a weighted mean."""

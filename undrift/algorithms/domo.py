@@ -14,8 +14,7 @@ from torch import Tensor
 
 from undrift.algorithms.base import Cohort, GradientOracle, LocalData, Nothing, Server, Up, Vec, Work, Worker
 from undrift.algorithms.optimise.momentum import Momentum
-from undrift.algorithms.settings import ServerRate, above, at_least, below_one
-from undrift.core.errors import BadSetting
+from undrift.algorithms.settings import ServerRate, above, at_least, below_one, needs_fresh_momentum
 from undrift.core.trees import nbytes
 from undrift.core.vec import mean
 
@@ -82,10 +81,7 @@ class FusedMomentum(Worker, ServerRate):
         super().check(clients, cohort)
         at_least(self, 0.0, "beta")
         above(self, 0.0, "server_lr")  # the momentum is inferred from the server's steps
-        if self.optimizer != "momentum":
-            raise BadSetting(f"DOMO needs optimizer=momentum, not {self.optimizer}")
-        if self.keep_moments:
-            raise BadSetting("DOMO's local buffers are new in each round; leave keep_moments at false")
+        needs_fresh_momentum(self)
 
 
 @dataclass(frozen=True)

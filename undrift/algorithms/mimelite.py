@@ -39,7 +39,7 @@ class FrozenMomentum(Worker):
 
 @dataclass(frozen=True)
 class LiteMomentum(FrozenMomentum):
-    """x_i^{k+1} = x_i^k - eta_l ( (1 - beta) g_i(x_i^k) + beta m_t ); m is made of the clients' full gradients at x_t.
+    """x_i^{k+1} = x_i^k - eta_l ( (1 - beta) g_i(x_i^k) + beta m_t ); m averages the clients' full gradients at x_t.
 
     Differs: the full gradient is taken batch by batch in training mode, without augmentation and dropout.
     """

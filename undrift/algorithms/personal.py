@@ -88,7 +88,7 @@ class Personal(Checked):
         """Whether the selector has begun to learn after so many rounds; before, the server's model is used."""
         return bool(self.chooses)
 
-    # Methods whose rounds are not all alike.
+    # Methods with several phases.
     def at(self, t: int) -> State:
         """The algorithm of round t, counted from 0."""
         return self

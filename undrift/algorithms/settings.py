@@ -67,6 +67,14 @@ def above(part: object, lowest: float, *fields: str) -> None:
             raise BadSetting(f"{field} must be a finite number above {lowest:g}, not {getattr(part, field)}")
 
 
+def needs_fresh_momentum(part: Any) -> None:
+    """Raise BadSetting unless local steps use momentum and buffers are not kept between rounds."""
+    if part.optimizer != "momentum":
+        raise BadSetting(f"{type(part).__name__} needs optimizer=momentum, not {part.optimizer}")
+    if part.keep_moments:
+        raise BadSetting(f"{type(part).__name__} sets its local buffers in each round; leave keep_moments at false")
+
+
 def below_one(part: object, *fields: str) -> None:
     """Raise BadSetting unless every named field lies in [0, 1)."""
     at_least(part, 0.0, *fields)

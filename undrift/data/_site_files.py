@@ -48,7 +48,9 @@ def read_npz_site(path: Path, size: int, structures: int) -> Site:
         images, masks = (np.concatenate([arrays[f"{k}_train"], arrays[f"{k}_test"]]) for k in "xy")
         groups = np.concatenate([arrays["id_train"], arrays["id_test"]]) if "id_train" in arrays else None
     else:
-        raise BadData(f"{path} holds {', '.join(sorted(arrays)) or 'nothing'}; expected x and y, or x_train to y_test")
+        raise BadData(
+            f"{path} holds {', '.join(sorted(arrays)) or 'nothing'}; expected x and y, or x_train, y_train, x_test, y_test"
+        )
     if images.ndim == 3:
         images = images[..., None]
     if masks.dtype.kind in "bi" and masks.size and masks.min() >= 0 and masks.max() < 256:

@@ -96,7 +96,7 @@ def split_site(site: Site, seed: int) -> NDArray[np.str_]:
     for group in np.unique(groups):
         parts = np.unique(site.split[groups == group])
         if len(parts) > 1:
-            raise BadData(f"site {site.name} has {group!s} in both {parts[0]} and {parts[1]}; choose one")
+            raise BadData(f"site {site.name} has {group!s} in both {parts[0]} and {parts[1]}; choose one split")
     return site.split
 
 

@@ -82,11 +82,12 @@ def advice(source: Source, root: Path | None) -> str:
 
 
 def check(arrays: Arrays, source: Source, place: str) -> Arrays:
-    """The arrays as uint8 [n, height, width, channels] and int64 [n], or BadData saying what was expected."""
+    """Check the arrays and return them as uint8 [n, height, width, channels] and int64 [n]."""
     x_train, y_train = check_half(arrays.x_train, arrays.y_train, "train", source, place)
     x_test, y_test = check_half(arrays.x_test, arrays.y_test, "test", source, place)
-    if x_train.shape[1:] != x_test.shape[1:]:
-        raise BadData(f"{place}: expected images of one size, found {[list(x.shape[1:]) for x in (x_train, x_test)]}")
+    train, test = list(x_train.shape[1:]), list(x_test.shape[1:])
+    if train != test:
+        raise BadData(f"{place}: expected images of one size, found {train} for training and {test} for testing")
     return Arrays(x_train, y_train, x_test, y_test)
 
 
@@ -167,7 +168,7 @@ def answers(address: str) -> bool:
 
 
 def read_hugging_face(loader: Callable[..., Any], source: Source) -> Arrays:
-    """The train and test splits (validation where there is no test) of a Hugging Face image data set."""
+    """The train and test splits (validation if there is no test) of a Hugging Face image data set."""
     identifier = source.hugging_face
     splits = loader(identifier, source.hugging_face_config)
     test = first_of(("test", "valid", "validation", "val"), splits, identifier)

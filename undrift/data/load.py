@@ -36,7 +36,7 @@ def load_dataset(name: str) -> Dataset:
         function = attribute(name)
         try:
             data = function()
-        except Exception as error:  # whatever the user's function raises
+        except Exception as error:  # anything that the user's function raises
             raise BadData(f"{name} failed: {type(error).__name__}: {error}") from error
         return dataset_from(data)
     load, site = module_of("datasets", name).load, with_options(name)[1].get("without")

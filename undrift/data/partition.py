@@ -140,7 +140,7 @@ def dirichlet_balanced(task: Task) -> Indices:
         chosen = bisect_right(cumulative[client], class_draw)
         if not waiting[chosen]:
             # Draw from the prior restricted to classes with samples left: like redrawing, but it always ends.
-            # A client whose prior has no mass there draws among them uniformly.
+            # A client whose prior has no mass on them draws among them uniformly.
             mass = np.where(has_samples, priors[client], 0.0)
             cumulative[client] = cumulative_share(mass if mass.sum() > 0 else has_samples.astype(float))
             chosen = bisect_right(cumulative[client], task.generator.random())
@@ -192,9 +192,7 @@ def sites(task: Task) -> Indices:
         raise BadSetting("partition 'sites' needs a data set with sites, which this one lacks; try 'iid'")
     names, owner = np.unique(task.sites, return_inverse=True)
     if len(names) != task.clients or len(owner) != task.samples:
-        raise BadSetting(
-            f"partition 'sites' makes {len(names)} clients, one per site, not {task.clients}; set clients so"
-        )
+        raise BadSetting(f"there are {len(names)} sites, not {task.clients}; set the number of clients to {len(names)}")
     return owner.astype(np.int64)
 
 
@@ -217,7 +215,7 @@ def resample(task: Task) -> Holdings:
 
 
 def own(task: Task) -> Holdings:
-    """own: as sites, with each client's samples shuffled by its own number, as one that knows nobody else's does it"""
+    """own: as sites, but each client shuffles its samples by its own number, without knowing the others"""
     owner = sites(task)
     sizes = np.bincount(owner, minlength=task.clients)
     clients = np.split(np.argsort(owner, kind="stable"), np.cumsum(sizes)[:-1])

@@ -36,7 +36,9 @@ def load(
 ) -> Dataset:
     """`patients` per site, by default `PATIENTS`; `seed` draws the pictures and `split` divides them."""
     if sites < 2 or size < 16 or (patients and patients < 4):
-        raise BadSetting(f"expected sites >= 2, size >= 16 and patients >= 4, not {sites}, {size}, {patients}")
+        raise BadSetting(
+            f"synthetic-sites needs sites >= 2, size >= 16 and patients >= 4, not {sites}, {size}, {patients}"
+        )
     amounts = [shift * amount for amount in (colour, contrast, scale, style)]
     drawings = [draw_site(k, patients or PATIENTS[k % 6], size, amounts, seed) for k in range(sites)]
     return dataset_of_sites("synthetic-sites", drawings, ("disc", "cup"), split)

@@ -57,6 +57,6 @@ def global_pooling() -> list[nn.Module]:
 def image_shape(model: str, shape: tuple[int, ...]) -> tuple[int, int, int]:
     """(channels, height, width); BadSetting where the shape is not that of an image."""
     if len(shape) != 3:
-        raise BadSetting(f"model {model!r} needs (channels, height, width), got {shape}; 'mlp' and 'logreg' take any")
+        raise BadSetting(f"model {model!r} needs images (channels, height, width), got {shape}; 'mlp' takes any shape")
     channels, height, width = shape
     return channels, height, width

@@ -11,7 +11,7 @@ from undrift.models._resnet import Preactivation, Residual, basic_block, project
 
 
 def bottleneck_block(channels_in: int, channels_out: int, stride: int, inner: int = 0, groups: int = 1) -> Residual:
-    """A residual block with `inner` channels, in `groups`, in the middle: a quarter of `channels_out` unless told.
+    """A residual block with `inner` channels, in `groups`, in the middle; by default a quarter of `channels_out`.
 
     A block that halves the image does so in its 3x3 convolution.
     """

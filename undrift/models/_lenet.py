@@ -15,6 +15,6 @@ def channels_and_padding(model: str, shape: tuple[int, ...]) -> tuple[int, int]:
     paddings = {(32, 32): 0, (28, 28): 2}
     if (height, width) not in paddings:
         raise BadSetting(
-            f"model {model!r} needs 28x28 or 32x32 images, not {height}x{width}; resize, or try 'resnet20-gn'"
+            f"model {model!r} needs 28x28 or 32x32, got {height}x{width}; resize the images or try 'resnet20-gn'"
         )
     return channels, paddings[height, width]

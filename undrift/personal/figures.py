@@ -114,7 +114,8 @@ def gallery(model: SuperModel, test: HeldOut) -> list[dict[str, Any]]:
         count = model.facts["outputs"]
         dice = overlap(structures_of(torch.from_numpy(prediction.masks), count), structures_of(true, count))
         middle = int(dice.mean(1).argsort()[len(members) // 2])
-        picture = as_rgb(pictures(test, members[middle : middle + 1])[0])
+        picture = pictures(test, members[middle : middle + 1])[0]
+        picture = picture if picture.shape[-1] == 3 else np.repeat(picture[..., :1], 3, -1)
         masks = true[middle].numpy().astype(np.uint8), prediction.masks[middle]
         png = as_png([picture, *(overlay(picture, mask) for mask in masks)])
         number = int(prediction.model[middle])
@@ -126,10 +127,6 @@ def pictures(test: HeldOut, which: Tensor) -> NDArray[np.uint8]:
     """uint8 [n, height, width, channels]"""
     images: NDArray[np.uint8] = test.split.take(test.rows[which]).permute(0, 2, 3, 1).numpy()
     return images
-
-
-def as_rgb(picture: NDArray[np.uint8]) -> NDArray[np.uint8]:
-    return picture if picture.shape[-1] == 3 else np.repeat(picture[..., :1], 3, -1)
 
 
 def as_png(pictures: list[NDArray[np.uint8]]) -> str:

@@ -58,8 +58,8 @@ def draw(content: dict[str, Any], name: str) -> str:
             '<div class="charts">' + "".join(gallery_figure(entry, sites) for entry in content["gallery"]) + "</div>"
         )
         parts.append(
-            '<p class="faint">Of every site the test picture with the middle Dice: the picture, what experts drew, '
-            "what the model drew. The Dice scores are those of the structures in their order.</p>"
+            '<p class="faint">The test picture with the median Dice of every site: plain, with the outlines by experts, and '
+            "with those by the model. The Dice scores are those of the structures in their order.</p>"
         )
     return "".join(parts)
 

@@ -181,8 +181,8 @@ def _group(members: list[Run], firsts: list[Run]) -> Group:
     words = [algorithm, *(f"{name}={as_text(first.settings.get(name))}" for name in names)]
     places = [_place(first, name) for name in TASK if name in in_report]
     label = " ".join(words) + (f" ({', '.join(places)})" if places else "")
-    named = [n for n in TASK if n in first.settings and (n in NAMED_BY_VALUE or n in in_report)]
-    task = ", ".join(_place(first, name) for name in named)
+    facts = [n for n in TASK if n in first.settings and (n in NAMED_BY_VALUE or n in in_report)]
+    task = ", ".join(_place(first, name) for name in facts)
     kept = _longest_of_each_seed(members)
     return Group(label, algorithm, task, kept, [run for run in members if all(run is not k for k in kept)])
 

@@ -52,8 +52,8 @@ def _scores(groups: list[Group], metric: Metric, name: str, titles: list[str]) -
                     rows.append([group.label, kind, when, *_row(values), _overall(records, kind, name)])
     legend = (
         f"Test {name} of each site, mean over seeds, ± the standard deviation of the client average, the unweighted mean "
-        "of the sites. The last column is the mean over all test samples, for what serves the clients. Rounds: the one with the "
-        "best validation score, where there are validation samples, and the last one. Local and Centralized are the two ends."
+        "of the sites. The last column is the mean over all test samples with the clients' final choice of model. Rounds: the "
+        "one with the best validation score, if there is one, and the last one. Local and Centralized are the two ends."
     )
     return Part(f"Sites: {name}", rows, legend)
 
@@ -121,7 +121,7 @@ def _thresholds(group: Group, name: str, titles: list[str]) -> Part:
         rows.append([f"{title}{gammas}", *_shares([seed["chosen"] for seed in seeds]), f"{score:.4f}"])
     legend = (
         "The share of its samples for which each model was chosen, and their score, in the last round. The best threshold is "
-        "found on the unseen samples themselves: it says how much a threshold could do, not what is to be had."
+        "found on the unseen samples themselves: it shows what a threshold could do at best."
     )
     return Part(f"The threshold on the unseen site: {group.label}", rows, legend)
 

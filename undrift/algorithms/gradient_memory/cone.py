@@ -62,35 +62,36 @@ def project(
     length = norm(p)
     flat = torch.cat([products.double().flatten(), along.double(), length.view(1)]).cpu().numpy()  # one trip
     m = len(rows)
-    named = np.ones(m, dtype=bool) if counts is None else counts.cpu().numpy()
-    guess = np.zeros(m, dtype=bool) if start is None else start.cpu().numpy() & named
-    G, b, size, even = normalised(rows, flat[: m * m].reshape(m, m), flat[m * m : -1], flat[-1], rho, named)
+    wanted = np.ones(m, dtype=bool) if counts is None else counts.cpu().numpy()
+    guess = np.zeros(m, dtype=bool) if start is None else start.cpu().numpy() & wanted
+    G, b, size, even = normalised(rows, flat[: m * m].reshape(m, m), flat[m * m : -1], flat[-1], rho, wanted)
     if even is not None:  # rows so short that their squares are zero; their length does not matter
-        stretched = project(p.double(), even, None, rho, None, torch.from_numpy(named), torch.from_numpy(guess))
-        found = stretched.z / even_scale(rows).cpu()
-        return Projection(stretched.u.to(p.dtype), found if counts is None else beside(found, counts), stretched.solved)
-    still = torch.zeros(m, dtype=torch.float64) if counts is None else counts.new_zeros(m, dtype=torch.float64)
+        stretched = project(p.double(), even, None, rho, None, torch.from_numpy(wanted), torch.from_numpy(guess))
+        z_even = stretched.z / even_scale(rows).cpu()
+        z_all = z_even if counts is None else beside(z_even, counts)
+        return Projection(stretched.u.to(p.dtype), z_all, stretched.solved)
+    zero = torch.zeros(m, dtype=torch.float64) if counts is None else counts.new_zeros(m, dtype=torch.float64)
     yes, no = torch.tensor(True), torch.tensor(False)
     if not (np.isfinite(G).all() and np.isfinite(b).all()):
-        return Projection(p, still, no)
+        return Projection(p, zero, no)
     if (b >= 0).all():  # feasible already: p itself, bit for bit
-        return Projection(p, still, yes)
+        return Projection(p, zero, yes)
     single = p.dtype != torch.float64
     z, solved = solve(G, b, 1e-6 if single else 1e-12, guess)
     if single and (not solved or digits_lost(G, z > 0) > 4):
         wide = rows.double()
         exact = gram(wide, wide).cpu().numpy(), (wide @ p.double()).cpu().numpy()
-        G, b, size, _ = normalised(wide, *exact, flat[-1], rho, named)
+        G, b, size, _ = normalised(wide, *exact, flat[-1], rho, wanted)
         z, solved = solve(G, b, 1e-12, guess)
     straight = None
     if not solved or digits_lost(G, z > 0) > 8:
-        z, straight, solved = by_columns(p, rows, np.where(named, size, 0.0), rho)
+        z, straight, solved = by_columns(p, rows, np.where(wanted, size, 0.0), rho)
     active = z > 0
     index, share = np.flatnonzero(active), z[active] * flat[-1] / size[active]
     chosen, weights = torch.from_numpy(index), torch.from_numpy(share)
     u = combine(p, rows, beside(chosen, p), beside(weights, p)) if straight is None else straight
-    found = still.index_copy(0, beside(chosen, still), beside(weights, still))
-    return Projection(u, found, yes if solved else no)
+    z_all = zero.index_copy(0, beside(chosen, zero), beside(weights, zero))
+    return Projection(u, z_all, yes if solved else no)
 
 
 @plain
@@ -112,23 +113,23 @@ def even_scale(rows: Tensor) -> Tensor:
 
 
 def normalised(
-    rows: Tensor, products: Array, along: Array, length: float, rho: float, named: NDArray[np.bool_]
+    rows: Tensor, products: Array, along: Array, length: float, rho: float, wanted: NDArray[np.bool_]
 ) -> tuple[Array, Array, Array, Tensor | None]:
     """G and b for unit columns and unit p, and the columns' lengths. A zero column (or p = 0) constrains nothing.
 
     If a column is too short to be squared, the last result is all columns, stretched.
     """
     size = np.sqrt(np.clip(products.diagonal(), 0.0, None))
-    zero = np.flatnonzero(named & (size == 0))
+    zero = np.flatnonzero(wanted & (size == 0))
     even = None
     if len(zero) and bool((rows[beside(torch.from_numpy(zero), rows)] != 0).any()):
         even = rows.double() / even_scale(rows).unsqueeze(1)
-    counted = named & (size > 0)
+    counted = wanted & (size > 0)
     inverse = np.divide(1.0, size, out=np.zeros_like(size), where=counted)
     with np.errstate(invalid="ignore"):  # an infinite column times its inverse; the caller checks
         G: Array = products * inverse * inverse[:, None]
         b: Array = along * inverse * (1 / length if length > 0 else 0.0) - rho * counted
-    return G, np.where(counted & (length > 0), b, np.maximum(np.where(named, b, 0.0), 0)), size, even
+    return G, np.where(counted & (length > 0), b, np.maximum(np.where(wanted, b, 0.0), 0)), size, even
 
 
 def solve(G: Array, b: Array, tolerance: float, guess: NDArray[np.bool_] | None = None) -> tuple[Array, bool]:
@@ -170,12 +171,12 @@ def lawson_hanson(
             return z, bool(slack(z).min() >= -max(tolerance, 1e-9))
         passive[j] = True
         while passive.any():
-            found = multipliers(passive)
-            if found is None:  # column j lies in the span of the others
+            candidate = multipliers(passive)
+            if candidate is None:  # column j lies in the span of the others
                 passive[j], refused[j] = False, True
                 break
             s = np.zeros(count)
-            s[passive] = found
+            s[passive] = candidate
             falling = passive & (s <= 0)
             if not falling.any():
                 if (s != z).any():
@@ -200,14 +201,14 @@ def started(
     """A start for the active-set method: the guessed columns with positive multipliers."""
     passive = np.zeros(count, dtype=bool) if guess is None else guess.copy()
     while passive.any():
-        found = multipliers(passive)
-        if found is None:
+        candidate = multipliers(passive)
+        if candidate is None:
             break
-        if (found > 0).all():
+        if (candidate > 0).all():
             z = np.zeros(count)
-            z[passive] = found
+            z[passive] = candidate
             return z, passive
-        passive[np.flatnonzero(passive)[found <= 0]] = False
+        passive[np.flatnonzero(passive)[candidate <= 0]] = False
     return np.zeros(count), np.zeros(count, dtype=bool)
 
 
@@ -218,9 +219,9 @@ def by_columns(p: Tensor, rows: Tensor, size: Array, rho: float) -> tuple[Array,
     on it, without directions that are round-off: for M = USV', a = rho S^-1 V'1 - U'p gives z = V S^-1 a and u = p + Ua. u comes
     from U, not from Mz, because z is huge if columns are nearly alike.
     """
-    wide, there = p.double().cpu().numpy(), size > 0
+    wide, used = p.double().cpu().numpy(), size > 0
     length = np.linalg.norm(wide)
-    M = rows.double().cpu().numpy()[there].T / size[there]
+    M = rows.double().cpu().numpy()[used].T / size[used]
     Q, R = np.linalg.qr(np.column_stack([M, wide / length]))
     A, q = R[:, :-1], R[:, -1]
 
@@ -240,9 +241,9 @@ def by_columns(p: Tensor, rows: Tensor, size: Array, rho: float) -> tuple[Array,
 
     z, solved = lawson_hanson(A.shape[1], slack, lambda passive: parts(passive)[0], 1e-12)
     moved = parts(z > 0)[1] if (z > 0).any() else np.zeros(len(q))
-    found = np.zeros(len(size))
-    found[there] = z
-    return found, torch.from_numpy(wide + length * (Q @ moved)).to(p), solved
+    z_all = np.zeros(len(size))
+    z_all[used] = z
+    return z_all, torch.from_numpy(wide + length * (Q @ moved)).to(p), solved
 
 
 def digits_lost(G: Array, active: NDArray[np.bool_]) -> float:

@@ -29,20 +29,19 @@ def project_three(p: Tensor, rows: Sequence[Tensor], rho: float | Tensor = 0.0) 
     """
     vectors = torch.stack([*rows, p], -2)
     R, size, finite = coordinates(vectors)  # [..., 4, 4], its columns are the unit rows and p; [..., 4]; [..., 1]
-    there = size > 0
-    there = there[..., :3] & there[..., 3:]
+    nonzero = (size[..., :3] > 0) & (size[..., 3:] > 0)
     margin = rho.unsqueeze(-1) if isinstance(rho, Tensor) else rho  # against the eight sets [..., 8, 3]
-    z = multipliers(R[..., :3], R[..., 3], there, margin, 1e-9 if p.dtype == torch.float64 else 1e-6)
+    z = multipliers(R[..., :3], R[..., 3], nonzero, margin, 1e-9 if p.dtype == torch.float64 else 1e-6)
     active = (z > 0) & finite
-    share = torch.where(active, z / torch.where(there, size[..., :3], 1.0), 0.0) * size[..., 3:]
+    share = torch.where(active, z / torch.where(nonzero, size[..., :3], 1.0), 0.0) * size[..., 3:]
     moved = wide_combination(share, vectors)
     return torch.where(active.any(-1, keepdim=True), moved, p), active
 
 
-def multipliers(A: Tensor, q: Tensor, there: Tensor, rho: float | Tensor, tolerance: float) -> Tensor:
+def multipliers(A: Tensor, q: Tensor, nonzero: Tensor, rho: float | Tensor, tolerance: float) -> Tensor:
     """z [..., 3] >= 0 with w = A'(q + A z) - rho >= 0 and z w = 0, for columns A [..., 4, 3] of length one or zero."""
     on = constant(SETS, A)  # [8, 3]
-    possible = (there.unsqueeze(-2) | ~on).all(-1)  # [..., 8]
+    possible = (nonzero.unsqueeze(-2) | ~on).all(-1)  # [..., 8]
     # A_on = E T with orthonormal E and triangular T, for the eight sets at once; then T'T z = rho - A_on' q.
     columns = torch.where(on.unsqueeze(-2), A.unsqueeze(-3), 0.0)  # [..., 8, 4, 3]
     E: list[Tensor] = []
@@ -67,7 +66,7 @@ def multipliers(A: Tensor, q: Tensor, there: Tensor, rho: float | Tensor, tolera
     z = torch.where(on & possible.unsqueeze(-1), torch.stack([z0, z1, z2], -1), 0.0)
     moved = q.unsqueeze(-2) + (columns @ z.unsqueeze(-1)).squeeze(-1)
     w = (A.mT.unsqueeze(-3) @ moved.unsqueeze(-1)).squeeze(-1) - rho
-    broken = torch.where(there.unsqueeze(-2), torch.where(on, w.abs(), -w), 0.0)  # on: w = 0; off: w >= 0
+    broken = torch.where(nonzero.unsqueeze(-2), torch.where(on, w.abs(), -w), 0.0)  # on: w = 0; off: w >= 0
     gap = torch.maximum((-z).amax(-1), broken.amax(-1)).clamp(min=0)
     gap = torch.where(possible & gap.isfinite(), gap, torch.inf)
     # The first set within the tolerance, else the best one.

@@ -15,16 +15,6 @@ from torch import Tensor
 from undrift.core.trees import State
 
 
-class Rates(Protocol):
-    """The fields of a worker part that a base optimiser reads."""
-
-    @property
-    def lr(self) -> float: ...
-
-    @property
-    def momentum(self) -> float: ...
-
-
 class Moving(Protocol):
     """The state that local steps move: a method's `Work` or a `personal.Stream`."""
 
@@ -49,12 +39,8 @@ class BaseOptimizer(Protocol):
     def init(self, x: Tensor) -> NamedTuple:
         """The state before the first step from x [..., P]."""
 
-    def step(self, rates: Rates, x: Tensor, state: NamedTuple, u: Tensor) -> tuple[Tensor, NamedTuple]:
+    def step(self, rates: LocalOptimizer, x: Tensor, state: NamedTuple, u: Tensor) -> tuple[Tensor, NamedTuple]:
         """x and the state after one step along the direction u."""
-
-
-NAMES = tuple(sorted(module.name for module in pkgutil.iter_modules(__path__)))
-FILES: dict[str, BaseOptimizer] = {name: importlib.import_module(f"{__name__}.{name}") for name in NAMES}
 
 
 @dataclass(frozen=True)
@@ -74,3 +60,7 @@ class LocalOptimizer:
     def rest(self, x: Tensor) -> State:
         """The base optimiser's state before the first step from x."""
         return FILES[self.optimizer].init(x)
+
+
+NAMES = tuple(sorted(module.name for module in pkgutil.iter_modules(__path__)))
+FILES: dict[str, BaseOptimizer] = {name: importlib.import_module(f"{__name__}.{name}") for name in NAMES}
