@@ -19,21 +19,11 @@ from undrift.oracle.oracle import LocalData
 
 # The states that a function returns, in order; "" is not a state. Arguments are recognised by their names.
 RETURNS: dict[str, tuple[str, ...]] = {
-    "companion_init": ("companion",),
-    "companion_networks": ("companion",),
-    "companion_step": ("companion",),
-    "measured": ("companion",),
-    "broadcast": ("down",),
-    "gather": ("", "companion"),
-    "client_init": ("client",),
-    "receive": ("client",),
-    "local_start": ("work",),
-    "local_step": ("work",),
-    "take_moments": ("work",),
-    "move": ("work",),
-    "local_end": ("up", "client"),
-    "server_init": ("server",),
-    "server_step": ("", "server"),
+    **dict.fromkeys(("companion_init", "companion_networks", "companion_step", "measured"), ("companion",)),
+    **dict.fromkeys(("client_init", "receive"), ("client",)),
+    **dict.fromkeys(("local_start", "local_step", "take_moments", "move"), ("work",)),
+    **{"broadcast": ("down",), "gather": ("", "companion"), "local_end": ("up", "client")},
+    **{"server_init": ("server",), "server_step": ("", "server")},
 }
 STATES = ("companion", "down", "client", "work", "up", "server")
 
