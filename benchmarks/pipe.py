@@ -53,7 +53,7 @@ SIZES = {"mlp": (16, 128), "resnet20": (8, 64), "resnet56": (8, 64)}  # small an
 def network(name: str) -> nn.Sequential:
     torch.manual_seed(0)
     if name.startswith("resnet"):
-        return cifar_resnet(name, (3, 32, 32), 10, depth=int(name.removeprefix("resnet")), norm=nn.BatchNorm2d)
+        return cifar_resnet(name, depth=int(name.removeprefix("resnet")))((3, 32, 32), 10)
     hidden = [layer for _ in range(12) for layer in (nn.Linear(1024, 1024), nn.ReLU())]
     return nn.Sequential(*hidden, nn.Linear(1024, 10))
 

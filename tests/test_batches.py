@@ -14,7 +14,7 @@ MEMBERS = torch.arange(int(SIZES.sum())) + 1000  # samples have numbers of their
 
 
 def batches(plan: Plan, round: int, ids: list[int], position: list[int], seed: int = 0) -> Table:
-    of, name = np.array(ids), plan.shuffled_by(seed, round)
+    of, name = np.array(ids), plan.shuffle_stream(seed, round)
     return table(plan, name, of, MEMBERS, START[of], SIZES[of], np.array(position))
 
 

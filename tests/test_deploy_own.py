@@ -20,7 +20,7 @@ from flwr.app import Context, Message, RecordDict  # noqa: E402
 from tests.test_deploy import without  # noqa: E402
 from tests.test_deploy_flower import Nodes, identity  # noqa: E402, F401
 from undrift.core.errors import BadData, BadSetting  # noqa: E402
-from undrift.data._user_file import read_own  # noqa: E402
+from undrift.data._user_file import read_user_file  # noqa: E402
 from undrift.data.dataset import Dataset  # noqa: E402
 from undrift.data.from_user import dataset_from  # noqa: E402
 from undrift.deploy.app import write_app  # noqa: E402
@@ -244,12 +244,14 @@ def test_a_node_keeps_its_file_out_of_other_runs(tmp_path: Path, capsys: pytest.
 def test_what_a_file_may_hold(tmp_path: Path) -> None:
     file, pictures, labels = tmp_path / "a.npz", np.arange(4 * 6, dtype=np.uint8).reshape(4, 2, 3), np.arange(4)
     np.savez(file, x=pictures, y=labels, split=np.array(["train", "val", "test", "train"]))
-    x, y = read_own(file, masks=False)
-    assert x.shape == (2, 2, 3, 1) and y.tolist() == [0, 3] and read_own(file, False, "test")[1].tolist() == [2]
+    x, y = read_user_file(file, masks=False)
+    assert x.shape == (2, 2, 3, 1) and y.tolist() == [0, 3] and read_user_file(file, False, "test")[1].tolist() == [2]
     np.savez(file, x_train=pictures[:3], y_train=labels[:3], x_test=pictures[3:], y_test=labels[3:])
-    assert read_own(file, False)[1].tolist() == [0, 1, 2] and read_own(file, False, "test")[1].tolist() == [3]
+    assert read_user_file(file, False)[1].tolist() == [0, 1, 2] and read_user_file(file, False, "test")[1].tolist() == [
+        3
+    ]
     np.savez(file, x=pictures, y=np.zeros((4, 2, 3), np.int64))
-    assert read_own(file, masks=True)[1].shape == (4, 2, 3)
+    assert read_user_file(file, masks=True)[1].shape == (4, 2, 3)
     for arrays, masks, reason in (
         ({"x": pictures}, False, "expected x_train and y_train, or x and y"),
         ({"x": pictures, "y": labels[:3]}, False, "one target for each"),
@@ -261,7 +263,7 @@ def test_what_a_file_may_hold(tmp_path: Path) -> None:
     ):
         np.savez(file, **arrays)
         with pytest.raises(BadData, match=reason):
-            read_own(file, masks)
+            read_user_file(file, masks)
 
 
 @pytest.mark.parametrize(

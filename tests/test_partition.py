@@ -360,7 +360,7 @@ def test_what_clients_hold_out_is_shown(tmp_path: Path, capsys: pytest.CaptureFi
     trained, tested = class_counts(data, "dirichlet:0.3", 10, 3, 0.2)
     np.testing.assert_array_equal(trained + tested, whole)
     made = federate(data, "dirichlet:0.3", 10, 3, CPU, own_test=0.2)
-    own = made.own["test"]
+    own = made.held_out["test"]
     for client in range(10):
         mine = data.y_train[own.rows[own.owners == client].numpy()]
         np.testing.assert_array_equal(np.bincount(mine, minlength=10), tested[client])

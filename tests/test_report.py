@@ -15,11 +15,11 @@ import pytest
 import tomli_w
 
 from undrift.core.errors import BadRunFolder, BadSetting
-from undrift.report.load import Group, grouped, load
+from undrift.report.load import Group, group_runs, load
 from undrift.report.page import html, write
 from undrift.report.pictures import partition_picture, partition_text
-from undrift.report.scores import default_target, ranked
-from undrift.report.summary import picked, summarise, verdict
+from undrift.report.scores import default_target, rank
+from undrift.report.summary import pick_settings, summarise, verdict
 from undrift.report.text import more_table, table
 
 COMMON = {"dataset": "digits", "model": "mlp", "partition": "iid", "clients": 4, "cohort": 2, "rounds": 3}
@@ -69,13 +69,13 @@ def constant(root: Path, scores: dict[str, list[float]]) -> list[Group]:
     for algorithm, values in scores.items():
         for seed, value in enumerate(values):
             make_run(root / f"{algorithm}-{seed}", algorithm, seed, [value])
-    return grouped(load([root]))
+    return group_runs(load([root]))
 
 
 def test_the_numbers_of_a_group_and_their_spread_over_seeds(tmp_path: Path) -> None:
     make_run(tmp_path / "a0", "fedavg", 0, [0.5, 0.8, 0.7])
     make_run(tmp_path / "a1", "fedavg", 1, [0.5, None, 0.6])
-    (row,) = summarise(grouped(load([tmp_path])), 0.75)
+    (row,) = summarise(group_runs(load([tmp_path])), 0.75)
     # best 0.8 and 0.6: mean 0.7, deviation sqrt(2 * 0.1^2 / 1) = 0.141421
     assert row.best_on_test == pytest.approx((0.7, 0.1414214, 2, 2))
     assert row.at_best_validation is None
@@ -91,7 +91,7 @@ def test_the_numbers_of_a_group_and_their_spread_over_seeds(tmp_path: Path) -> N
 def test_the_table_in_words(tmp_path: Path) -> None:
     make_run(tmp_path / "a0", "fedavg", 0, [0.5, 0.8, 0.7])
     make_run(tmp_path / "a1", "fedavg", 1, [0.5, None, 0.6])
-    assert table(grouped(load([tmp_path])), 0.75) == [
+    assert table(group_runs(load([tmp_path])), 0.75) == [
         [
             "method",
             "seeds",
@@ -119,7 +119,7 @@ def test_the_table_in_words(tmp_path: Path) -> None:
             "3",
         ],
     ]
-    assert table(grouped(load([tmp_path])), 0.99)[1][4:6] == ["-", "-"]
+    assert table(group_runs(load([tmp_path])), 0.99)[1][4:6] == ["-", "-"]
 
 
 def extended(folder: Path, *more: dict[str, float]) -> None:
@@ -141,7 +141,7 @@ def test_further_measures_have_a_table_of_their_own(tmp_path: Path) -> None:
         {"qp_active": 6, "evictions": 8, "forgetting": 0.25, "absent_loss": 1.5, "client_accuracy_p10": 0.125},
     )
     extended(second, {}, {}, {"forgetting": -0.125})
-    groups = {group.algorithm: group for group in grouped(load([first, second]))}
+    groups = {group.algorithm: group for group in group_runs(load([first, second]))}
     assert more_table([groups["gradma"], groups["fedavg"]]) == [
         ["method", "forgetting at the end", "mean forgetting", "loss on absent clients", "clients' accuracy, 10 %",
          "server constraints active", "evictions"],
@@ -155,9 +155,9 @@ def test_further_measures_have_a_table_of_their_own(tmp_path: Path) -> None:
 def test_time_on_the_network_to_a_target(tmp_path: Path) -> None:
     folder = make_run(tmp_path / "a", "fedavg", 0, [0.5, 0.8, 0.7])
     extended(folder, *({"network_seconds": seconds} for seconds in (1.5, 2.0, 4.0)))
-    (row,) = summarise(grouped(load([folder])), 0.75)
+    (row,) = summarise(group_runs(load([folder])), 0.75)
     assert row.network_seconds_to_target == (3.5, None, 1, 1)
-    header, cells = table(grouped(load([folder])), 0.75)
+    header, cells = table(group_runs(load([folder])), 0.75)
     assert dict(zip(header, cells, strict=True))["network seconds to accuracy 0.75"] == "3.5"
     assert "over simulated network time" in html(load([folder]), 0.75)
 
@@ -165,7 +165,7 @@ def test_time_on_the_network_to_a_target(tmp_path: Path) -> None:
 def test_the_best_come_first_and_those_without_a_score_last(tmp_path: Path) -> None:
     make_run(tmp_path / "none", "mifa", 0, [None])
     groups = constant(tmp_path, {"fedavg": [0.28, 0.30], "scaffold": [0.5], "gradma": [0.4]})
-    assert [group.algorithm for group in ranked(groups)] == ["scaffold", "gradma", "fedavg", "mifa"]
+    assert [group.algorithm for group in rank(groups)] == ["scaffold", "gradma", "fedavg", "mifa"]
 
 
 def test_default_target_is_the_worst_mean_rounded_down(tmp_path: Path) -> None:
@@ -177,7 +177,7 @@ def test_default_target_is_the_worst_mean_rounded_down(tmp_path: Path) -> None:
 def test_best_round_is_chosen_by_validation_where_all_runs_have_it(tmp_path: Path) -> None:
     # Best test accuracy is 0.9 in round 2; validation is best in round 3, where the test accuracy is 0.7.
     make_run(tmp_path / "a", "fedavg", 0, [0.5, 0.9, 0.7], val=[0.4, 0.6, 0.8])
-    header, row = table(grouped(load([tmp_path])), 0.5)
+    header, row = table(group_runs(load([tmp_path])), 0.5)
     assert header[2] == "accuracy at best validation" and row[2] == "0.7000"
     assert not any("chosen on test" in name for name in header)
 
@@ -185,7 +185,7 @@ def test_best_round_is_chosen_by_validation_where_all_runs_have_it(tmp_path: Pat
 def test_mixed_validation_compares_all_on_test_and_says_so(tmp_path: Path) -> None:
     make_run(tmp_path / "a", "fedavg", 0, [0.5, 0.9, 0.7], val=[0.4, 0.6, 0.8])
     make_run(tmp_path / "b", "scaffold", 0, [0.5, 0.6, 0.65])
-    header, fedavg, scaffold = table(grouped(load([tmp_path])), 0.5)
+    header, fedavg, scaffold = table(group_runs(load([tmp_path])), 0.5)
     assert header[2:4] == ["accuracy at best validation", "best accuracy (chosen on test)"]
     assert fedavg[2:4] == ["0.7000", "0.9000"] and scaffold[2:4] == ["-", "0.6500"]
 
@@ -197,10 +197,10 @@ def test_settings_are_picked_on_validation_else_on_test(tmp_path: Path) -> None:
         make_run(root / "p1", "fedprox", 0, [0.9], {"mu": 0.1}, val=[0.6] if val else None)
         make_run(root / "p2", "fedprox", 0, [0.8], {"mu": 1.0}, val=[0.7] if val else None)
         make_run(root / "a", "fedavg", 0, [0.7], val=[0.5] if val else None)
-    on_validation = {pick.group.label: pick.how for pick in picked(grouped(load([tmp_path / "with"])))}
+    on_validation = {pick.group.label: pick.how for pick in pick_settings(group_runs(load([tmp_path / "with"])))}
     assert on_validation == {"fedavg": "", "fedprox mu=1.0": "setting picked on validation"}
-    groups = grouped(load([tmp_path / "without"]))
-    on_test = {pick.group.label: pick.how for pick in picked(groups)}
+    groups = group_runs(load([tmp_path / "without"]))
+    on_test = {pick.group.label: pick.how for pick in pick_settings(groups)}
     assert on_test == {"fedavg": "", "fedprox mu=0.1": "setting picked on test"}
     assert [row[3] for row in table(groups, None)] == ["picked", "", "setting picked on test", ""]
     assert "picked on test" in verdict(groups)
@@ -209,7 +209,7 @@ def test_settings_are_picked_on_validation_else_on_test(tmp_path: Path) -> None:
 def test_without_accuracy_the_loss_decides(tmp_path: Path) -> None:
     make_run(tmp_path / "a", "fedavg", 0, [None, None, None], loss=[3.0, 1.234, 2.0])
     make_run(tmp_path / "b", "scaffold", 0, [0.5, 0.5, 0.5], loss=[3.0, 0.5, 0.7])
-    groups = grouped(load([tmp_path]))
+    groups = group_runs(load([tmp_path]))
     assert default_target(groups) == 1.24  # the worst is 1.234, rounded to the easier side
     header, fedavg, scaffold = table(groups, None)
     assert header[2:5] == ["best loss (chosen on test)", "last loss", "rounds to loss 1.24"]
@@ -221,9 +221,9 @@ def test_labels_say_what_differs(tmp_path: Path) -> None:
     make_run(tmp_path / "a", "fedavg", 0, [0.5], {"lr": 0.1})
     make_run(tmp_path / "p1", "fedprox", 0, [0.5], {"lr": 0.2, "mu": 0.1})
     make_run(tmp_path / "p2", "fedprox", 0, [0.5], {"lr": 0.2, "mu": 1.0})
-    assert [g.label for g in grouped(load([tmp_path]))] == ["fedavg", "fedprox mu=0.1", "fedprox mu=1.0"]
+    assert [g.label for g in group_runs(load([tmp_path]))] == ["fedavg", "fedprox mu=0.1", "fedprox mu=1.0"]
     make_run(tmp_path / "q", "fedprox", 0, [0.5], {"lr": 0.2, "mu": 1.0}, partition="label:2")
-    assert [g.label for g in grouped(load([tmp_path]))] == [
+    assert [g.label for g in group_runs(load([tmp_path]))] == [
         "fedavg (iid)",
         "fedprox mu=0.1 (iid)",
         "fedprox mu=1.0 (iid)",
@@ -231,13 +231,13 @@ def test_labels_say_what_differs(tmp_path: Path) -> None:
     ]
     make_run(tmp_path / "other" / "b", "scaffold", 0, [0.5], cohort=4)
     make_run(tmp_path / "other" / "a", "fedavg", 0, [0.5], cohort=2)
-    assert [g.label for g in grouped(load([tmp_path / "other"]))] == ["fedavg cohort=2", "scaffold cohort=4"]
+    assert [g.label for g in group_runs(load([tmp_path / "other"]))] == ["fedavg cohort=2", "scaffold cohort=4"]
 
 
 def test_a_repeated_seed_does_not_count_twice(tmp_path: Path) -> None:
     make_run(tmp_path / "short", "fedavg", 0, [0.5])
     make_run(tmp_path / "long", "fedavg", 0, [0.5, 0.6])
-    (group,) = grouped(load([tmp_path, tmp_path / "long"]))
+    (group,) = group_runs(load([tmp_path, tmp_path / "long"]))
     assert [run.folder.name for run in group.runs] == ["long"]
     assert [run.folder.name for run in group.repeats] == ["short"]
 
@@ -280,9 +280,9 @@ def test_verdict(tmp_path: Path, values: dict[str, list[float]], said: list[str]
 
 def test_verdict_needs_two_methods_and_keeps_tasks_apart(tmp_path: Path) -> None:
     make_run(tmp_path / "a", "fedavg", 0, [0.5])
-    assert "nothing to compare" in verdict(grouped(load([tmp_path])))
+    assert "nothing to compare" in verdict(group_runs(load([tmp_path])))
     make_run(tmp_path / "b", "scaffold", 0, [0.9], dataset="mnist")
-    text = verdict(grouped(load([tmp_path])))
+    text = verdict(group_runs(load([tmp_path])))
     assert text.count("nothing to compare") == 2 and "mnist, iid, mlp:" in text
 
 
@@ -300,7 +300,7 @@ def test_a_torn_last_line_is_left_out_and_a_torn_middle_is_damage(tmp_path: Path
 def test_a_run_that_has_just_begun(tmp_path: Path) -> None:
     make_run(tmp_path / "a", "fedavg", 0, [0.5])
     (make_run(tmp_path / "b", "scaffold", 0, []) / "rounds.jsonl").unlink()
-    assert table(grouped(load([tmp_path])), None)[2][1:4] == ["1", "-", "-"]
+    assert table(group_runs(load([tmp_path])), None)[2][1:4] == ["1", "-", "-"]
     write([tmp_path], tmp_path / "page.html")
     assert "(0 of 3 rounds)" in (tmp_path / "page.html").read_text()
 
@@ -356,7 +356,7 @@ def test_the_page_is_whole_escaped_and_repeatable(tmp_path: Path) -> None:
     assert first.read_bytes() == second.read_bytes()
     assert sorted(file.name for file in first.parent.iterdir()) == ["one.html", "two.html"]
     text = first.read_text()
-    for group in grouped(load([tmp_path])):
+    for group in group_runs(load([tmp_path])):
         assert escape(group.label) in text
     page = Strict()
     page.feed(text)

@@ -16,16 +16,16 @@ import undrift
 from undrift.cli import main
 from undrift.core.errors import BadData, BadRunFolder, BadSetting, MissingData, UnknownName
 from undrift.data import prostate, retina, synthetic_sites
-from undrift.data._sites import Site, dataset_of_sites, split_of
+from undrift.data._sites import Site, dataset_of_sites, draw_split
 from undrift.data.augment import Transform
-from undrift.data.federation import federate, hold_out_own
+from undrift.data.federation import federate, hold_out
 from undrift.data.load import load_dataset
-from undrift.data.partition import Dealt
+from undrift.data.partition import Holdings
 from undrift.models import small_cnn, unet
 from undrift.oracle.segmentation import dice_loss, dice_scores, metrics
 from undrift.personal.figures import look
 from undrift.report import sites
-from undrift.report.load import by_task, grouped, load
+from undrift.report.load import by_task, group_runs, load
 from undrift.report.page import html
 
 CPU = torch.device("cpu")
@@ -68,10 +68,10 @@ def test_masks_move_with_their_pictures() -> None:
 def test_groups_never_cross_a_split() -> None:
     groups = np.repeat(np.arange(40), 3)
     for seed in range(5):
-        split = split_of(groups, seed)
+        split = draw_split(groups, seed)
         assert all(len(set(split[groups == g])) == 1 for g in range(40))
         assert [int((split == s).sum()) for s in ("train", "val", "test")] == [60, 30, 30]
-    assert not np.array_equal(split_of(groups, 0), split_of(groups, 1))
+    assert not np.array_equal(draw_split(groups, 0), draw_split(groups, 1))
 
 
 def test_a_site_may_say_its_split_and_must_keep_groups_together() -> None:
@@ -106,22 +106,22 @@ def test_sites_become_clients_with_their_own_held_out_samples() -> None:
     data = load_dataset("synthetic-sites(sites=3, patients=8, size=16)")
     fed = federate(data, "sites", 3, 0, CPU)
     assert fed.sizes.tolist() == [8, 8, 8] and fed.masks
-    for name, own in fed.own.items():
+    for name, own in fed.held_out.items():
         assert [int((own.owners == k).sum()) for k in range(3)] == [4, 4, 4], name
     train = set(fed.members.tolist())
-    assert not train & set(fed.own["val"].rows.tolist())
+    assert not train & set(fed.held_out["val"].rows.tolist())
     with pytest.raises(BadSetting, match="validation split of its own"):
         federate(data, "sites", 3, 0, CPU, val_fraction=0.1)
 
 
 def test_own_test_holds_out_a_share_of_every_client() -> None:
-    kept, held = hold_out_own(Dealt(np.arange(30), np.array([2, 8, 20])), 0.25)
+    kept, held = hold_out(Holdings(np.arange(30), np.array([2, 8, 20])), 0.25)
     assert held.sizes.tolist() == [1, 2, 5] and kept.sizes.tolist() == [1, 6, 15]
     assert sorted([*kept.members, *held.members]) == list(range(30))
     with pytest.raises(BadSetting, match="two samples"):
-        hold_out_own(Dealt(np.arange(3), np.array([1, 2])), 0.5)
+        hold_out(Holdings(np.arange(3), np.array([1, 2])), 0.5)
     fed = federate(load_dataset("digits"), "dirichlet:0.1", 10, 0, CPU, own_test=0.2)
-    assert not set(fed.members.tolist()) & set(fed.own["test"].rows.tolist())
+    assert not set(fed.members.tolist()) & set(fed.held_out["test"].rows.tolist())
 
 
 def write_site(folder: Path, name: str, samples: int, groups: list[str] | None = None) -> None:
@@ -394,7 +394,7 @@ def test_the_report_shows_every_site(tmp_path: Path) -> None:
     for words in ("Sites: dice", "Sites: dice_cup", "Every model on every site", "Chosen models", "The unseen site"):
         assert words in page
     assert "client average" in page and "The threshold on the unseen site: fedsm" in page and "Unseen sites" not in page
-    (table,) = (part for part in sites.tables(grouped(load([tmp_path]))) if part.title == "Sites: dice")
+    (table,) = (part for part in sites.tables(group_runs(load([tmp_path]))) if part.title == "Sites: dice")
     assert table.rows[0][3:5] == ["site 2", "site 3"] and table.rows[1][0].startswith("local")
     record = json.loads((tmp_path / "fedsm" / "rounds.jsonl").read_text())
     (row,) = (row for row in table.rows if row[0].startswith("fedsm") and row[1:3] == ["super", "last"])
@@ -417,7 +417,7 @@ def test_the_report_puts_left_out_sites_side_by_side(tmp_path: Path) -> None:
     settings = (tmp_path / "fedavg2" / "run.toml").read_text().replace("seed = 0", "seed = 1")
     (tmp_path / "fedavg3" / "run.toml").write_text(settings)
     (tmp_path / "fedavg3" / "rounds.jsonl").write_text("")
-    part = sites.everywhere_unseen(by_task(grouped(load([tmp_path]))))
+    part = sites.unseen_sites(by_task(group_runs(load([tmp_path]))))
     assert part is not None and "Unseen sites" in html(load([tmp_path]), None)
     for name in ("fedavg", "fedsm"):
         values = found[name, 1], found[name, 2]

@@ -373,8 +373,8 @@ def print_summary(folders: list[Path], target: float | None) -> None:
     from undrift.report import scores, summary, text
 
     console = Console(width=None if sys.stdout.isatty() else 120)
-    for groups in runs.by_task(runs.grouped(runs.load(folders))):
-        header, *rows = text.table(scores.ranked(groups), target, brief=True)
+    for groups in runs.by_task(runs.group_runs(runs.load(folders))):
+        header, *rows = text.table(scores.rank(groups), target, brief=True)
         shown = Table(*header)
         for row in rows:
             shown.add_row(*row)

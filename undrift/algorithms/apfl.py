@@ -28,7 +28,7 @@ class Mixture(Worker):
     keep_moments: bool = True
     lam: float = 0.5  # lambda
     adaptive: bool = False  # let every client learn its lambda, one step a round
-    lam_lr: float = 0.1  # the rate of that
+    lam_lr: float = 0.1  # its rate
 
     personalises: ClassVar[bool] = True
 
@@ -77,4 +77,4 @@ class Mixture(Worker):
 
 @dataclass(frozen=True)
 class APFL(Mixture, Average):
-    """Mixed personal models beside FedAvg."""
+    """Mixed personal models and a weighted mean."""

@@ -1,17 +1,15 @@
 """The interface of a federated algorithm: a worker part and a server part, pure functions over vectors [..., P].
 
-Write for one client; the leading dimensions may be anything. On a real client they are (), in the simulator (S,) for a
-stacked cohort. Every vector is [..., P] and every number that belongs to a client [..., 1]. Inside `local_*`: no `if` on a
-tensor, no `.item()`, no writing into inputs.
+Write for one client; leading dimensions are () on a real client and (S,) for a stacked cohort in the simulator. Every vector
+is [..., P] and every number of a client [..., 1]. Inside `local_*`: no `if` on a tensor, no `.item()`, no writing into inputs.
 
-A worker part is what the clients do, and what its method keeps on the server for them (its *companion*: SCAFFOLD's c,
-for instance). A server part turns the aggregated direction d, positive = descent, into the next x. An algorithm is one
-final dataclass that joins the two; its fields are its settings.
+A worker part says what the clients do, and what the server keeps for them (the *companion*, such as SCAFFOLD's c). A server
+part turns the aggregated direction d, positive = descent, into the next x. An algorithm is one final dataclass that joins the
+two; its fields are its settings.
 
-States are NamedTuples of tensors that a part defines under the names Companion, Down, Client, Work and Up. Companion and
-Client begin as zeros like x, Down is filled by name from x and the companion, Work begins at the server's x with zeros
-behind x, k and opt. A part defines only those that it needs, and the functions below only where it starts otherwise.
-Methods that leave each client its own model find more in `personal.py`; base optimisers are in `optimise/`.
+A part defines its states as NamedTuples of tensors called Companion, Down, Client, Work and Up, where it needs them. Companion
+and Client begin as zeros like x. Down is filled by name from x and the companion. Work begins with x, k, opt, then zeros.
+Override the functions below where that does not fit. More for personal models is in `personal.py`.
 """
 
 from __future__ import annotations
@@ -39,45 +37,45 @@ from undrift.oracle.oracle import LocalData as LocalData
 
 
 class Down(NamedTuple):
-    """What the server sends to every client of a cohort."""
+    """The server's message to every client of a cohort."""
 
     x: Vec
 
 
 class Up(NamedTuple):
-    """What a client sends back."""
+    """A client's answer."""
 
     d: Vec  # d_i = x_t - x_i^K, positive = descent
 
 
 class Work(NamedTuple):
-    """A client's work in progress."""
+    """A client's state between local steps."""
 
     x: Tensor  # x_i^k
     k: Tensor  # [..., 1] local steps taken so far
-    opt: State  # the base optimiser's
+    opt: State  # the base optimiser's state
 
 
 class Cohort(NamedTuple):
     """The clients that answered in a round, in the order of their ids."""
 
     ids: Tensor  # [..., S] int64
-    drawn: Tensor  # [..., S] int64, the place of each in the order of sampling
+    drawn: Tensor  # [..., S] int64, position in the order of sampling
     weight: Tensor  # [..., S, 1], adds up to one
     steps: Tensor  # [..., S, 1] local steps made, K_i
     lr: float  # the local rate of this round, eta_l
     total: int  # N, all clients
     layout: Layout
-    there: Tensor | None = None  # [..., S, 1] 1 for a client, 0 for a place that is empty; None: all are taken
+    there: Tensor | None = None  # [..., S, 1] 1 for a client, 0 for an empty place; None: no place is empty
 
     @property
     def size(self) -> int | Tensor:
-        """S, without empty places ([..., 1] where there are any)."""
+        """S without empty places; [..., 1] if there may be any."""
         return self.ids.shape[-1] if self.there is None else self.there.sum(-2)
 
     @property
     def uniform(self) -> Tensor:
-        """Equal weights, for what must not be weighted by size (control variates, duals, memories)."""
+        """Equal weights, for control variates, duals and memories."""
         if self.there is None:
             return torch.full_like(self.weight, 1.0 / self.ids.shape[-1])
         return self.there / self.there.sum(-2, keepdim=True)
@@ -90,18 +88,18 @@ class Cohort(NamedTuple):
 
 @dataclass(frozen=True)
 class Worker(LocalOptimizer, Personal, ABC):
-    """What the clients do in a round."""
+    """The clients' part of a round."""
 
-    lr: float = 0.1  # eta_l; the base optimiser's other settings are in `optimise/`
+    lr: float = 0.1  # eta_l; more settings of local steps are in `optimise/`
 
-    sends_updates: ClassVar[bool] = True  # Up.d is the client's own update d_i, not a difference of memories
+    sends_updates: ClassVar[bool] = True  # Up.d is the client's update d_i
 
-    # What the method keeps on the server for its clients.
+    # On the server.
     def companion_init(self, x0: Tensor, clients: int) -> State:
         return zeros(getattr(self, "Companion", Nothing), x0)
 
     def broadcast(self, x: Tensor, companion: State, invited: Cohort) -> State:
-        """What goes down to the clients that are invited to this round."""
+        """The message to the clients that are invited to this round."""
         kind = getattr(self, "Down", Down)
         return kind(x, *(getattr(companion, field) for field in kind._fields[1:]))
 
@@ -110,27 +108,27 @@ class Worker(LocalOptimizer, Personal, ABC):
         return invited * nbytes(down)
 
     def gather(self, companion: State, up: State, cohort: Cohort) -> tuple[Tensor, State]:
-        """The direction [..., P] that the server part is to follow, and the companion after the answers."""
+        """The direction [..., P] for the server part, and the companion after the answers."""
         return mean(up.d, cohort.weight), companion
 
     def companion_step(self, companion: State, up: State, cohort: Cohort, x_old: Tensor, x_new: Tensor) -> State:
         """The companion after the server has moved."""
         return companion
 
-    # A first exchange, for methods that measure something at x_t before anybody trains.
+    # A first exchange, for methods that measure something at x_t before training.
     measures: ClassVar[bool] = False
 
     def measure(self, down: State, local: LocalData) -> Tensor:
-        """What a client sends up in the first exchange [..., P]."""
+        """A client's answer [..., P] in the first exchange."""
         return local.full_grad(down.x)
 
     def measured(self, companion: State, sent: Tensor, invited: Cohort) -> State:
         """The companion after the first exchange."""
         return companion
 
-    # What a client keeps and does.
+    # On a client.
     def client_init(self, down: State, ids: Tensor, buffers: Tensor) -> State:
-        """A client's state when it takes part for the first time; ids [...], buffers [..., Q] the server's statistics."""
+        """A client's state in its first round; ids [...], buffers [..., Q] the server's statistics."""
         return zeros(getattr(self, "Client", Nothing), down.x)
 
     def local_start(self, down: State, client: State, local: LocalData) -> State:
@@ -142,11 +140,11 @@ class Worker(LocalOptimizer, Personal, ABC):
     def local_step(self, down: State, client: State, work: State, oracle: GradientOracle) -> State: ...
 
     def local_end(self, down: State, client: State, work: State) -> tuple[State, State]:
-        """What goes up, and the client's state after the round: the update d_i = x_t - x_i^K."""
+        """The answer, by default d_i = x_t - x_i^K, and the client's state after the round."""
         return Up(down.x - work.x), client
 
     def local_facts(self, work: State) -> State:
-        """A NamedTuple of numbers [..., 1] about the local steps; the record gets each one's mean over the cohort."""
+        """A NamedTuple of numbers [..., 1] whose means over the cohort are recorded."""
         return Nothing()
 
     def move(self, work: W, u: Tensor, oracle: GradientOracle, start: Tensor | None = None) -> W:
@@ -172,11 +170,11 @@ class Worker(LocalOptimizer, Personal, ABC):
 
 @dataclass(frozen=True)
 class Server(ServerRate, ABC):
-    """What the server makes of the aggregated direction."""
+    """The server's part of a round."""
 
-    needs_single_updates: ClassVar[bool] = False  # True: the sum of the updates is not enough
+    needs_single_updates: ClassVar[bool] = False  # True: needs every update, not only their sum
     varies: ClassVar[tuple[str, ...]] = ("server_lr",)  # real fields in which runs of one program may differ
-    one_run: ClassVar[bool] = False  # True: the state is not written for a leading dimension of runs
+    one_run: ClassVar[bool] = False  # True: the state cannot have a leading dimension of runs
 
     def server_init(self, x0: Tensor, clients: int, layout: Layout) -> State:
         return zeros(getattr(self, "State", Nothing), x0)

@@ -1,4 +1,4 @@
-"""Centralized: all samples in one place, the upper end of what a federation can reach.
+"""Centralized: all samples in one place, the upper bound of what a federation can reach.
 
 Xu: New Efficient and Privacy-Preserving Methods for Distributed Training. PhD thesis, University of Pittsburgh, 2023, chapter 3.
 """
@@ -13,7 +13,7 @@ from undrift.algorithms.base import Average, LocalSGD
 
 @dataclass(frozen=True)
 class Pooled(LocalSGD):
-    """Plain steps on all clients' samples, which one client holds."""
+    """Plain steps of one client that holds all samples."""
 
     keep_moments: bool = True
 

@@ -14,8 +14,7 @@ from torch import Tensor
 
 from undrift.algorithms.base import Cohort, GradientOracle, LocalData, Nothing, Server, Up, Vec, Work, Worker
 from undrift.algorithms.optimise.momentum import Momentum
-from undrift.algorithms.settings import ServerRate, above, at_least, below_one
-from undrift.core.errors import BadSetting
+from undrift.algorithms.settings import ServerRate, above, at_least, below_one, needs_fresh_momentum
 from undrift.core.trees import nbytes
 from undrift.core.vec import mean
 
@@ -25,7 +24,7 @@ class FusedMomentum(Worker, ServerRate):
     """Clients know M_t, the server's momentum in gradient units, from two successive models and eta_g: line 5.
 
     A client that missed the round before lacks x_{t-1} and is sent M_t, which the downlink counts. `buffers=average` starts
-    local momentum from the cohort's mean buffer instead of zero, which travels both ways.
+    local momentum from the cohort's mean buffer, which travels both ways, instead of zero.
     """
 
     optimizer: str = "momentum"
@@ -82,10 +81,7 @@ class FusedMomentum(Worker, ServerRate):
         super().check(clients, cohort)
         at_least(self, 0.0, "beta")
         above(self, 0.0, "server_lr")  # the momentum is inferred from the server's steps
-        if self.optimizer != "momentum":
-            raise BadSetting(f"DOMO needs optimizer=momentum, not {self.optimizer}")
-        if self.keep_moments:
-            raise BadSetting("DOMO's local buffers are new in each round; leave keep_moments at false")
+        needs_fresh_momentum(self)
 
 
 @dataclass(frozen=True)
@@ -102,7 +98,7 @@ class FusedStart(FusedMomentum):
 
 @dataclass(frozen=True)
 class GradientMomentum(Server):
-    """The server's momentum M, in gradient units; what it is sent, d, is eta_l K times the mean of the D_i."""
+    """The server's momentum M, in gradient units; d is eta_l K times the mean of the D_i."""
 
     beta1: float = 0.9  # mu_s
 
@@ -123,4 +119,4 @@ class GradientMomentum(Server):
 
 @dataclass(frozen=True)
 class DOMO(FusedStart, GradientMomentum):
-    """Clients and server with momenta that know of each other."""
+    """Coordinated momenta of clients and server."""

@@ -27,4 +27,4 @@ class FusedSteps(FusedMomentum):
 
 @dataclass(frozen=True)
 class DOMOS(FusedSteps, GradientMomentum):
-    """Clients and server with momenta that know of each other."""
+    """Coordinated momenta of clients and server."""

@@ -19,7 +19,7 @@ from undrift.oracle.oracle import View
 
 @dataclass(frozen=True)
 class Weighed(ThenSelector):
-    """The same rounds; what the network minimises is L(sum_k y_k h_k, y), y the softmax of its outputs, h_k probabilities."""
+    """The same rounds; the network minimises L(sum_k y_k h_k, y), with y the softmax of its outputs and h_k probabilities."""
 
     chooses: ClassVar[str] = "mix"
 

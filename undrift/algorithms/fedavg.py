@@ -4,8 +4,6 @@ McMahan, Moore, Ramage, Hampson, Aguera y Arcas: Communication-Efficient Learnin
 Data. AISTATS 2017.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from undrift.algorithms.base import Average, LocalSGD

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from undrift.algorithms.base import Average, Cohort, LocalData, LocalSGD, Nothing, Vec, Work
 from undrift.algorithms.optimise.momentum import Momentum
-from undrift.core.errors import BadSetting
+from undrift.algorithms.settings import needs_fresh_momentum
 from undrift.core.vec import mean
 
 
@@ -44,10 +44,7 @@ class AveragedMomentum(LocalSGD):
 
     def check(self, clients: int, cohort: int) -> None:
         super().check(clients, cohort)
-        if self.optimizer != "momentum":
-            raise BadSetting(f"the averaged buffer is that of optimizer=momentum, not of {self.optimizer}")
-        if self.keep_moments:
-            raise BadSetting("the averaged buffer comes from the server in each round; leave keep_moments at false")
+        needs_fresh_momentum(self)
 
 
 @dataclass(frozen=True)

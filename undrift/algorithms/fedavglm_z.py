@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from undrift.algorithms.base import Average, LocalSGD
-from undrift.core.errors import BadSetting
+from undrift.algorithms.settings import needs_fresh_momentum
 
 
 @dataclass(frozen=True)
@@ -20,10 +20,7 @@ class ResetMomentum(LocalSGD):
 
     def check(self, clients: int, cohort: int) -> None:
         super().check(clients, cohort)
-        if self.optimizer != "momentum":
-            raise BadSetting(f"local momentum is that of optimizer=momentum, not of {self.optimizer}")
-        if self.keep_moments:
-            raise BadSetting("the buffers of this method are reset in each round; leave keep_moments at false")
+        needs_fresh_momentum(self)
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from undrift.core.vec import mean
 
 @dataclass(frozen=True)
 class LastDirection(Worker):
-    """Clients are sent Delta_t, the mean direction of a local step in the round before.
+    """Clients get Delta_t, the mean direction of a local step in the round before.
 
     Differs: the paper's eta_g multiplies the normalised Delta; here it multiplies d, so that eta_g = 1 averages.
     """

@@ -67,9 +67,7 @@ class MultiStepInertia(Worker):
     def check(self, clients: int, cohort: int) -> None:
         super().check(clients, cohort)
         if not self.alpha or not self.beta or min(*self.alpha, *self.beta, 0.0) < 0 or not sum(self.alpha) < 1:
-            raise BadSetting(
-                f"alpha and beta must be >= 0 and alpha add up to less than 1, not {self.alpha} and {self.beta}"
-            )
+            raise BadSetting(f"alpha and beta must be >= 0, sum(alpha) < 1, not {self.alpha} and {self.beta}")
 
 
 def proportional(alpha: tuple[float, ...], beta: tuple[float, ...]) -> bool:

@@ -3,8 +3,6 @@
 A baseline of GradMA (Luo et al., CVPR 2023): FedProx (Li et al., MLSys 2020) with the server of FedAvgM.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from undrift.algorithms.fedavgm import ServerMomentum

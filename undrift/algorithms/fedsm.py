@@ -34,20 +34,20 @@ from undrift.oracle.oracle import View
 
 @dataclass(frozen=True)
 class WithSelector(WorkerWrapper):
-    """Any personalisation, the `inner` method, and beside it a selector s that learns which client a sample is from.
+    """Any personalisation, the `inner` method, and a selector s that learns which client a sample is from.
 
-    `full_batch_synced` (the authors' code), since a client sees one label only: one step a round, on the gradient of all of its
-    samples, with moments that are averaged and sent like the weights. `per_batch` (the paper): a step on every mini-batch.
+    `full_batch_synced` (the authors' code): one step per round on the gradient of all samples, with moments that are averaged
+    and sent like the weights, because a client sees only one label. `per_batch` (the paper): a step on every mini-batch.
     """
 
     keep_moments: bool = True
     personal: Literal["softpull", "ft", "apfl", "per-fedavg", "pfedme"] = "softpull"
     lam: float = 0.7  # lambda of softpull, apfl and pfedme
-    alpha: float = 0.01  # per-fedavg's
-    inner_lr: float = 0.05  # pfedme's
-    inner_steps: int = 5  # pfedme's
-    begin: int = 90  # ft's
-    phase: int = 0  # ft's, set by the run
+    alpha: float = 0.01  # for per-fedavg
+    inner_lr: float = 0.05  # for pfedme
+    inner_steps: int = 5  # for pfedme
+    begin: int = 90  # for ft
+    phase: int = 0  # for ft, set by the run
     selector_model: str = "small-cnn"  # the paper's is vgg11
     selector_lr: float = 1e-3  # eta_s
     selector_mode: Literal["full_batch_synced", "per_batch"] = "full_batch_synced"
@@ -59,11 +59,11 @@ class WithSelector(WorkerWrapper):
     chooses: ClassVar[str] = "threshold"
     extends: ClassVar[frozenset[str]] = frozenset({"companion", "down", "client", "work", "up"})
 
-    class Message(NamedTuple):  # what is kept on the server, goes down and comes up
+    class Message(NamedTuple):  # the companion, and the messages in both directions
         inner: State
         s: SelectorVec
         statistics: Tensor
-        moments: Annotated[State, "selector"]  # the optimiser's m and v, or b, where the selector is synced
+        moments: Annotated[State, "selector"]  # the optimiser's m and v, or b, if the selector is synced
 
         @property
         def x(self) -> Tensor:
@@ -71,8 +71,8 @@ class WithSelector(WorkerWrapper):
 
     class Client(NamedTuple):
         inner: State
-        id: Tensor  # [..., 1] its number, the selector's label
-        opt: State  # the selector's optimiser, where it makes a step on every mini-batch
+        id: Tensor  # [..., 1] the client's number, the selector's label
+        opt: State  # the selector's optimiser with per_batch
         n: Tensor  # [..., 1] steps of the selector
 
     class Work(NamedTuple):
@@ -87,7 +87,7 @@ class WithSelector(WorkerWrapper):
 
     @cached_property
     def inner(self) -> State:
-        """The personalisation, with those of this method's fields that it has too."""
+        """The personalisation, with the fields that it shares with this method."""
         names = dict[str, type[Worker]](ft=FineTuning, apfl=Mixture, pfedme=MoreauEnvelope) | {"per-fedavg": MetaSteps}
         kind, ours = names.get(self.personal, GlobalAndPulled), {f.name for f in fields(self)}
         return kind(**{f.name: getattr(self, f.name) for f in fields(kind) if f.name in ours})
@@ -97,13 +97,13 @@ class WithSelector(WorkerWrapper):
         return self.selector_mode == "full_batch_synced"
 
     def moments(self, opt: State) -> State:
-        """What travels of the selector's optimiser: without Adam's number of steps, which the clients know."""
+        """The part of the selector's optimiser that travels; clients know Adam's number of steps."""
         if not self.synced:
             return Nothing()
         return opt._replace(n=opt.n[..., :0]) if isinstance(opt, Adam) else opt
 
     def stepped(self, s: Stream, g: Tensor) -> Stream:
-        """The selector after a step of the same base optimiser, at its own rate."""
+        """The selector after one step of the base optimiser at `selector_lr`."""
         x, opt = FILES[self.optimizer].step(replace(self, lr=self.selector_lr), s.x, s.opt, g)
         return s._replace(x=x, k=s.k + 1, opt=opt)
 

@@ -27,7 +27,7 @@ from undrift.oracle.oracle import View
 
 @dataclass(frozen=True)
 class ThenSelector(GlobalAndPulled):
-    """Rounds 0 .. begin - 1 train x and the v_i as FedSM does; `ExtraRound` says what comes after them.
+    """Rounds 0 .. begin - 1 train x and the v_i as in FedSM; later rounds are an `ExtraRound`.
 
     The selector's label is the model with the least loss on the sample: 0 for the server's, k for client k's.
     """
@@ -41,8 +41,8 @@ class ThenSelector(GlobalAndPulled):
     chooses: ClassVar[str] = "argmax"
 
     class Companion(NamedTuple):
-        v: Vec  # [N, P] everybody's model
-        statistics: Tensor  # [N, Q] and its BatchNorm statistics
+        v: Vec  # [N, P] the clients' models
+        statistics: Tensor  # [N, Q] their BatchNorm statistics
         s: SelectorVec
         s_statistics: Tensor
 
@@ -121,7 +121,7 @@ class ExtraRound(Wrapper):
 
     def __init__(self, inner: State, first: bool) -> None:
         super().__init__(inner)
-        object.__setattr__(self, "first", first)  # when all models go to everybody
+        object.__setattr__(self, "first", first)  # then all models are sent to all clients
 
     def around(self, inner: State) -> ExtraRound:
         return ExtraRound(inner, self.first)
@@ -187,10 +187,10 @@ class ExtraRound(Wrapper):
 def outputs_of_all(
     model: View, x: Tensor, inputs: Tensor, v: Tensor, buffers: Tensor, statistics: Tensor
 ) -> list[Tensor]:
-    """The outputs h_0, h_1, ... of the server's model and of everybody's, in evaluation mode."""
+    """The outputs h_0, h_1, ... of the server's and the clients' models, in evaluation mode."""
     models = [x, *v.split(x.shape[-1])]
-    own = [buffers, *(statistics.split(buffers.shape[-1]) if len(buffers) else [buffers] * (len(models) - 1))]
-    return [model.still(each, its, inputs) for each, its in zip(models, own, strict=True)]
+    buffers_of = [buffers, *(statistics.split(buffers.shape[-1]) if len(buffers) else [buffers] * (len(models) - 1))]
+    return [model.still(each, own, inputs) for each, own in zip(models, buffers_of, strict=True)]
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ from undrift.core.trees import nbytes
 
 @dataclass(frozen=True)
 class FineTuning(Worker):
-    """Rounds 0 .. begin - 1 are FedAvg's; in the rounds after that each client goes on alone from the last x."""
+    """Rounds 0 .. begin - 1 are FedAvg's; afterwards each client continues alone from the last x."""
 
     begin: int = 90  # R, rounds of FedAvg
     phase: int = 0  # 0: FedAvg; 1: the first round of fine-tuning; 2: later ones. Set by the run
@@ -56,7 +56,7 @@ class FineTuning(Worker):
         return self.Client(down.x, buffers, torch.zeros_like(down.x[..., :1]))
 
     def serves(self, down: Down, client: Client, local: LocalData) -> Served:
-        """The server's model, or the client's own once it has one."""
+        """The server's model, or the client's once it is fine-tuned."""
         if not self.phase:
             return Served(down.x, local.buffers)
         tuned = client.tuned > 0

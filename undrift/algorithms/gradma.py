@@ -4,8 +4,6 @@ Luo, Li, Lan, Gao: GradMA: A Gradient-Memory-based Accelerated Federated Learnin
 Forgetting. CVPR 2023, Algorithm 1.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from undrift.algorithms.gradma_s import ServerMemory

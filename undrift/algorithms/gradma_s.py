@@ -42,7 +42,7 @@ class ServerMemory(Server, Projected):
     class State(NamedTuple):
         m: Tensor  # m~, the projected momentum
         memory: Memory  # D; its `ids` are buf, and new_buf those of them whose `age` is below 0
-        active: Tensor  # [T, m] whose constraint was active in the last programme: there the next one begins
+        active: Tensor  # [T, m] the last programme's active constraints, where the next one starts
         failed: Tensor  # programmes so far that had no solution (non-finite input, no convergence)
 
     def server_init(self, x0: Tensor, clients: int, layout: Layout) -> State:

@@ -1,4 +1,4 @@
-"""GradMA-W: local gradients projected so that they hurt neither the last step, nor the server's model, nor grow apart.
+"""GradMA-W: local gradients projected so that they hurt neither the last step nor the server's model and do not drift.
 
 Luo, Li, Lan, Gao: GradMA: A Gradient-Memory-based Accelerated Federated Learning with Alleviated Catastrophic
 Forgetting. CVPR 2023, Algorithms 2 (Worker_Update) and 7.
@@ -23,7 +23,7 @@ class ProjectedGradients(Worker, Projected):
 
     Differs: the paper writes full gradients, the authors' code and this one mini-batch; a client's first x_i^{-1} is the
     server's model (`prev_first=x0`: the initial one, as in the paper); `prev=global` always takes the server's model, as
-    the authors' GradMA does; one QP for the whole vector, `qp_scope=tensor` for one a tensor as in the authors' code.
+    the authors' GradMA does; one QP for the whole vector, `qp_scope=tensor` for one per tensor as in the authors' code.
     """
 
     prev: Literal["last_local", "global"] = "last_local"

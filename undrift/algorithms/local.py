@@ -1,4 +1,4 @@
-"""Local: every client trains alone, from a common start; the lower end of what a federation should reach.
+"""Local: every client trains alone, from a common start; the lower bound of what a federation should reach.
 
 Xu: New Efficient and Privacy-Preserving Methods for Distributed Training. PhD thesis, University of Pittsburgh, 2023, chapter 3.
 """
@@ -24,8 +24,8 @@ class Alone(Worker):
     sends_updates: ClassVar[bool] = False
 
     class Client(NamedTuple):
-        v: Tensor  # the client's own model
-        statistics: Tensor  # and its BatchNorm statistics
+        v: Tensor  # the client's model
+        statistics: Tensor  # its BatchNorm statistics
 
     class Work(NamedTuple):
         x: Tensor  # v_i
@@ -51,7 +51,7 @@ class Alone(Worker):
         return super().local_start(Down(client.v), client, local)._replace(buffers=client.statistics)
 
     def local_step(self, down: Down, client: Client, work: Work, oracle: GradientOracle) -> Work:
-        oracle.buffers = work.buffers  # its own, not the server's
+        oracle.buffers = work.buffers  # the client's, not the server's
         return self.move(work, oracle.grad(work.x), oracle)._replace(buffers=oracle.buffers)
 
     def local_end(self, down: Down, client: Client, work: Work) -> tuple[State, Client]:

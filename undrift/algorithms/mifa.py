@@ -1,4 +1,4 @@
-"""MIFA: the server goes on with the last update of clients that are absent.
+"""MIFA: the server reuses the last update of absent clients.
 
 Gu, Huang, Zhang, Huang: Fast Federated Learning in the Presence of Arbitrary Device Unavailability. NeurIPS 2021; here
 as in GradMA's Algorithm 6 (Luo et al., CVPR 2023).
@@ -19,7 +19,7 @@ from undrift.core.vec import mean
 
 @dataclass(frozen=True)
 class LastUpdates(LocalSGD):
-    """A client sends the difference of its update from its last one; D is the mean of everybody's last updates.
+    """A client sends the difference between its update and its last one; D is the mean of all clients' last updates.
 
     Differs: the repository's main variant waits until every client has answered once (`wait=true`); the updates are kept
     in parameter units, not divided by the rate.
@@ -30,7 +30,7 @@ class LastUpdates(LocalSGD):
 
     class Companion(NamedTuple):
         D: Vec  # (1/N) sum of G_i
-        seen: Tensor  # [N, 1] 1 for who has answered so far; [0, 1] unless `wait`
+        seen: Tensor  # [N, 1] 1 for clients that have answered; [0, 1] unless `wait`
 
     class Client(NamedTuple):
         G: Tensor  # the last update, 0 before the first
@@ -43,7 +43,7 @@ class LastUpdates(LocalSGD):
         return Up(G - client.G), self.Client(G)
 
     def gather(self, companion: Companion, up: Up, cohort: Cohort) -> tuple[Tensor, Companion]:
-        D = companion.D + cohort.size / cohort.total * mean(up.d, cohort.uniform)  # D <- D + (1/N) sum of what came
+        D = companion.D + cohort.size / cohort.total * mean(up.d, cohort.uniform)  # D <- D + (1/N) sum of the answers
         if not self.wait:
             return D, companion._replace(D=D)
         seen = put(companion.seen, torch.ones_like(cohort.weight), cohort)

@@ -1,4 +1,4 @@
-"""MimeLite: every local step takes the server's momentum, which is made of full local gradients.
+"""MimeLite: every local step uses the server's momentum, a mean of full local gradients.
 
 Karimireddy, Jaggi, Kale, Mohri, Reddi, Stich, Suresh: Breaking the Centralized Barrier for Cross-Device Federated
 Learning. NeurIPS 2021, with momentum SGD as the base optimiser.
@@ -18,7 +18,7 @@ from undrift.core.vec import mean
 
 @dataclass(frozen=True)
 class FrozenMomentum(Worker):
-    """Clients are sent the server's momentum m_t, which stays as it is during the round.
+    """Clients get the server's momentum m_t, which does not change during the round.
 
     `ema=false` is the heavy-ball form: direction g + beta m, and m <- beta m + grad f.
     """
@@ -39,7 +39,7 @@ class FrozenMomentum(Worker):
 
 @dataclass(frozen=True)
 class LiteMomentum(FrozenMomentum):
-    """x_i^{k+1} = x_i^k - eta_l ( (1 - beta) g_i(x_i^k) + beta m_t ); m is made of the clients' full gradients at x_t.
+    """x_i^{k+1} = x_i^k - eta_l ( (1 - beta) g_i(x_i^k) + beta m_t ); m averages the clients' full gradients at x_t.
 
     Differs: the full gradient is taken batch by batch in training mode, without augmentation and dropout.
     """

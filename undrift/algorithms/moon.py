@@ -29,15 +29,15 @@ class Contrastive(Worker):
     temperature: float = 0.5  # tau
 
     class Client(NamedTuple):
-        x: Tensor  # the last local model, and its BatchNorm statistics
-        buffers: Tensor
+        x: Tensor  # the last local model
+        buffers: Tensor  # its BatchNorm statistics
 
     class Work(NamedTuple):
         x: Tensor
         k: Tensor
         opt: State
-        buffers: Tensor  # the client's own statistics now
-        start: Tensor  # the server's at the start of the round
+        buffers: Tensor  # the client's current statistics
+        start: Tensor  # the server's statistics at the start of the round
 
     def client_init(self, down: Down, ids: Tensor, buffers: Tensor) -> Client:
         return self.Client(down.x, buffers)

@@ -1,7 +1,7 @@
-"""What methods may do besides the plain round: personal models, replies to single clients, selectors and phases.
+"""Optional functions of a worker part: personal models, replies to single clients, selectors and phases.
 
-Every worker part has these functions, and their defaults do nothing. A method that leaves each client its own model sets
-`personalises` and defines `serves`; see `apfl.py` for a short one and `fedsm.py` for one that uses nearly all.
+Their defaults do nothing. A method with personal models sets `personalises` and defines `serves`: see `apfl.py` for a short
+one and `fedsm.py` for one that uses nearly all.
 """
 
 from __future__ import annotations
@@ -21,39 +21,39 @@ if TYPE_CHECKING:
     from undrift.algorithms.base import Cohort, Worker
 
 
-SelectorVec = Annotated[Tensor, "selector"]  # a field of a message that is a vector of the network called `selector`
+SelectorVec = Annotated[Tensor, "selector"]  # a message's field with a vector of the network `selector`
 
 
 class Served(NamedTuple):
-    """A model that serves somebody: its vector and its BatchNorm statistics."""
+    """A model in use: its vector and its BatchNorm statistics."""
 
     x: Tensor
     buffers: Tensor
 
 
 class Stream(NamedTuple):
-    """A further model that a client trains, beside the one that it begins with or instead of it."""
+    """A further model that a client trains."""
 
     x: Tensor
     k: Tensor  # [..., 1] steps
     opt: State
-    statistics: Tensor  # [..., Q] of its BatchNorm layers
+    statistics: Tensor  # [..., Q] its BatchNorm statistics
 
 
 class Personal(Checked):
-    """The part of a worker part that plain methods leave alone."""
+    """The functions of a worker part that plain methods do not need."""
 
-    personalises: ClassVar[bool] = False  # True: every client is left its own model
-    pools: ClassVar[bool] = False  # True: all samples are put into one client's hands before training begins
-    uploads_apart: ClassVar[bool] = False  # True: what a client sends is used by itself, not only in a sum
+    personalises: ClassVar[bool] = False  # True: every client has its own model
+    pools: ClassVar[bool] = False  # True: one client gets all samples before training
+    uploads_apart: ClassVar[bool] = False  # True: needs every answer, not only their sum
 
     def serves(self, down: State, client: State, local: LocalData) -> Served:
-        """The model that serves a client between rounds; `down` is what would go down now."""
+        """The model that a client uses between rounds; `down` is the message it would get now."""
         return Served(down.x, local.buffers)
 
-    # What the server sends to each client of a round by itself, when the round is over.
+    # The server's message to each single client at the end of a round.
     def reply(self, companion: State, up: State, buffers: Tensor, cohort: Cohort) -> State:
-        """[..., S, P] for each client that answered; buffers [..., S, Q] are the statistics that came up."""
+        """[..., S, P] for each client that answered; buffers [..., S, Q] are the clients' statistics."""
         return Nothing()
 
     def receive(self, client: State, reply: State) -> State:
@@ -69,28 +69,28 @@ class Personal(Checked):
     def buffers_up(self) -> bool:
         return True
 
-    # Further networks, and one among them that chooses among the models.
+    # Further networks; `selector` chooses among the models.
     chooses: ClassVar[str] = ""  # threshold, argmax or mix, see `undrift.personal.choosing`
 
     def networks(self, clients: int) -> dict[str, tuple[str, int]]:
-        """Further networks by name: which model, and how many outputs it has."""
+        """Further networks by name: the model and its number of outputs."""
         return {}
 
     def companion_networks(self, companion: State, starts: Mapping[str, Served]) -> State:
-        """The companion with what further networks begin with; `model` is the network that everybody trains."""
+        """The companion with the start of further networks; `model` is the network that all clients train."""
         return companion
 
     def selector(self, companion: State) -> Served:
-        """The network called `selector`, as the server has it now."""
+        """The server's current `selector`."""
         raise NotImplementedError
 
     def selects(self, rounds: int) -> bool:
-        """Whether after so many rounds the selector has begun to learn; until then the server's model serves."""
+        """Whether the selector has begun to learn after so many rounds; before, the server's model is used."""
         return bool(self.chooses)
 
-    # Methods whose rounds are not all alike.
+    # Methods with several phases.
     def at(self, t: int) -> State:
-        """The algorithm of round t, counted from 0: itself, or what does that round in its place."""
+        """The algorithm of round t, counted from 0."""
         return self
 
     def remarks(self, rounds: int, cohort: int) -> list[str]:
@@ -100,32 +100,32 @@ class Personal(Checked):
             return [f"the second phase was to begin after round {begin}, which was not reached; lower begin"]
         return []
 
-    # The base optimiser's state that a client keeps between rounds, where `keep_moments` is set.
+    # With `keep_moments`, the optimiser's state that a client keeps between rounds.
     def take_moments(self, work: State, opt: State) -> State:
         """`work` with the optimiser state restored from the client's last round."""
         return work._replace(opt=opt)
 
     def leave_moments(self, work: State, opt: State) -> State:
-        """The optimiser state that the client keeps; it had `opt` before the round."""
+        """The optimiser state to keep; `opt` is that before the round."""
         return work.opt
 
 
 def advance(worker: Worker, stream: Stream, oracle: GradientOracle) -> tuple[Stream, Tensor]:
     """One plain step of a further model on the same mini-batch, and its loss [..., 1]."""
-    beside = oracle.at(stream.statistics)
-    moved = worker.move(stream, beside.grad(stream.x), oracle)
-    return moved._replace(statistics=beside.buffers), beside.loss
+    other = oracle.at(stream.statistics)
+    moved = worker.move(stream, other.grad(stream.x), oracle)
+    return moved._replace(statistics=other.buffers), other.loss
 
 
 def stand_still(cohort: Cohort) -> Tensor:
-    """The direction [..., P] of a round in which the server's model stays where it is."""
+    """The direction [..., P] of a round that does not move the server's model: zero."""
     return cohort.weight.new_zeros(*cohort.weight.shape[:-2], cohort.layout.size)
 
 
 def put(rows: Tensor, new: Tensor, cohort: Cohort) -> Tensor:
-    """rows [..., N, n], one for every client, with those of the cohort replaced by new [..., S, n]."""
+    """Replace the cohort's rows of rows [..., N, n] by new [..., S, n]."""
     number = torch.arange(rows.shape[-2], device=rows.device).unsqueeze(-1)
-    taken = (number == cohort.ids.unsqueeze(-2)).to(new.dtype)  # [..., N, S]
+    match = (number == cohort.ids.unsqueeze(-2)).to(new.dtype)  # [..., N, S]
     if cohort.there is not None:
-        taken = taken * cohort.there.transpose(-1, -2)
-    return torch.where(taken.sum(-1, keepdim=True) > 0, taken @ new, rows) if new.shape[-1] else rows
+        match = match * cohort.there.transpose(-1, -2)
+    return torch.where(match.sum(-1, keepdim=True) > 0, match @ new, rows) if new.shape[-1] else rows

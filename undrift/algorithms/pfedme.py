@@ -17,9 +17,9 @@ from undrift.algorithms.settings import at_least
 
 @dataclass(frozen=True)
 class MoreauEnvelope(Worker):
-    """theta goes inner_steps steps down f_i + lam/2 |theta - w|^2, then w <- w - eta lam (w - theta); eta is `lr`.
+    """theta takes inner_steps steps down f_i + lam/2 |theta - w|^2, then w <- w - eta lam (w - theta); eta is `lr`.
 
-    The server's beta is `server_lr`. theta starts at w in each round and goes on from step to step.
+    The server's beta is `server_lr`. theta starts at w in each round and continues from step to step.
     """
 
     lam: float = 15.0  # lambda

@@ -1,4 +1,4 @@
-"""Models that the server pulls towards each other: what SoftPull, FedSM and FedSM-extra have in common.
+"""Models that the server pulls towards each other: the common part of SoftPull, FedSM and FedSM-extra.
 
 Xu, Li, Guo, Yang, Roth, Hatamizadeh, Zhao, Xu, Huang, Xu: Closing the Generalization Gap of Cross-silo Federated Medical
 Image Segmentation. CVPR 2022, equation (11), and lines 8 and 9 of Algorithm 1.
@@ -20,9 +20,9 @@ from undrift.core.vec import mean
 
 
 def pulled(v: Tensor, lam: float, cohort: Cohort) -> Tensor:
-    """v_i <- lam v_i + (1 - lam) / (S - 1) sum_{j != i} v_j, for all v [..., S, P] at once; alone, a model stays as it is.
+    """v_i <- lam v_i + (1 - lam) / (S - 1) sum_{j != i} v_j, for all v [..., S, P] at once; a single model does not change.
 
-    It is lam' v_i + (1 - lam') mean(v) with lam' = (lam - u) / (1 - u) and u = 1/S.
+    This is lam' v_i + (1 - lam') mean(v) with lam' = (lam - u) / (1 - u) and u = 1/S.
     """
     u = cohort.uniform
     share = torch.where(u < 1, (lam - u) / (1 - u), 1.0)
@@ -31,9 +31,9 @@ def pulled(v: Tensor, lam: float, cohort: Cohort) -> Tensor:
 
 @dataclass(frozen=True)
 class Pulled(Personal):
-    """A part of methods whose clients' models are pulled."""
+    """The settings and the reply of methods that pull the clients' models."""
 
-    lam: float = 0.7  # lambda: 1/N averages, 1 leaves everybody alone
+    lam: float = 0.7  # lambda: 1/N averages, 1 does not pull
 
     class Pull(NamedTuple):
         v: Vec
@@ -43,16 +43,15 @@ class Pulled(Personal):
         super().check(clients, cohort)
         at_least(self, 0.0, "lam")
         if self.lam > 1:
-            raise BadSetting(
-                f"lam must lie in [0, 1], and from 1/S = {1 / cohort:.3g} on it does not overshoot, not {self.lam}"
-            )
+            raise BadSetting(f"lam must lie in [0, 1], best from 1/S = {1 / cohort:.3g} on, not {self.lam}")
 
     def remarks(self, rounds: int, cohort: int) -> list[str]:
         """A lambda below 1/S is allowed: the thesis' Table 15 has one."""
-        said = (
-            f"lam {self.lam:g} is below 1/S = {1 / cohort:.3g}: a model then has less of itself than of each other one"
-        )
-        return [*super().remarks(rounds, cohort), *([said] if self.lam * cohort < 1 else [])]
+        remarks = super().remarks(rounds, cohort)
+        if self.lam * cohort < 1:
+            least = f"1/S = {1 / cohort:.3g}"
+            remarks.append(f"lam {self.lam:g} is below {least}: a model then has less of itself than of each other one")
+        return remarks
 
 
 @dataclass(frozen=True)
@@ -75,7 +74,7 @@ class GlobalAndPulled(Pulled, Worker):
     class Up(NamedTuple):
         d: Vec
         v: Vec
-        statistics: Tensor  # those of v's BatchNorm layers
+        statistics: Tensor  # v's BatchNorm statistics
 
     def client_init(self, down: State, ids: Tensor, buffers: Tensor) -> State:
         return self.Client(Stream(down.x, torch.zeros_like(down.x[..., :1]), self.rest(down.x), buffers))

@@ -19,7 +19,7 @@ from undrift.core.vec import mean
 class ControlVariates(Worker):
     """Local steps corrected by c - c_i, the difference of the server's and the client's control variate."""
 
-    option: Literal[1, 2] = 2  # what c_i^+ is. 2: the round's mean gradient; 1: the full local gradient at x_t
+    option: Literal[1, 2] = 2  # c_i^+ is the round's mean gradient (2) or the full local gradient at x_t (1)
 
     class Companion(NamedTuple):
         c: Vec  # (1/N) sum of all c_i

@@ -1,4 +1,4 @@
-"""Checks of an algorithm's fields, before a run begins."""
+"""Check an algorithm's fields before a run."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Checked:
 
 @dataclass(frozen=True)
 class ServerRate(Checked):
-    """The rate of every server part; a worker part that has to know it inherits from here too."""
+    """The rate of every server part, and of worker parts that need it."""
 
     server_lr: float = 1.0  # eta_g
 
@@ -32,17 +32,15 @@ class ServerRate(Checked):
 
 
 def check_algorithm(alg: Algorithm, clients: int, cohort: int) -> None:
-    """Raise BadSetting unless the algorithm's fields make sense and its two parts fit each other."""
+    """Raise BadSetting unless the algorithm's fields make sense and its two parts fit."""
     check_choices(alg)
     alg.check(clients, cohort)
     if alg.needs_single_updates and not alg.sends_updates:
-        raise BadSetting(
-            f"the server part of {type(alg).__name__} needs the clients' own updates; its worker part sends none"
-        )
+        raise BadSetting(f"the server part of {type(alg).__name__} needs updates, which its worker part does not send")
 
 
 def looks_at_single_uploads(alg: Algorithm | type[Algorithm]) -> bool:
-    """Whether the sum of what clients send is not enough for an algorithm or its class."""
+    """Whether an algorithm or its class needs every answer, not only their sum."""
     return bool(alg.needs_single_updates or alg.uploads_apart)
 
 
@@ -75,6 +73,14 @@ def above(part: object, lowest: float, *fields: str) -> None:
     for field in fields:
         if not lowest < getattr(part, field) < 1e30:
             raise BadSetting(f"{field} must be a number above {lowest:g} and below 1e30, not {getattr(part, field)}")
+
+
+def needs_fresh_momentum(part: Any) -> None:
+    """Raise BadSetting unless local steps use momentum and buffers are not kept between rounds."""
+    if part.optimizer != "momentum":
+        raise BadSetting(f"{type(part).__name__} needs optimizer=momentum, not {part.optimizer}")
+    if part.keep_moments:
+        raise BadSetting(f"{type(part).__name__} sets its local buffers in each round; leave keep_moments at false")
 
 
 def below_one(part: object, *fields: str) -> None:

@@ -1,4 +1,4 @@
-"""SoftPull: every client has its own model, which the server pulls softly towards the others' after each round.
+"""SoftPull: every client has its own model, which the server pulls towards the others after each round.
 
 Xu, Li, Guo, Yang, Roth, Hatamizadeh, Zhao, Xu, Huang, Xu: Closing the Generalization Gap of Cross-silo Federated Medical
 Image Segmentation. CVPR 2022, equation (11).
@@ -20,12 +20,12 @@ from undrift.core.vec import mean
 
 @dataclass(frozen=True)
 class SoftlyPulled(Pulled, Alone):
-    """The clients train alone; between rounds the server pulls. Its own x is the mean of all models, for newcomers."""
+    """The clients train alone; between rounds the server pulls. x is the mean of all models, for new clients."""
 
     uploads_apart: ClassVar[bool] = True
 
     class Companion(NamedTuple):
-        x: Vec  # the server's model once more: the direction is seen from there
+        x: Vec  # the server's model, from which the direction starts
 
     class Up(NamedTuple):
         v: Vec
@@ -34,7 +34,7 @@ class SoftlyPulled(Pulled, Alone):
         return self.Companion(x0)
 
     def bytes_down(self, down: Down, invited: int, returning: int, clients: int) -> int:
-        return (invited - returning) * nbytes(down)  # who was there has a model of its own
+        return (invited - returning) * nbytes(down)  # the others have their models
 
     def local_end(self, down: Down, client: Alone.Client, work: Alone.Work) -> tuple[Up, Alone.Client]:
         return self.Up(work.x), self.Client(work.x, work.buffers)

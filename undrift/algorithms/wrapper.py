@@ -1,8 +1,7 @@
-"""The one way to change what an algorithm does without writing it anew: an algorithm around another one, its `inner`.
+"""Wrap an algorithm, the `inner` one, in another that changes a part of it.
 
-Every function of the interface is forwarded to `inner` unless the wrapper defines its own. Where a wrapper keeps more than
-the inner method does, its state is a NamedTuple with the inner method's in a field `inner`; `extends` names these states,
-and forwarding opens and closes them.
+Functions that the wrapper does not define are forwarded to `inner`. A wrapper with more state keeps the inner method's state in
+a field `inner`; `extends` names these states, and forwarding unwraps and wraps them.
 """
 
 from __future__ import annotations
@@ -18,23 +17,13 @@ from undrift.algorithms.base import Algorithm, Server, Worker
 from undrift.core.trees import State
 from undrift.oracle.oracle import LocalData
 
-# Which states a function returns, in this order; "" stands for what is no state. Arguments are known by their names.
+# The states that a function returns, in order; "" is not a state. Arguments are recognised by their names.
 RETURNS: dict[str, tuple[str, ...]] = {
-    "companion_init": ("companion",),
-    "companion_networks": ("companion",),
-    "companion_step": ("companion",),
-    "measured": ("companion",),
-    "broadcast": ("down",),
-    "gather": ("", "companion"),
-    "client_init": ("client",),
-    "receive": ("client",),
-    "local_start": ("work",),
-    "local_step": ("work",),
-    "take_moments": ("work",),
-    "move": ("work",),
-    "local_end": ("up", "client"),
-    "server_init": ("server",),
-    "server_step": ("", "server"),
+    **dict.fromkeys(("companion_init", "companion_networks", "companion_step", "measured"), ("companion",)),
+    **dict.fromkeys(("client_init", "receive"), ("client",)),
+    **dict.fromkeys(("local_start", "local_step", "take_moments", "move"), ("work",)),
+    **{"broadcast": ("down",), "gather": ("", "companion"), "local_end": ("up", "client")},
+    **{"server_init": ("server",), "server_step": ("", "server")},
 }
 STATES = ("companion", "down", "client", "work", "up", "server")
 
@@ -43,18 +32,18 @@ class WorkerWrapper(Worker):
     """A worker part around another one."""
 
     inner: Any
-    extends: ClassVar[frozenset[str]] = frozenset()  # which of STATES have a field `inner`
+    extends: ClassVar[frozenset[str]] = frozenset()  # the STATES that have a field `inner`
 
     def forward(self, name: str, given: dict[str, Any]) -> Any:
-        """What `inner` does under this name, with states opened on the way in and closed on the way out."""
-        opened = {n: self.open(n, value) if n in STATES else value for n, value in given.items()}
-        result = getattr(self.inner, name)(**opened)
+        """Call `inner`'s function of this name, with unwrapped states, and wrap the states that it returns."""
+        unwrapped = {n: self.open(n, value) if n in STATES else value for n, value in given.items()}
+        result = getattr(self.inner, name)(**unwrapped)
         roles = RETURNS.get(name, ())
         if not self.extends.intersection(roles):
             return result
-        each = result if len(roles) > 1 else (result,)
-        closed = [given[r]._replace(inner=v) if r in self.extends else v for r, v in zip(roles, each, strict=True)]
-        return tuple(closed) if len(roles) > 1 else closed[0]
+        values = result if len(roles) > 1 else (result,)
+        wrapped = [given[r]._replace(inner=v) if r in self.extends else v for r, v in zip(roles, values, strict=True)]
+        return tuple(wrapped) if len(roles) > 1 else wrapped[0]
 
     def open(self, name: str, state: State) -> State:
         """The inner method's part of a state."""
@@ -69,7 +58,7 @@ class WorkerWrapper(Worker):
 
 
 class Wrapper(WorkerWrapper, Algorithm):
-    """A whole algorithm around another one. It has no settings of its own: fields are those of `inner`."""
+    """A whole algorithm around another one, whose fields are its settings."""
 
     def __init__(self, inner: Algorithm) -> None:
         object.__setattr__(self, "inner", inner)
@@ -99,7 +88,7 @@ class Wrapper(WorkerWrapper, Algorithm):
         return self if inner is self.inner else self.around(inner)
 
 
-def _forwarded(name: str, hook: Callable[..., Any]) -> Callable[..., Any]:
+def _forwarding(name: str, hook: Callable[..., Any]) -> Callable[..., Any]:
     parameters = [p for p in inspect.signature(hook).parameters if p != "self"]
 
     def call(self: WorkerWrapper, *given: Any, **named: Any) -> Any:
@@ -109,16 +98,16 @@ def _forwarded(name: str, hook: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
-def _forward_all(wrapper: type, part: type, beside: type) -> None:
-    """Give the wrapper a forwarding form of every public name of a part, but for fields and what it defines itself."""
+def _forward_all(wrapper: type, part: type, base: type) -> None:
+    """Let the wrapper forward every public name of a part, except fields, its own definitions and those of `base`."""
     for name in dir(part):
-        ours = name in vars(wrapper) and name not in ("local_step", "server_step")
-        apart = name == "varies" or name in {f.name for f in fields(part)}  # the class's own business
-        if name.startswith("_") or ours or hasattr(beside, name) or apart:
+        defined = name in vars(wrapper) and name not in ("local_step", "server_step")
+        setting = name == "varies" or name in {f.name for f in fields(part)}
+        if name.startswith("_") or defined or setting or hasattr(base, name):
             continue
         hook = inspect.getattr_static(part, name)
         plain = inspect.isfunction(hook)
-        setattr(wrapper, name, _forwarded(name, hook) if plain else _property(name))
+        setattr(wrapper, name, _forwarding(name, hook) if plain else _property(name))
 
 
 def _property(name: str) -> property:
@@ -132,7 +121,7 @@ for _field in (*fields(Worker), *fields(Server)):
 
 
 class KeepMoments(Wrapper):
-    """Clients that keep the base optimiser's state between rounds."""
+    """Lets clients keep the base optimiser's state between rounds."""
 
     extends = frozenset({"client"})
 

@@ -1,4 +1,4 @@
-"""The file formats that image data sets are published in."""
+"""Readers for the file formats of published image data sets."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def all_present(folder: Path, names: Sequence[str]) -> bool:
 
 
 def read_idx(path: Path) -> NDArray[np.uint8]:
-    """An idx file of unsigned bytes, as MNIST is published, or the same packed with gzip (.gz)."""
+    """Read an idx file of unsigned bytes, MNIST's format, plain or packed with gzip (.gz)."""
     try:
         content = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
     except (OSError, EOFError, zlib.error) as error:
@@ -42,9 +42,9 @@ def read_idx(path: Path) -> NDArray[np.uint8]:
     if len(content) < header:
         raise BadData(f"{path}: the idx header is cut short")
     shape = np.frombuffer(content, dtype=">u4", count=dimensions, offset=4).tolist()
-    found, expected = len(content) - header, math.prod(shape)
-    if found != expected:
-        raise BadData(f"{path}: expected {expected} bytes for shape {shape}, found {found}")
+    size, expected = len(content) - header, math.prod(shape)
+    if size != expected:
+        raise BadData(f"{path}: expected {expected} bytes for shape {shape}, found {size}")
     return np.frombuffer(content, dtype=np.uint8, offset=header).reshape(shape).copy()
 
 
@@ -54,7 +54,7 @@ class _ArrayUnpickler(pickle.Unpickler):
     _allowed = {
         ("numpy.core.multiarray", "_reconstruct"): lambda *_: np.ndarray((0,), np.uint8),
         ("numpy._core.multiarray", "_reconstruct"): lambda *_: np.ndarray((0,), np.uint8),
-        ("numpy", "ndarray"): None,  # only ever an argument of _reconstruct, which does not look at it here
+        ("numpy", "ndarray"): None,  # an argument of _reconstruct, which ignores it here
         ("numpy", "dtype"): np.dtype,
         ("_codecs", "encode"): lambda text, encoding: str.encode(text, encoding),  # how Python 3 writes bytes
     }
@@ -66,7 +66,7 @@ class _ArrayUnpickler(pickle.Unpickler):
 
 
 def read_array_pickle(path: Path) -> dict[bytes, Any]:
-    """A pickled dict of arrays and lists with bytes as keys, as CIFAR's are, without running code from it."""
+    """Read a pickled dict of arrays and lists with bytes as keys, such as CIFAR's, without running its code."""
     try:
         with path.open("rb") as file:
             content = _ArrayUnpickler(file, encoding="bytes").load()
@@ -78,7 +78,7 @@ def read_array_pickle(path: Path) -> dict[bytes, Any]:
 
 
 def read_cifar(paths: Sequence[Path], label_key: bytes) -> tuple[NDArray[np.uint8], NDArray[np.int64]]:
-    """Images and labels of CIFAR's Python files, one after the other."""
+    """Images and labels of CIFAR's Python files."""
     images, labels = [], []
     for path in paths:
         content = read_array_pickle(path)
@@ -123,7 +123,7 @@ def open_picture(path: str | Path) -> Image:
 
 
 def stack_pictures(pictures: Iterable[Image], count: int, channels: int) -> NDArray[np.uint8]:
-    """Pictures of one size as one array, filled in place because a list of them would double the memory."""
+    """Pictures of one size as one array, filled in place: a list of arrays would double the memory."""
     mode = "L" if channels == 1 else "RGB"
     stacked: NDArray[np.uint8] = np.empty((0, 0, 0, channels), dtype=np.uint8)
     for position, picture in enumerate(pictures):

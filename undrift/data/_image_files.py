@@ -1,4 +1,4 @@
-"""Pictures that stay on disk until a batch needs them."""
+"""Pictures that are read from disk when a batch needs them."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from undrift.core.errors import BadData
 from undrift.data._formats import open_picture
 
 SUFFIXES = {".jpg", ".jpeg", ".png", ".bmp", ".gif", ".webp", ".tif", ".tiff", ".ppm"}
-BATCHES_AHEAD = 8  # prefetched batches that may wait; an older one that nobody came for is given up
+BATCHES_AHEAD = 8  # prefetched batches that may wait; older ones are dropped
 
 
 @cache
 def decoding_threads() -> ThreadPoolExecutor:
-    """One pool for all pictures, kept because starting threads for every batch takes time."""
+    """One thread pool for all pictures: starting threads for every batch takes time."""
     return ThreadPoolExecutor(thread_name_prefix="undrift-decode")
 
 
@@ -29,7 +29,7 @@ if hasattr(os, "register_at_fork"):  # not on Windows, which cannot fork
 
 
 class ImageFiles:
-    """Picture files as `Samples`: uint8 [n, size, size, 3], decoded when they are indexed."""
+    """Picture files as `Samples`: uint8 [n, size, size, 3], decoded on indexing."""
 
     def __init__(self, files: Sequence[str], size: int = 224) -> None:
         self.files = files
@@ -51,7 +51,7 @@ class ImageFiles:
         return pixels
 
     def prefetch(self, index: NDArray[np.int64]) -> None:
-        """Start decoding these in the background; indexing with the same indices then waits for that."""
+        """Decode these in the background; indexing with the same indices waits for them."""
         if _key(index) in self._prefetched:
             return
         self._prefetched[_key(index)] = self._start(index)
@@ -69,7 +69,7 @@ def _key(index: NDArray[np.int64]) -> bytes:
 
 
 def decode(file: str, size: int) -> NDArray[np.uint8]:
-    """The picture's centre as ImageNet is tested: short side to size·256/224, then size x size cut out."""
+    """ImageNet's test transform: resize the short side to size·256/224, then crop the centre."""
     picture = open_picture(file)
     short = round(size * 256 / 224)
     scale = short / min(picture.size)
@@ -87,9 +87,9 @@ def list_pictures(folder: Path) -> tuple[list[str], NDArray[np.int64], list[str]
     labels: list[int] = []
     for label, name in enumerate(classes):
         with os.scandir(folder / name) as entries:
-            found = sorted(entry.path for entry in entries if Path(entry.name).suffix.lower() in SUFFIXES)
-        files += found
-        labels += [label] * len(found)
+            pictures = sorted(entry.path for entry in entries if Path(entry.name).suffix.lower() in SUFFIXES)
+        files += pictures
+        labels += [label] * len(pictures)
     if not files:
         raise BadData(f"{folder}: no pictures; expected <class>/*.jpg, .jpeg or .png")
     return files, np.array(labels, dtype=np.int64), classes

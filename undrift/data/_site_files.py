@@ -1,11 +1,11 @@
-"""Pictures and masks of sites as files: one .npz or one folder a site.
+"""Read pictures and masks of sites: one .npz or one folder per site.
 
-SITE.npz holds x (uint8 [n, H, W, C]) and y (masks [n, H, W]), and if wanted groups [n] and split [n] (train, val, test).
-x_train, y_train, x_test, y_test serve too; both parts are put together, with id_train and id_test as groups.
+SITE.npz holds x (uint8 [n, H, W, C]) and y (masks [n, H, W]), optionally groups [n] and split [n] (train, val, test).
+Or it holds x_train, y_train, x_test, y_test, which are joined, with id_train and id_test as groups.
 
-SITE/ holds images/NAME.* and masks/NAME.*, and if wanted samples.csv with the columns name, group, split.
+SITE/ holds images/NAME.* and masks/NAME.*, optionally samples.csv with the columns name, group, split.
 
-An id that ends in OD or OS, for the right and the left eye, is grouped by what stands before that.
+Ids that end in OD or OS, the right and the left eye, are grouped without that ending.
 """
 
 from __future__ import annotations
@@ -26,47 +26,48 @@ def read_sites(root: Path | None, name: str, size: int, structures: int) -> list
     folder = None if root is None else root / name
     if folder is None or not folder.is_dir():
         raise MissingData(
-            f"{name} is not there; set UNDRIFT_DATA to a folder with a folder {name}/ in it that holds one .npz file or one "
+            f"{name} was not found; set UNDRIFT_DATA to a folder with a folder {name}/ in it that holds one .npz file or one "
             "folder with images/ and masks/ for each site, or use the drawn pictures of 'synthetic-sites'"
         )
     places = sorted(p for p in folder.iterdir() if p.suffix == ".npz" or (p.is_dir() and not p.name.startswith(".")))
-    return [from_npz(p, size, structures) if p.suffix == ".npz" else from_folder(p, size, structures) for p in places]
+    return [
+        read_npz_site(p, size, structures) if p.suffix == ".npz" else read_folder_site(p, size, structures)
+        for p in places
+    ]
 
 
-def from_npz(path: Path, size: int, structures: int) -> Site:
+def read_npz_site(path: Path, size: int, structures: int) -> Site:
     try:
         with np.load(path) as archive:
-            found = {key: archive[key] for key in archive.files}
+            arrays = {key: archive[key] for key in archive.files}
     except (OSError, ValueError) as error:
         raise BadData(f"cannot read {path}: {error}") from error
-    if "x" in found and "y" in found:
-        images, masks, groups = found["x"], found["y"], found.get("groups")
-    elif all(key in found for key in ("x_train", "y_train", "x_test", "y_test")):
-        images, masks = (np.concatenate([found[f"{k}_train"], found[f"{k}_test"]]) for k in "xy")
-        groups = np.concatenate([found["id_train"], found["id_test"]]) if "id_train" in found else None
+    if "x" in arrays and "y" in arrays:
+        images, masks, groups = arrays["x"], arrays["y"], arrays.get("groups")
+    elif all(key in arrays for key in ("x_train", "y_train", "x_test", "y_test")):
+        images, masks = (np.concatenate([arrays[f"{k}_train"], arrays[f"{k}_test"]]) for k in "xy")
+        groups = np.concatenate([arrays["id_train"], arrays["id_test"]]) if "id_train" in arrays else None
     else:
         raise BadData(
-            f"{path} holds {', '.join(sorted(found)) or 'nothing'}; expected x and y, or x_train, y_train, x_test, y_test"
+            f"{path} holds {', '.join(sorted(arrays)) or 'nothing'}; expected x and y, or x_train, y_train, x_test, y_test"
         )
     if images.ndim == 3:
         images = images[..., None]
     if masks.dtype.kind in "bi" and masks.size and masks.min() >= 0 and masks.max() < 256:
         masks = masks.astype(np.uint8)
-    if images.dtype == masks.dtype == np.uint8 and images.ndim == 4 and masks.ndim == 3:  # or the site is refused later
+    if images.dtype == masks.dtype == np.uint8 and images.ndim == 4 and masks.ndim == 3:  # others are refused later
         if images.shape[1:3] != (size, size):
-            planes = [
-                np.stack([resized(one, size, sharp=False) for one in images[..., c]]) for c in range(images.shape[-1])
-            ]
-            images = np.stack(planes, -1)
+            planes = np.moveaxis(images, -1, 0)
+            images = np.stack([np.stack([resize(one, size, sharp=False) for one in plane]) for plane in planes], -1)
         if masks.shape[1:] != (size, size):
-            masks = np.stack([resized(one, size, sharp=True) for one in masks])
+            masks = np.stack([resize(one, size, sharp=True) for one in masks])
         if masks.max(initial=0) == 255:  # grey levels
-            masks = levels(masks, structures)
-    split = found["split"].astype(str) if "split" in found else None
+            masks = from_grey(masks, structures)
+    split = arrays["split"].astype(str) if "split" in arrays else None
     return Site(path.stem, images, masks, None if groups is None else patients(groups), split)
 
 
-def from_folder(folder: Path, size: int, structures: int) -> Site:
+def read_folder_site(folder: Path, size: int, structures: int) -> Site:
     images, masks = (
         {p.stem: p for p in sorted((folder / part).glob("*")) if p.suffix.lower() in SUFFIXES}
         for part in ("images", "masks")
@@ -78,33 +79,31 @@ def from_folder(folder: Path, size: int, structures: int) -> Site:
     x = np.stack([pixels(path, size, "RGB") for path in images.values()])
     y = np.stack([pixels(masks[name], size, "L") for name in images])
     if y.max(initial=0) > structures:  # grey levels up to 255 instead of 0, 1, 2
-        y = levels(y, structures)
+        y = from_grey(y, structures)
     table = samples_table(folder / "samples.csv", list(images))
     groups = [table[name].get("group") or name for name in images]
     split = [table[name].get("split", "") for name in images]
     empty = [name for name, part in zip(images, split, strict=True) if not part]
     if 0 < len(empty) < len(split):
-        raise BadData(
-            f"{folder / 'samples.csv'} says no split for {empty[0]}, but for others; give all of them, or none"
-        )
+        raise BadData(f"{folder / 'samples.csv'} has no split for {empty[0]}, but for others; give all, or none")
     return Site(folder.name, x, y, patients(np.array(groups)), np.array(split) if all(split) else None)
 
 
 def pixels(path: Path, size: int, mode: str) -> NDArray[np.uint8]:
-    """A picture [size, size, 3] or a mask [size, size], whose values are never mixed."""
+    """A picture [size, size, 3] or a mask [size, size], resized without mixing its values."""
     from PIL import Image
 
     try:
         with Image.open(path) as picture:
-            # A mask with a palette keeps its numbers.
+            # Keep the numbers of a mask with a palette.
             plain = picture if mode == "L" and picture.mode in ("P", "L") else picture.convert(mode)
-            return resized(np.asarray(plain, dtype=np.uint8), size, sharp=mode == "L")
+            return resize(np.asarray(plain, dtype=np.uint8), size, sharp=mode == "L")
     except OSError as error:
         raise BadData(f"cannot read the picture {path}: {error}") from error
 
 
-def resized(picture: NDArray[np.uint8], size: int, sharp: bool) -> NDArray[np.uint8]:
-    """A picture [H, W] or [H, W, 3] as [size, size]; a sharp one has no other values than before."""
+def resize(picture: NDArray[np.uint8], size: int, sharp: bool) -> NDArray[np.uint8]:
+    """Resize a picture [H, W] or [H, W, 3]; `sharp` makes no new values."""
     from PIL import Image
 
     if picture.shape[:2] == (size, size):
@@ -113,22 +112,20 @@ def resized(picture: NDArray[np.uint8], size: int, sharp: bool) -> NDArray[np.ui
     return np.asarray(Image.fromarray(picture).resize((size, size), how), dtype=np.uint8)
 
 
-def levels(grey: NDArray[np.uint8], structures: int) -> NDArray[np.uint8]:
-    """Grey levels up to 255 as 0 .. structures."""
+def from_grey(grey: NDArray[np.uint8], structures: int) -> NDArray[np.uint8]:
+    """Scale grey levels up to 255 to 0 .. structures."""
     return np.rint(grey / 255.0 * structures).astype(np.uint8)
 
 
 def samples_table(path: Path, names: list[str]) -> dict[str, dict[str, str]]:
-    """The rows of samples.csv by name; empty ones where there is no such file."""
+    """The rows of samples.csv by name; empty rows if there is no such file."""
     if not path.exists():
         return {name: {} for name in names}
     with path.open(newline="") as file:
         rows = {row.get("name", ""): row for row in csv.DictReader(file)}
     missing = [name for name in names if name not in rows]
     if missing:
-        raise BadData(
-            f"{path} has no row for {missing[0]}; it needs the columns name, group and split, and a row for each picture"
-        )
+        raise BadData(f"{path} has no row for {missing[0]}; give name, group and split of each picture")
     return rows
 
 

@@ -1,4 +1,4 @@
-"""Segmentation data of several sites: the split of each site, and all of them as one data set."""
+"""Segmentation data of several sites: split each site and join them in one data set."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from undrift.data.dataset import Dataset
 
 SHARES = (0.5, 0.25, 0.25)  # training, validation and test
 SPLITS = ("train", "val", "test")
-STREAM = 0x517E  # keeps these random numbers apart from everything else that has the same seed
+STREAM = 0x517E  # separates these random numbers from others with the same seed
 
 
 @dataclass(frozen=True)
@@ -22,29 +22,29 @@ class Site:
     name: str
     images: NDArray[np.uint8]  # [n, H, W, C]
     masks: NDArray[np.uint8]  # [n, H, W]
-    groups: NDArray[np.generic] | None = None  # [n] a patient or a case; what has one id stays in one split
-    split: NDArray[np.str_] | None = None  # [n] train, val or test, where the site says so itself
+    groups: NDArray[np.generic] | None = None  # [n] the patient or case; each stays in one split
+    split: NDArray[np.str_] | None = None  # [n] train, val or test, if the site says so
 
 
-def split_of(groups: NDArray[np.generic], seed: int) -> NDArray[np.str_]:
-    """train, val or test for each sample: whole groups, in a random order, until each split has its share of them.
+def draw_split(groups: NDArray[np.generic], seed: int) -> NDArray[np.str_]:
+    """train, val or test for each sample: whole groups in random order, by `SHARES`.
 
-    >>> split_of(np.array([1, 1, 2, 2, 3, 3, 4, 4]), 0).tolist().count("train")
+    >>> draw_split(np.array([1, 1, 2, 2, 3, 3, 4, 4]), 0).tolist().count("train")
     4
     """
     names, member = np.unique(groups, return_inverse=True)
     order = np.random.Generator(np.random.PCG64([seed, STREAM])).permutation(len(names))
     ends = np.rint(np.cumsum(SHARES) * len(names)).astype(int)
-    of_group = np.empty(len(names), dtype="<U5")
+    group_split = np.empty(len(names), dtype="<U5")
     for name, start, end in zip(SPLITS, [0, *ends], ends, strict=False):
-        of_group[order[start:end]] = name
-    return of_group[member]
+        group_split[order[start:end]] = name
+    return group_split[member]
 
 
 def dataset_of_sites(
     name: str, sites: list[Site], structures: tuple[str, ...], seed: int, crop: int = 0, flip: bool = True
 ) -> Dataset:
-    """All sites together; site k becomes client k under the partition `sites`."""
+    """Join all sites; site k becomes client k under the partition `sites`."""
     if len(sites) < 2:
         raise BadData(f"{name} needs at least two sites, one .npz file or one folder for each, but has {len(sites)}")
     shapes = {site.images.shape[1:] for site in sites}
@@ -52,7 +52,7 @@ def dataset_of_sites(
         raise BadData(f"the sites of {name} have pictures of different shapes {sorted(shapes)}; give them one size")
     for site in sites:
         check(site, len(structures))
-    split = np.concatenate([split_of_site(site, seed) for site in sites])
+    split = np.concatenate([split_site(site, seed) for site in sites])
     owner = np.repeat(np.arange(len(sites)), [len(site.masks) for site in sites])
     for k, site in enumerate(sites):
         missing = [part for part in SPLITS if not (split[owner == k] == part).any()]
@@ -60,18 +60,18 @@ def dataset_of_sites(
             raise BadData(f"site {site.name} has no sample for {missing[0]}; it needs at least four groups of samples")
     images = np.concatenate([site.images for site in sites])
     masks = np.concatenate([site.masks for site in sites]).astype(np.int64)
-    ours = split != "test"
+    train = split != "test"  # with validation
     pixels = images[split == "train"].reshape(-1, images.shape[-1]) / 255.0
     return Dataset(
-        name, images[ours], masks[ours], images[~ours], masks[~ours], len(structures),
+        name, images[train], masks[train], images[~train], masks[~train], len(structures),
         mean=tuple(pixels.mean(0).round(4).tolist()), std=tuple(pixels.std(0).round(4).tolist()), crop=crop, flip=flip,
-        sites=owner[ours], test_sites=owner[~ours], validation=np.flatnonzero(split[ours] == "val"),
+        sites=owner[train], test_sites=owner[~train], validation=np.flatnonzero(split[train] == "val"),
         structures=structures, site_names=tuple(site.name for site in sites),
     )  # fmt: skip
 
 
-def without(data: Dataset, number: int) -> Dataset:
-    """The data set with one site (counted from 1) left out: nobody trains on it, and its test samples are `unseen`."""
+def leave_out(data: Dataset, number: int) -> Dataset:
+    """Leave one site (counted from 1) out of training; its test samples become `unseen`."""
     if data.sites is None or data.test_sites is None or not isinstance(data.x_train, np.ndarray):
         raise BadSetting(f"{data.name} has no sites of which one could be left out; use data such as synthetic-sites")
     count = int(data.sites.max()) + 1
@@ -88,37 +88,33 @@ def without(data: Dataset, number: int) -> Dataset:
     )  # fmt: skip
 
 
-def split_of_site(site: Site, seed: int) -> NDArray[np.str_]:
-    """The split that the site gives, or one by the seed."""
+def split_site(site: Site, seed: int) -> NDArray[np.str_]:
+    """The site's own split, or one drawn by the seed."""
     groups = np.arange(len(site.masks)) if site.groups is None else site.groups
     if site.split is None:
-        return split_of(groups, seed)
+        return draw_split(groups, seed)
     for group in np.unique(groups):
         parts = np.unique(site.split[groups == group])
         if len(parts) > 1:
-            raise BadData(
-                f"site {site.name} has {group!s} in both {parts[0]} and {parts[1]}; a group belongs in one split"
-            )
+            raise BadData(f"site {site.name} has {group!s} in both {parts[0]} and {parts[1]}; choose one split")
     return site.split
 
 
 def check(site: Site, structures: int) -> None:
-    """Raise BadData unless pictures and masks belong together."""
-    if site.images.dtype != np.uint8 or site.images.ndim != 4:
+    """Raise BadData unless pictures and masks match."""
+    images, masks = site.images, site.masks
+    if images.dtype != np.uint8 or images.ndim != 4:
         raise BadData(
-            f"site {site.name} has pictures {site.images.dtype} {list(site.images.shape)}, not uint8 [n, height, width, channels]"
+            f"site {site.name} has pictures {images.dtype} {list(images.shape)}, not uint8 [n, H, W, channels]"
         )
-    if site.masks.shape != site.images.shape[:3]:
+    if masks.shape != images.shape[:3]:
         raise BadData(
-            f"site {site.name} has pictures {list(site.images.shape[:3])} but masks {list(site.masks.shape)}; "
-            "give one mask of the same size for each picture"
+            f"site {site.name} has pictures {list(images.shape)} but masks {list(masks.shape)}; make them fit"
         )
-    if len(site.masks) and site.masks.max() > structures:
-        raise BadData(
-            f"the masks of site {site.name} go up to {site.masks.max()}, but 0 is background and {structures} is the last one"
-        )
+    if len(masks) and masks.max() > structures:
+        raise BadData(f"the masks of site {site.name} go up to {masks.max()}; expected 0 (background) to {structures}")
     for what, values in (("groups", site.groups), ("split", site.split)):
-        if values is not None and values.shape != (len(site.masks),):
-            raise BadData(f"site {site.name} has {len(site.masks)} masks but {what} of shape {list(values.shape)}")
+        if values is not None and values.shape != (len(masks),):
+            raise BadData(f"site {site.name} has {len(masks)} masks but {what} of shape {list(values.shape)}")
     if site.split is not None and not set(np.unique(site.split).tolist()) <= set(SPLITS):
         raise BadData(f"the split of site {site.name} must say train, val or test for each sample")

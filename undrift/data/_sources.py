@@ -1,4 +1,4 @@
-"""Finding a data set: our own .npz, its usual files, or Hugging Face, in that order; checked before use."""
+"""Find a data set as our .npz, as its usual files, or on Hugging Face, in that order, and check it."""
 
 from __future__ import annotations
 
@@ -19,17 +19,12 @@ from numpy.typing import NDArray
 from undrift.core.errors import BadData, MissingData
 from undrift.data._formats import all_present, read_idx, stack_pictures
 
-IDX_FILES = (
-    "train-images-idx3-ubyte",
-    "train-labels-idx1-ubyte",
-    "t10k-images-idx3-ubyte",
-    "t10k-labels-idx1-ubyte",
-)
+IDX_FILES = [f"{half}-{kind}-ubyte" for half in ("train", "t10k") for kind in ("images-idx3", "labels-idx1")]
 IDX_FILES_TEXT = f"{', '.join(IDX_FILES)}, or the same with .gz"
 
 
 class Arrays(NamedTuple):
-    """The four arrays of a data set as its files have them, in the order `Dataset` takes them."""
+    """The four arrays of a data set, in the order of `Dataset`."""
 
     x_train: NDArray[Any]
     y_train: NDArray[Any]
@@ -39,42 +34,42 @@ class Arrays(NamedTuple):
 
 @dataclass(frozen=True)
 class Source:
-    """Where one data set can come from and what it must look like."""
+    """Where a data set can come from, and what is expected of it."""
 
     name: str
     classes: int
     channels: int
-    folders: tuple[str | Path, ...]  # that may hold the usual files; relative ones are under $UNDRIFT_DATA
-    usual_files: str  # named in the message when nothing was found
-    read_folder: Callable[[Path], Arrays | None]  # None where the folder holds none of the usual files
+    folders: tuple[str | Path, ...]  # where the usual files may be; relative to $UNDRIFT_DATA
+    usual_files: str  # for the message when nothing was found
+    read_folder: Callable[[Path], Arrays | None]  # None if the folder has none of the usual files
     hugging_face: str
     hugging_face_config: str | None = None
 
 
 def fetch(source: Source, root: Path | None) -> Arrays:
-    """The data set from the first place that has it."""
+    """Read the data set from the first place that has it."""
     if root is not None and (root / f"{source.name}.npz").is_file():
         archive = root / f"{source.name}.npz"
-        return checked(read_npz(archive), source, str(archive))
+        return check(read_npz(archive), source, str(archive))
     for entry in source.folders:
-        folder = Path(entry) if root is None else root / entry  # root / absolute is the absolute path itself
-        found = source.read_folder(folder) if folder.is_absolute() or root is not None else None
-        if found is not None:
-            return checked(found, source, str(folder))
+        folder = Path(entry) if root is None else root / entry  # root / absolute path is the absolute path
+        arrays = source.read_folder(folder) if folder.is_absolute() or root is not None else None
+        if arrays is not None:
+            return check(arrays, source, str(folder))
     cause = ""
     try:
         loader = hugging_face_loader(source.hugging_face)
         if loader is not None:
-            return checked(read_hugging_face(loader, source), source, f"Hugging Face {source.hugging_face}")
+            return check(read_hugging_face(loader, source), source, f"Hugging Face {source.hugging_face}")
     except BadData:
         raise
-    except Exception as error:  # whatever the network, the cache or the package raises: same advice
+    except Exception as error:  # from the network, the cache or the package: same advice
         cause = f"; Hugging Face failed with {type(error).__name__}: {' '.join(str(error).split())[:200]}"
     raise MissingData(advice(source, root) + cause)
 
 
 def advice(source: Source, root: Path | None) -> str:
-    """One line naming the ways to get the data set."""
+    """One line with the ways to get the data set."""
     if root is None:
         place = "set UNDRIFT_DATA to a folder (it is not set) and put"
     else:
@@ -86,19 +81,17 @@ def advice(source: Source, root: Path | None) -> str:
     )
 
 
-def checked(arrays: Arrays, source: Source, place: str) -> Arrays:
-    """The arrays as uint8 [n, height, width, channels] and int64 [n], or BadData saying what was expected."""
-    x_train, y_train = checked_half(arrays.x_train, arrays.y_train, "train", source, place)
-    x_test, y_test = checked_half(arrays.x_test, arrays.y_test, "test", source, place)
-    if x_train.shape[1:] != x_test.shape[1:]:
-        raise BadData(
-            f"{place}: expected images of one size, found {list(x_train.shape[1:])} for training and "
-            f"{list(x_test.shape[1:])} for testing"
-        )
+def check(arrays: Arrays, source: Source, place: str) -> Arrays:
+    """Check the arrays and return them as uint8 [n, height, width, channels] and int64 [n]."""
+    x_train, y_train = check_half(arrays.x_train, arrays.y_train, "train", source, place)
+    x_test, y_test = check_half(arrays.x_test, arrays.y_test, "test", source, place)
+    train, test = list(x_train.shape[1:]), list(x_test.shape[1:])
+    if train != test:
+        raise BadData(f"{place}: expected images of one size, found {train} for training and {test} for testing")
     return Arrays(x_train, y_train, x_test, y_test)
 
 
-def checked_half(
+def check_half(
     images: NDArray[Any], labels: NDArray[Any], half: str, source: Source, place: str
 ) -> tuple[NDArray[np.uint8], NDArray[np.int64]]:
     if images.dtype != np.uint8 or images.ndim not in (3, 4):
@@ -109,14 +102,11 @@ def checked_half(
     if images.ndim == 3:
         images = images[..., np.newaxis]
     if images.shape[3] != source.channels:
-        found = images.shape[3]
-        raise BadData(f"{place}: expected x_{half} with {source.channels} channel(s), found {found}")
+        raise BadData(f"{place}: expected x_{half} with {source.channels} channel(s), found {images.shape[3]}")
     if labels.ndim == 2 and labels.shape[1] == 1:  # as Keras and .mat files have them
         labels = labels[:, 0]
     if labels.ndim != 1 or labels.dtype.kind not in "iu":
-        raise BadData(
-            f"{place}: expected y_{half} as whole numbers of shape [n], found {labels.dtype} {list(labels.shape)}"
-        )
+        raise BadData(f"{place}: expected y_{half} as whole numbers [n], found {labels.dtype} {list(labels.shape)}")
     if len(images) != len(labels) or len(images) == 0:
         raise BadData(
             f"{place}: expected as many images as labels and at least one, found {len(images)} images in "
@@ -124,8 +114,8 @@ def checked_half(
         )
     lowest, highest = int(labels.min()), int(labels.max())
     if lowest < 0 or highest >= source.classes:
-        expected = f"0..{source.classes - 1}"
-        raise BadData(f"{place}: expected labels in y_{half} within {expected}, found {lowest}..{highest}")
+        limits = f"0..{source.classes - 1}"
+        raise BadData(f"{place}: expected labels in y_{half} within {limits}, found {lowest}..{highest}")
     return images, labels.astype(np.int64)
 
 
@@ -160,25 +150,25 @@ def hugging_face_loader(identifier: str) -> Callable[..., Any] | None:
     if loader is not None and not Path(identifier).exists():
         hub = importlib.import_module("huggingface_hub.constants")
         if not hub.HF_HUB_OFFLINE and not answers(hub.ENDPOINT):
-            # Otherwise a machine without a network spends long on retries. What is in the cache is still found.
+            # Without a network, retries would take long. The cache still works offline.
             for settings in (hub, importlib.import_module("datasets.config")):
                 vars(settings)["HF_HUB_OFFLINE"] = True
     return loader
 
 
 def answers(address: str) -> bool:
-    """Whether anybody is there, within five seconds."""
+    """Whether a server answers within five seconds."""
     try:
         urllib.request.urlopen(urllib.request.Request(address, method="HEAD"), timeout=5).close()
     except urllib.error.HTTPError:
-        return True  # an answer, if a cross one
+        return True  # an error is an answer too
     except (OSError, ValueError):
         return False
     return True
 
 
 def read_hugging_face(loader: Callable[..., Any], source: Source) -> Arrays:
-    """The train and test splits (validation where there is no test) of a Hugging Face image data set."""
+    """The train and test splits (validation if there is no test) of a Hugging Face image data set."""
     identifier = source.hugging_face
     splits = loader(identifier, source.hugging_face_config)
     test = first_of(("test", "valid", "validation", "val"), splits, identifier)
@@ -192,7 +182,6 @@ def read_hugging_face(loader: Callable[..., Any], source: Source) -> Arrays:
 
 def first_of(wanted: tuple[str, ...], held: Iterable[str], identifier: str) -> str:
     names = list(held)
-    for name in wanted:
-        if name in names:
-            return name
-    raise BadData(f"Hugging Face {identifier}: expected one of {', '.join(wanted)}, found {', '.join(names)}")
+    if not set(wanted) & set(names):
+        raise BadData(f"Hugging Face {identifier}: expected one of {', '.join(wanted)}, found {', '.join(names)}")
+    return next(name for name in wanted if name in names)

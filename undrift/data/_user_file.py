@@ -1,8 +1,8 @@
-"""The file of one client that has samples which nobody else has: an .npz of plain arrays.
+"""One client's private samples: an .npz of plain arrays.
 
-It holds x_train and y_train, and if wanted x_test and y_test; or x and y, and if wanted split [n], which says train, val or test
-for each sample. Pictures are uint8 [n, height, width] or [n, height, width, channels]; other
-inputs are numbers [n, ...]. Targets are class labels [n], or masks [n, height, width].
+It holds x_train and y_train, optionally x_test and y_test; or x and y, optionally split [n] with train, val or test for each
+sample. Pictures are uint8 [n, height, width] or [n, height, width, channels]; other inputs are numbers [n, ...]. Targets are
+class labels [n], or masks [n, height, width].
 """
 
 from __future__ import annotations
@@ -16,21 +16,21 @@ from undrift.data._sources import UNREADABLE
 from undrift.data.from_user import Arrays, pair
 
 
-def read_own(path: Path, masks: bool, part: str = "train") -> Arrays:
-    """The inputs and targets of one part, train or test; where the file does not tell them apart, all of them."""
+def read_user_file(path: Path, masks: bool, part: str = "train") -> Arrays:
+    """The inputs and targets of one part, train or test; all samples where the file has no split."""
     both = (f"x_{part}", f"y_{part}")
     try:
         with path.open("rb") as file, np.load(file, allow_pickle=False) as archive:
-            found = {key: archive[key] for key in (*both, "x", "y", "split") if key in archive.files}
+            arrays = {key: archive[key] for key in (*both, "x", "y", "split") if key in archive.files}
             held = ", ".join(archive.files) or "nothing"
     except UNREADABLE as error:
         raise BadData(f"{path}: cannot be read as an .npz file of plain arrays ({error})") from error
-    if found.keys() >= set(both):
-        x, y = pair(*(found[key] for key in both))
-    elif {"x", "y"} <= found.keys():
-        x, y = pair(found["x"], found["y"])
-        if "split" in found:
-            split = found["split"].astype(str)
+    if arrays.keys() >= set(both):
+        x, y = pair(*(arrays[key] for key in both))
+    elif {"x", "y"} <= arrays.keys():
+        x, y = pair(arrays["x"], arrays["y"])
+        if "split" in arrays:
+            split = arrays["split"].astype(str)
             if split.shape != (len(y),):
                 raise BadData(f"{path}: split has shape {list(split.shape)}, but there are {len(y)} samples")
             x, y = x[split == part], y[split == part]
@@ -44,7 +44,5 @@ def read_own(path: Path, masks: bool, part: str = "train") -> Arrays:
         wanted = "masks [n, height, width]" if masks else "class labels [n]"
         raise BadData(f"{path}: expected {wanted} of whole numbers from 0 on, found {y.dtype} {list(y.shape)}")
     if masks and (x.ndim != 4 or x.shape[:3] != y.shape):
-        raise BadData(
-            f"{path}: has inputs {list(x.shape)} but masks {list(y.shape)}; give each picture one of its size"
-        )
+        raise BadData(f"{path}: inputs {list(x.shape)} but masks {list(y.shape)}; give each picture one of its size")
     return x, y

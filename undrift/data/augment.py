@@ -1,4 +1,4 @@
-"""Images as the model sees them: crop, flip, colour and normalisation, batched over all samples of all clients."""
+"""Crop, flip, recolour and normalise images, in one batch for all samples of all clients."""
 
 from __future__ import annotations
 
@@ -14,50 +14,50 @@ from undrift.core.streams import Purpose, below, fold, stream, uniform, words
 
 @functools.cache
 def channels(values: tuple[float, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """One number a channel, for images [n, C, H, W]: made once, because a CUDA graph cannot hold a copy from the host."""
+    """One number per channel, for images [n, C, H, W]; cached because a CUDA graph cannot copy from the host."""
     return torch.tensor(values, dtype=dtype, device=device).view(1, -1, 1, 1)
 
 
 @functools.cache
 def lookup(transform: Transform, count: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """[count, 256] what each byte of each of so many channels becomes where a picture is only normalised."""
+    """[count, 256] the normalised value of each byte in each of `count` channels."""
     every = torch.arange(256, dtype=torch.uint8, device=device).expand(1, count, 1, 256)
     return transform(every, dtype).view(count, 256)
 
 
 @dataclass(frozen=True)
 class Transform:
-    """What happens to a batch of uint8 images [n, C, H, W] (or floats [n, ...], which only change their dtype)."""
+    """Makes inputs of uint8 images [n, C, H, W]; floats [n, ...] only change their dtype."""
 
     mean: tuple[float, ...] = ()
     std: tuple[float, ...] = ()
     crop: int = 0  # random crop after zero-padding by this many pixels
     flip: bool = False
-    colour: float = 0.0  # client-correlated brightness and saturation factors in [1 - colour, 1 + colour]
+    colour: float = 0.0  # each client's brightness and saturation factors lie in [1 - colour, 1 + colour]
     seed: int = 0
 
     @property
     def draws(self) -> bool:
-        """Whether a sample's own random numbers are needed."""
+        """Whether samples need random numbers."""
         return bool(self.crop) or self.flip
 
     def __call__(
         self, raw: Tensor, dtype: torch.dtype, keys: Tensor | None = None, clients: Tensor | None = None
     ) -> Tensor:
-        """The inputs for raw samples [n, ...]. In training `keys` [n] name each sample's draw and `clients` [n] its owner."""
+        """The inputs for raw samples [n, ...]. In training, `keys` [n] are random keys and `clients` [n] the owners."""
         if raw.dtype != torch.uint8 or raw.dim() != 4:
             return raw.to(dtype) if raw.is_floating_point() else raw.long()  # token ids, for instance
-        if keys is not None and (self.crop or self.flip):
+        if keys is not None and self.draws:
             raw = self.crop_and_flip(raw, keys)
         x = raw.to(dtype).div_(255)
         if clients is not None and self.colour:
-            x = self.coloured(x, clients)
+            x = self.recolour(x, clients)
         if self.mean:
             x = x.sub_(channels(self.mean, dtype, x.device)).div_(channels(self.std, dtype, x.device))
         return x
 
     def masks(self, masks: Tensor, keys: Tensor) -> Tensor:
-        """Masks [n, H, W] moved as the pictures of the same draws are."""
+        """Masks [n, H, W], cropped and flipped like the pictures with the same keys."""
         return self.crop_and_flip(masks.unsqueeze(1), keys).squeeze(1) if self.draws else masks
 
     def crop_and_flip(self, raw: Tensor, keys: Tensor) -> Tensor:
@@ -74,8 +74,8 @@ class Transform:
             n_[:, None, None, None], c_[None, :, None, None], rows[:, None, :, None], (dx + columns)[:, None, None, :]
         ]
 
-    def coloured(self, x: Tensor, clients: Tensor) -> Tensor:
-        """Brightness blends with black, saturation with the grey image, each clamped to [0, 1]; factors belong to the client."""
+    def recolour(self, x: Tensor, clients: Tensor) -> Tensor:
+        """Change brightness (blend with black) and saturation (blend with grey), by one factor of each per client."""
         draws = uniform(words(fold(stream(self.seed, Purpose.COLOUR), clients), 2))
         factor = (1 + self.colour * (2 * draws - 1)).to(x.dtype).view(-1, 2, 1, 1, 1)
         x = (x * factor[:, 0]).clamp(0, 1)

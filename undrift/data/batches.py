@@ -1,7 +1,7 @@
-"""Which samples a client trains on in a round: an index table made from keyed permutations.
+"""The samples that a client trains on in a round, as an index table.
 
-Every pass of a client over its data is a permutation keyed by (seed, client, pass), or by the round too where batches
-are drawn afresh. Nothing is stored but each client's position, and the table is the same on every device.
+Every pass of a client over its data is a permutation keyed by (seed, client, pass), and by the round unless passes go on.
+Only each client's position is stored. The table is the same on every device.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ Counts = NDArray[np.int64]
 
 @dataclass(frozen=True)
 class Table:
-    """The batches of a cohort in a round; a client's real samples come first in each row."""
+    """The batches of a cohort in a round. In each batch, real samples come before padding."""
 
-    index: Tensor  # [S, K, B] rows of the training set; 0 in places that are padding
-    count: Counts  # [S, K] real samples of each batch, 0 where the client takes no such step
+    index: Tensor  # [S, K, B] rows of the training set; 0 for padding
+    count: Counts  # [S, K] real samples of each batch, 0 after the client's last step
     steps: Counts  # [S] local steps K_i
 
-    def shortened(self, steps: Counts) -> Table:
-        """With only the first `steps` [S] batches of each client."""
+    def shorten(self, steps: Counts) -> Table:
+        """Keep only the first `steps` [S] batches of each client."""
         live = np.arange(self.count.shape[1]) < steps[:, None]
         return Table(self.index, np.where(live, self.count, 0)[:, : steps.max()], steps)
 
@@ -39,10 +39,10 @@ class Plan:
     batch: int
     steps: int = 0
     epochs: float = 0.0
-    persistent: bool = True  # with steps: go on where the last round stopped, instead of a new shuffle each round
+    persistent: bool = True  # with steps: continue the last round's pass instead of shuffling anew
 
     def per_pass(self, sizes: Counts) -> Counts:
-        """Batches in one pass. A persistent pass leaves out a last batch of one single sample, as GradMA's loaders do."""
+        """Batches in one pass. Persistent passes drop a last batch of one sample, as GradMA's loaders do."""
         whole, rest = sizes // self.batch, sizes % self.batch
         least = 2 if self.continues else 1
         batches: Counts = whole + ((rest >= least) | (whole == 0) & (rest > 0))
@@ -52,17 +52,17 @@ class Plan:
     def continues(self) -> bool:
         return self.persistent and self.steps > 0
 
-    def shuffled_by(self, seed: int, round: int) -> int:
-        """The stream from which a round's shuffles are drawn: the same in every round where passes go on."""
+    def shuffle_stream(self, seed: int, round: int) -> int:
+        """The random stream of a round's shuffles; passes that go on use one stream in all rounds."""
         return signed(stream(seed, Purpose.BATCHES, 0 if self.continues else round + 1))
 
-    def all_shuffled_by(self, seed: int, rounds: Counts) -> Counts:
-        """The same for some rounds."""
+    def shuffle_streams(self, seed: int, rounds: Counts) -> Counts:
+        """`shuffle_stream` of many rounds."""
         numbers = np.zeros_like(rounds) if self.continues else rounds + 1
         return fold(stream(seed, Purpose.BATCHES), torch.from_numpy(numbers)).numpy()
 
     def steps_of(self, sizes: Counts) -> Counts:
-        """K_i. A fractional epoch is the first round(f n_i / B) batches of a shuffle; everybody takes at least one step."""
+        """K_i, at least 1. A fraction f of an epoch is the first round(f n_i / B) batches of a shuffle."""
         if self.steps:
             return np.full_like(sizes, self.steps)
         whole = int(self.epochs)
@@ -72,34 +72,34 @@ class Plan:
 
 
 def table(
-    plan: Plan, names: Counts | int, ids: Counts, members: Tensor, start: Counts, sizes: Counts, position: Counts
+    plan: Plan, streams: Counts | int, ids: Counts, members: Tensor, start: Counts, sizes: Counts, position: Counts
 ) -> Table:
-    """The batches of clients `ids` [S], whose shuffles are drawn from the streams `names`, one or [S]: see `Plan.shuffled_by`.
+    """The batches of clients `ids` [S]; `streams`, one or [S], come from `Plan.shuffle_stream`.
 
-    A client owns members[start : start + size]; `position` counts the batches that it has taken in earlier rounds; all [S].
+    A client holds members[start : start + size]. `position` counts the batches of its earlier rounds. All are [S].
     """
     steps, per_pass = plan.steps_of(sizes), plan.per_pass(sizes)
     first = position if plan.continues else np.zeros_like(position)
-    step = first[:, None] + np.arange(steps.max())  # [S, K] batch numbers counted from the client's first ever
+    step = first[:, None] + np.arange(steps.max())  # [S, K] batch number since the client's first round
     live = np.arange(steps.max()) < steps[:, None]
-    visit, slot = step // per_pass[:, None], step % per_pass[:, None]  # which pass, and which batch of it
+    visit, slot = step // per_pass[:, None], step % per_pass[:, None]  # the pass, and the batch within it
     count = np.where(live, np.minimum(plan.batch, sizes[:, None] - slot * plan.batch), 0)
 
-    # One shuffle for each (client, pass) that the round touches, all by one sort of (shuffle number, random word).
+    # One sort of (shuffle number, random word) makes all shuffles, one for each (client, pass) of the round.
     last = np.where(live, visit, -1).max(1)
     shuffles = last - visit[:, 0] + 1  # [S]
-    before = np.concatenate([[0], np.cumsum(shuffles)])  # shuffles of the clients in front
+    before = np.concatenate([[0], np.cumsum(shuffles)])  # shuffles of earlier clients
     owner = np.repeat(np.arange(len(ids)), shuffles)
     passes = np.arange(len(owner)) - before[owner] + visit[owner, 0]
-    begin = np.concatenate([[0], np.cumsum(sizes[owner])])  # where each shuffle lies in the flat list
+    begin = np.concatenate([[0], np.cumsum(sizes[owner])])  # start of each shuffle in the flat list
     device = members.device
-    every, of_each = torch.arange(len(owner), device=device), torch.from_numpy(sizes[owner]).to(device)
-    who = every.repeat_interleave(of_each, output_size=int(begin[-1]))
-    place = torch.arange(int(begin[-1]), device=device) - torch.from_numpy(begin).to(device)[who]
-    drawn_from = torch.from_numpy(np.broadcast_to(np.int64(names), ids.shape)[owner]).to(device)
-    keys = fold(fold(drawn_from, torch.from_numpy(ids[owner]).to(device)), torch.from_numpy(passes).to(device))
-    word = (fold(keys[who], place) >> 24) & ((1 << 40) - 1)
-    shuffled = place[torch.sort((who << 40) | word, stable=True).indices]
+    lengths = torch.from_numpy(sizes[owner]).to(device)
+    shuffle = torch.arange(len(owner), device=device).repeat_interleave(lengths, output_size=int(begin[-1]))
+    place = torch.arange(int(begin[-1]), device=device) - torch.from_numpy(begin).to(device)[shuffle]
+    stream_of = torch.from_numpy(np.broadcast_to(np.int64(streams), ids.shape)[owner]).to(device)
+    keys = fold(fold(stream_of, torch.from_numpy(ids[owner]).to(device)), torch.from_numpy(passes).to(device))
+    word = (fold(keys[shuffle], place) >> 24) & ((1 << 40) - 1)
+    shuffled = place[torch.sort((shuffle << 40) | word, stable=True).indices]
 
     width = int(count.max())
     at = begin[before[:-1, None] + np.where(live, visit - visit[:, :1], 0)] + np.where(live, slot * plan.batch, 0)

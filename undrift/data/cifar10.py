@@ -31,6 +31,5 @@ SOURCE = Source(
 
 
 def load(root: Path | None) -> Dataset:
-    """CIFAR-10 from the files or from Hugging Face."""
     mean, std = (0.4914, 0.4822, 0.4465), (0.2023, 0.1994, 0.2010)
     return Dataset("cifar10", *fetch(SOURCE, root), classes=10, mean=mean, std=std, crop=4, flip=True)

@@ -29,6 +29,5 @@ SOURCE = Source(
 
 
 def load(root: Path | None) -> Dataset:
-    """CIFAR-100 from the files or from Hugging Face."""
     mean, std = (0.5071, 0.4865, 0.4409), (0.2673, 0.2564, 0.2762)
     return Dataset("cifar100", *fetch(SOURCE, root), classes=100, mean=mean, std=std, crop=4, flip=True)

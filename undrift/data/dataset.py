@@ -1,4 +1,4 @@
-"""What every data set is once it has been read."""
+"""A data set in memory."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 
 class Samples(Protocol):
-    """Inputs that can be taken by index: a numpy array held whole, or image files read when they are needed."""
+    """Inputs that can be taken by index: a numpy array, or image files that are read on demand."""
 
     @property
     def shape(self) -> tuple[int, ...]: ...
@@ -34,9 +34,9 @@ class Dataset:
     std: tuple[float, ...] = ()
     crop: int = 0  # random crop after padding by this many pixels, in training
     flip: bool = False  # random left-right flip, in training
-    sites: NDArray[np.int64] | None = None  # the natural client of each training sample, where there is one
-    test_sites: NDArray[np.int64] | None = None  # and of each test sample
+    sites: NDArray[np.int64] | None = None  # the natural client of each training sample
+    test_sites: NDArray[np.int64] | None = None  # the natural client of each test sample
     site_names: tuple[str, ...] = ()
-    validation: NDArray[np.int64] | None = None  # training rows that the data set itself holds out for validation
-    unseen: tuple[Samples, NDArray[np.generic]] | None = None  # test samples of a site that is left out of training
-    structures: tuple[str, ...] = ()  # what masks [n, H, W] show besides background, from the outside in
+    validation: NDArray[np.int64] | None = None  # training rows held out for validation
+    unseen: tuple[Samples, NDArray[np.generic]] | None = None  # test samples of the site that is left out
+    structures: tuple[str, ...] = ()  # structures in masks [n, H, W], outermost first

@@ -1,4 +1,4 @@
-"""Handwritten digits, 8 x 8 grey, 1438 + 359 samples, comes with the package.
+"""Handwritten digits, 8 x 8 grey, 1438 + 359 samples, part of the package.
 
 Source: UCI Optical Recognition of Handwritten Digits (test part), E. Alpaydin and C. Kaynak, 1998, CC BY 4.0.
 Grey levels 0..16 are scaled to 0..255.
@@ -18,13 +18,5 @@ def load(root: Path | None) -> Dataset:
     with np.load(Path(__file__).with_name("digits.npz")) as archive:
         images, labels = archive["x"], archive["y"].astype(np.int64)
     test = np.arange(len(images)) % 5 == 4
-    return Dataset(
-        "digits",
-        x_train=images[~test],
-        y_train=labels[~test],
-        x_test=images[test],
-        y_test=labels[test],
-        classes=10,
-        mean=(0.30586,),
-        std=(0.37628,),
-    )
+    arrays = images[~test], labels[~test], images[test], labels[test]
+    return Dataset("digits", *arrays, classes=10, mean=(0.30586,), std=(0.37628,))

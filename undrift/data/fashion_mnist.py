@@ -7,7 +7,7 @@ from pathlib import Path
 from undrift.data._sources import IDX_FILES_TEXT, Source, fetch, read_idx_folder
 from undrift.data.dataset import Dataset
 
-DEBIAN_PACKAGE = Path("/usr/share/datasets/fashion-mnist")  # of dataset-fashion-mnist
+DEBIAN_PACKAGE = Path("/usr/share/datasets/fashion-mnist")
 
 SOURCE = Source(
     name="fashion-mnist",
@@ -21,5 +21,4 @@ SOURCE = Source(
 
 
 def load(root: Path | None) -> Dataset:
-    """Fashion-MNIST from the files or from Hugging Face."""
     return Dataset("fashion-mnist", *fetch(SOURCE, root), classes=10, mean=(0.28604,), std=(0.35302,))

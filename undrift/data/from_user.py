@@ -1,13 +1,13 @@
-"""The user's own data: arrays, torch Datasets, or one Dataset a client, as a `Dataset`.
+"""Turn the user's data into a `Dataset`.
 
 Accepted are
 - a `Dataset`,
 - four arrays (x_train, y_train, x_test, y_test), as a tuple or a mapping with these names,
 - a pair (train, test) of torch Datasets that yield (input, target),
-- a pair (clients, test) where `clients` is a list with one torch Dataset, or one (inputs, targets) pair, a client: the
-  natural partition `sites` then gives each its own.
+- a pair (clients, test) where `clients` lists one torch Dataset, or one (inputs, targets) pair, per client; the
+  partition `sites` then gives each client its samples.
 
-uint8 images are [n, height, width, channels] and are scaled to 0..1; floating inputs are taken as they are.
+uint8 images are [n, height, width, channels] and are scaled to 0..1; floating-point inputs are not changed.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ NAMES = ("x_train", "y_train", "x_test", "y_test")
 
 
 def dataset_from(data: Any) -> Dataset:
-    """The data set made of whatever the user gave.
+    """Any of the forms above as a `Dataset`.
 
     >>> dataset_from((np.zeros((4, 2)), [0, 1, 0, 1], np.zeros((2, 2)), [0, 1])).classes
     2
@@ -71,11 +71,11 @@ def arrays(part: Any) -> Arrays:
     samples = [part[i] for i in range(len(part))]
     if not samples:
         raise BadData("a Dataset is empty; give at least one sample")
-    return pair(np.stack([numpy(x) for x, _ in samples]), np.stack([numpy(y) for _, y in samples]))
+    return pair(np.stack([as_array(x) for x, _ in samples]), np.stack([as_array(y) for _, y in samples]))
 
 
 def pair(inputs: Any, targets: Any) -> Arrays:
-    x, y = numpy(inputs), numpy(targets)
+    x, y = as_array(inputs), as_array(targets)
     if len(x) != len(y):
         raise BadData(f"{len(x)} inputs but {len(y)} targets; give one target for each input")
     for what, values in (("inputs", x), ("targets", y)):
@@ -88,8 +88,5 @@ def pair(inputs: Any, targets: Any) -> Arrays:
     return x, y
 
 
-def numpy(values: Any) -> NDArray[np.generic]:
-    found: NDArray[np.generic] = (
-        values.detach().cpu().numpy() if isinstance(values, torch.Tensor) else np.asarray(values)
-    )
-    return found
+def as_array(values: Any) -> NDArray[np.generic]:
+    return np.asarray(values.detach().cpu().numpy() if isinstance(values, torch.Tensor) else values)

@@ -10,7 +10,7 @@ from undrift.data.dataset import Dataset
 
 
 def load(root: Path | None, path: str = "") -> Dataset:
-    """The pictures under PATH, or under $UNDRIFT_DATA/PATH; they are read only when they are needed."""
+    """The pictures under PATH, or under $UNDRIFT_DATA/PATH, read on demand."""
     if not path:
         raise BadSetting("data set 'imagefolder' needs a folder with train/ and val/, as in imagefolder:PATH")
     folder = Path(path).expanduser()
@@ -24,14 +24,6 @@ def load(root: Path | None, path: str = "") -> Dataset:
     if train_classes != test_classes:
         differ = ", ".join(sorted(set(train_classes) ^ set(test_classes))[:5])
         raise BadData(f"{folder}: expected the same class folders in train and val; only one has {differ}")
-    return Dataset(
-        "imagefolder",
-        x_train=ImageFiles(train_files),
-        y_train=train_labels,
-        x_test=ImageFiles(test_files),
-        y_test=test_labels,
-        classes=len(train_classes),
-        mean=(0.485, 0.456, 0.406),
-        std=(0.229, 0.224, 0.225),
-        flip=True,
-    )
+    arrays = ImageFiles(train_files), train_labels, ImageFiles(test_files), test_labels
+    mean, std = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
+    return Dataset("imagefolder", *arrays, classes=len(train_classes), mean=mean, std=std, flip=True)

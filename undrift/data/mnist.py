@@ -19,5 +19,4 @@ SOURCE = Source(
 
 
 def load(root: Path | None) -> Dataset:
-    """MNIST from the files or from Hugging Face."""
     return Dataset("mnist", *fetch(SOURCE, root), classes=10, mean=(0.1307,), std=(0.3081,))

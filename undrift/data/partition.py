@@ -1,7 +1,7 @@
-"""Who holds which training sample.
+"""Rules that divide the training samples among the clients.
 
-A rule gives every sample exactly one owner, so that nothing can be lost or held twice whatever the rule does. The one
-exception is `resample`, which draws every client's samples with replacement.
+A rule gives every sample exactly one owner, so no rule can lose a sample or give it twice. The exception is `resample`,
+which draws every client's samples with replacement.
 """
 
 from __future__ import annotations
@@ -19,29 +19,30 @@ from numpy.typing import NDArray
 from undrift.core.errors import BadSetting, UnknownName
 from undrift.core.streams import Purpose, below, fold, stream
 
-STREAM = 0x9A27  # keeps these random numbers apart from everything else that has the same seed
+STREAM = 0x9A27  # separates these random numbers from others with the same seed
+CLIENTS_AT_ONCE = 1 << 16  # bounds the temporary memory of `resample`
+MOST_MEMBERS = 1 << 31  # most indices that `resample` makes, 16 GiB
 
-CLIENTS_AT_ONCE = 1 << 16  # that `resample` draws for; bounds its temporary memory
-MOST_MEMBERS = 1 << 31  # indices that `resample` may make, 16 GiB of them
+EXAMPLES = {"shards": "2", "resample": "20"}  # parameters for messages
 
 Indices = NDArray[np.int64]
 
 
-class Dealt(NamedTuple):
-    """Who holds what, in arrays: a list of a million lists would take longer to make than to train on."""
+class Holdings(NamedTuple):
+    """The samples of all clients in two arrays: making a list of a million lists would take longer than training."""
 
     members: Indices  # sample indices, client after client
-    sizes: Indices  # [clients] how many of them are each client's
+    sizes: Indices  # [clients] number of samples of each client
 
 
 @dataclass(frozen=True)
 class Task:
-    """What a rule works with."""
+    """The input of a rule."""
 
     labels: Indices
     clients: int
     seed: int
-    parameter: str  # what follows the colon, '' where there is none
+    parameter: str  # the text after the colon, or ''
     generator: np.random.Generator
     sites: Indices | None
 
@@ -52,11 +53,11 @@ class Task:
 
 def partition(spec: str, labels: Indices, clients: int, seed: int, sites: Indices | None = None) -> list[Indices]:
     """The sample indices of each client, shuffled, for a spec such as 'iid' or 'dirichlet:0.1'."""
-    dealt = deal(spec, labels, clients, seed, sites)
-    return np.split(dealt.members, np.cumsum(dealt.sizes)[:-1])
+    members, sizes = deal(spec, labels, clients, seed, sites)
+    return np.split(members, np.cumsum(sizes)[:-1])
 
 
-def deal(spec: str, labels: Indices, clients: int, seed: int, sites: Indices | None = None) -> Dealt:
+def deal(spec: str, labels: Indices, clients: int, seed: int, sites: Indices | None = None) -> Holdings:
     """`partition` without a loop over the clients."""
     name, _, parameter = spec.partition(":")
     if name not in PARTITIONS:
@@ -70,24 +71,21 @@ def deal(spec: str, labels: Indices, clients: int, seed: int, sites: Indices | N
     if name == "own":
         return own(task)
     if clients > len(labels):
-        raise BadSetting(
-            f"{clients} clients but only {len(labels)} training samples, and each needs one; use fewer, "
-            "or 'resample:20', which draws with replacement"
-        )
+        raise BadSetting(f"{clients} clients but only {len(labels)} training samples; use fewer, or 'resample:20'")
     if labels.ndim != 1 and name != "sites":
         raise BadSetting(f"partition {name!r} needs one class per sample, which this data lacks; try 'sites'")
     owner = OWNER_RULES[name](task)
     shuffled = generator.permutation(len(labels))
-    grouped = shuffled[np.argsort(owner[shuffled], kind="stable")]
-    return Dealt(grouped, np.bincount(owner, minlength=clients))
+    by_client = shuffled[np.argsort(owner[shuffled], kind="stable")]
+    return Holdings(by_client, np.bincount(owner, minlength=clients))
 
 
 def iid(task: Task) -> Indices:
     """iid: every client gets the same share of every class; sizes differ by at most one"""
     refuse_parameter("iid", task.parameter)
     _, class_of = np.unique(task.labels, return_inverse=True)
-    # Dealing class after class in turn, without starting anew at each, evens out both classes and sizes.
-    # Classes and clients come in random order so that small clients do not always pair the same classes.
+    # Going through the classes without restarting at the first client evens out both classes and sizes.
+    # Random orders keep small clients from always pairing the same classes.
     turn_of_class = task.generator.permutation(int(class_of.max()) + 1)
     shuffled = task.generator.permutation(task.samples)
     by_class = shuffled[np.argsort(turn_of_class[class_of[shuffled]], kind="stable")]
@@ -106,7 +104,7 @@ def dirichlet(task: Task) -> Indices:
         )
     waiting = samples_by_class(task.labels)
     owner = np.empty(task.samples, dtype=np.int64)
-    # Drawing among the classes that have samples left is the same as redrawing until such a class comes up.
+    # Drawing among classes with samples left equals redrawing until such a class comes up.
     available = list(range(len(waiting)))
     taken = [0] * len(waiting)
     for turn, draw in enumerate(task.generator.random(2 * task.clients).tolist()):
@@ -141,8 +139,8 @@ def dirichlet_balanced(task: Task) -> Indices:
         client = open_clients[slot]
         chosen = bisect_right(cumulative[client], class_draw)
         if not waiting[chosen]:
-            # Redrawing until a class with samples left comes up is drawing from the prior restricted to them,
-            # which always ends. A client whose prior has no mass left there takes any of them alike.
+            # Draw from the prior restricted to classes with samples left: like redrawing, but it always ends.
+            # A client whose prior has no mass on them draws among them uniformly.
             mass = np.where(has_samples, priors[client], 0.0)
             cumulative[client] = cumulative_share(mass if mass.sum() > 0 else has_samples.astype(float))
             chosen = bisect_right(cumulative[client], task.generator.random())
@@ -161,22 +159,19 @@ def similarity(task: Task) -> Indices:
     """similarity:s: a share s (0..1 or e.g. 10%) is dealt at random, the rest in label order; equal sizes"""
     share = share_number(task.parameter)
     shuffled = task.generator.permutation(task.samples)
-    dealt = round(share * task.samples)
-    by_label = shuffled[dealt:][np.argsort(task.labels[shuffled[dealt:]], kind="stable")]
+    random, rest = np.split(shuffled, [round(share * task.samples)])
+    by_label = rest[np.argsort(task.labels[rest], kind="stable")]
     sizes_by_label = even_sizes(len(by_label), task.clients)
     owner = np.empty(task.samples, dtype=np.int64)
     owner[by_label] = np.repeat(np.arange(task.clients), sizes_by_label)
-    sizes_dealt = even_sizes(task.samples, task.clients) - sizes_by_label
-    owner[shuffled[:dealt]] = np.repeat(np.arange(task.clients), sizes_dealt)
+    sizes_random = even_sizes(task.samples, task.clients) - sizes_by_label
+    owner[random] = np.repeat(np.arange(task.clients), sizes_random)
     return owner
 
 
 def shards(task: Task) -> Indices:
     """shards:k: samples in label order are cut into k shards per client, dealt at random (McMahan et al.)"""
-    per_client = positive_number("shards", task.parameter)
-    if not per_client.is_integer():
-        raise BadSetting(f"partition 'shards' needs a whole number like 'shards:2', not {task.parameter!r}")
-    count = int(per_client) * task.clients
+    count = whole_number("shards", task.parameter) * task.clients
     if count > task.samples:
         raise BadSetting(
             f"partition 'shards:{task.parameter}' makes {count} shards for {task.clients} clients out of "
@@ -197,44 +192,40 @@ def sites(task: Task) -> Indices:
         raise BadSetting("partition 'sites' needs a data set with sites, which this one lacks; try 'iid'")
     names, owner = np.unique(task.sites, return_inverse=True)
     if len(names) != task.clients or len(owner) != task.samples:
-        raise BadSetting(
-            f"partition 'sites' makes one client of each of the {len(names)} sites, not {task.clients}; "
-            f"set the number of clients to {len(names)}"
-        )
+        raise BadSetting(f"there are {len(names)} sites, not {task.clients}; set the number of clients to {len(names)}")
     return owner.astype(np.int64)
 
 
-def resample(task: Task) -> Dealt:
+def resample(task: Task) -> Holdings:
     """resample:n: every client gets n samples drawn with replacement; for more clients than samples"""
-    each = positive_number("resample", task.parameter)
-    if not each.is_integer():
-        raise BadSetting(f"partition 'resample' needs a whole number like 'resample:20', not {task.parameter!r}")
+    count = whole_number("resample", task.parameter)
     if not task.samples:
         raise BadSetting("partition 'resample' draws from the training samples, but there are none")
-    count = int(each)
     if count * task.clients > MOST_MEMBERS:
         raise BadSetting(
             f"partition 'resample:{count}' draws {count * task.clients} samples for {task.clients} clients, more "
             f"than {MOST_MEMBERS}; use fewer samples or fewer clients"
         )
-    # A stream for each client, so that a client's samples do not depend on how many others there are.
+    # One stream per client, so that its samples do not depend on the number of clients.
     key, draws = stream(task.seed, Purpose.RESAMPLE), torch.arange(count)
     members = np.empty((task.clients, count), dtype=np.int64)
     for ids in torch.arange(task.clients).split(CLIENTS_AT_ONCE):
         members[ids[0] : ids[-1] + 1] = below(fold(fold(key, ids).unsqueeze(-1), draws), task.samples).numpy()
-    return Dealt(members.ravel(), np.full(task.clients, count, dtype=np.int64))
+    return Holdings(members.ravel(), np.full(task.clients, count, dtype=np.int64))
 
 
-def own(task: Task) -> Dealt:
-    """own: as sites, with each client's samples shuffled by its own number, as one that knows nobody else's does it"""
+def own(task: Task) -> Holdings:
+    """own: as sites, but each client shuffles its samples by its own number, without knowing the others"""
     owner = sites(task)
     sizes = np.bincount(owner, minlength=task.clients)
-    held = np.split(np.argsort(owner, kind="stable"), np.cumsum(sizes)[:-1])
-    return Dealt(np.concatenate([rows[own_order(len(rows), task.seed, k)] for k, rows in enumerate(held)]), sizes)
+    clients = np.split(np.argsort(owner, kind="stable"), np.cumsum(sizes)[:-1])
+    return Holdings(
+        np.concatenate([rows[client_order(len(rows), task.seed, k)] for k, rows in enumerate(clients)]), sizes
+    )
 
 
-def own_order(samples: int, seed: int, client: int) -> Indices:
-    """The order in which a client takes samples that are in its own hands from the beginning."""
+def client_order(samples: int, seed: int, client: int) -> Indices:
+    """The order of the samples that a client has brought itself."""
     return np.random.Generator(np.random.PCG64([seed, STREAM, client])).permutation(samples)
 
 
@@ -246,7 +237,7 @@ OWNER_RULES: dict[str, Callable[[Task], Indices]] = {
     "shards": shards,
     "sites": sites,
 }
-PARTITIONS: dict[str, Callable[[Task], Indices | Dealt]] = {**OWNER_RULES, "own": own, "resample": resample}
+PARTITIONS: dict[str, Callable[[Task], Indices | Holdings]] = {**OWNER_RULES, "own": own, "resample": resample}
 
 
 def samples_by_class(labels: Indices) -> list[Indices]:
@@ -263,12 +254,12 @@ def even_sizes(samples: int, parts: int) -> Indices:
 def dirichlet_draw(
     generator: np.random.Generator, concentration: float, length: int, size: int | None = None
 ) -> NDArray[np.float64]:
-    # Beyond 1e12 the shares are equal to all the digits that matter here, and numpy's sums could overflow.
+    # Beyond 1e12 the shares are practically equal, and numpy's sums could overflow.
     return generator.dirichlet(np.full(length, min(concentration, 1e12)), size)
 
 
 def cumulative_share(mass: NDArray[np.float64]) -> list[float]:
-    """Ends in exactly 1, so that a draw below 1 always falls on an entry, and on one with mass."""
+    """Ends in exactly 1, so that a draw below 1 always hits an entry with mass."""
     total = np.cumsum(mass)
     shares: list[float] = (total / total[-1]).tolist()
     return shares
@@ -282,9 +273,16 @@ def refuse_parameter(name: str, parameter: str) -> None:
 def positive_number(name: str, parameter: str) -> float:
     value = number_or_nan(parameter)
     if not 0 < value < math.inf:
-        example = {"shards": "2", "resample": "20"}.get(name, "0.1")
+        example = EXAMPLES.get(name, "0.1")
         raise BadSetting(f"partition {name!r} needs a number above 0, e.g. '{name}:{example}', found {parameter!r}")
     return value
+
+
+def whole_number(name: str, parameter: str) -> int:
+    value = positive_number(name, parameter)
+    if not value.is_integer():
+        raise BadSetting(f"partition {name!r} needs a whole number like '{name}:{EXAMPLES[name]}', not {parameter!r}")
+    return int(value)
 
 
 def share_number(parameter: str) -> float:

@@ -1,6 +1,6 @@
 """The prostate on slices of MR pictures of several sites, from files: prostate(size=128, split=0).
 
-Reads UNDRIFT_DATA/prostate/, one .npz or one folder a site; the groups are cases, so that a case's slices stay in one split.
+Reads UNDRIFT_DATA/prostate/, one .npz or one folder per site. Groups are cases: all slices of a case stay in one split.
 Masks are 0 background, 1 prostate.
 """
 

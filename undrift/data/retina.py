@@ -1,7 +1,7 @@
 """Optic disc and cup on fundus pictures of several sites, from files: retina(size=128, split=0, parts=1).
 
-Reads UNDRIFT_DATA/retina/, one .npz or one folder a site. Masks are 0 background, 1 rim, 2 cup. `parts` cuts every site into
-so many clients, each with a colour balance and a contrast of its own.
+Reads UNDRIFT_DATA/retina/, one .npz or one folder per site. Masks are 0 background, 1 rim, 2 cup. `parts` cuts every site into
+so many clients with different colour balance and contrast.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ def load(root: Path | None, size: int = 128, split: int = 0, parts: int = 1) -> 
 
 
 def cut(site: Site, parts: int, number: int) -> list[Site]:
-    """Groups of a site dealt out to several clients, each with an appearance of its own; the first keeps the site's."""
+    """Divide a site's groups among several clients and change the appearance of all but the first."""
     groups = np.arange(len(site.masks)) if site.groups is None else site.groups
     names, member = np.unique(groups, return_inverse=True)
     random = np.random.Generator(np.random.PCG64([STREAM, number]))
     owner = (random.permutation(len(names)) % parts)[member]
-    found = []
+    clients = []
     for part in range(parts):
-        mine = owner == part
-        images, gain, gamma = site.images[mine], np.ones(site.images.shape[-1]), 1.0
+        rows = owner == part
+        images, gain, gamma = site.images[rows], np.ones(site.images.shape[-1]), 1.0
         if part:
             gain, gamma = np.exp(random.uniform(-0.4, 0.4, len(gain))), float(np.exp(random.uniform(-0.5, 0.5)))
         changed = (255 * np.clip(gain * (images / 255.0) ** gamma, 0, 1)).round().astype(np.uint8)
-        given = None if site.split is None else site.split[mine]
-        found.append(Site(f"{site.name} {part + 1}", changed, site.masks[mine], groups[mine], given))
-    return found
+        split = None if site.split is None else site.split[rows]
+        clients.append(Site(f"{site.name} {part + 1}", changed, site.masks[rows], groups[rows], split))
+    return clients

@@ -29,6 +29,5 @@ SOURCE = Source(
 
 
 def load(root: Path | None) -> Dataset:
-    """SVHN from the files or from Hugging Face."""
     mean, std = (0.4377, 0.4438, 0.4728), (0.1980, 0.2010, 0.1970)
     return Dataset("svhn", *fetch(SOURCE, root), classes=10, mean=mean, std=std)

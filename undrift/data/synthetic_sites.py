@@ -1,9 +1,9 @@
 """Drawn disc-and-cup pictures of sites with different cameras and annotators: synthetic-sites(sites=6, size=32, shift=1.0).
 
-Every picture shows a bright disc with a brighter cup on a coloured ground, vessels across both, and noise. A site has its own
-colours, contrast, disc size and place, noise, and label style (how far inside or outside the true border its annotators draw).
-`colour`, `contrast`, `scale` and `style` say how much sites differ in each, all multiplied by `shift`; 0 makes them alike. Two
-pictures belong to one patient, who never crosses a split.
+Every picture shows a bright disc with a brighter cup on a coloured ground, vessels across both, and noise. Sites differ in
+colours, contrast, disc size and place, noise, and label style (how far from the true border annotators draw). `colour`,
+`contrast`, `scale` and `style` say how much, all multiplied by `shift`; 0 makes sites alike. A patient has two pictures, both in
+one split.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from undrift.core.errors import BadSetting
 from undrift.data._sites import Site, dataset_of_sites
 from undrift.data.dataset import Dataset
 
-PATIENTS = (24, 48, 24, 96, 36, 144)  # of the sites in turn: the thesis' retinal sites in proportion, about
+PATIENTS = (24, 48, 24, 96, 36, 144)  # per site; about the proportions of the thesis' retinal sites
 STREAM = 0xD15C
 
 
@@ -34,18 +34,18 @@ def load(
     seed: int = 0,
     split: int = 0,
 ) -> Dataset:
-    """`patients` of every site, or by default unequal numbers; `seed` draws everything and `split` splits it."""
+    """`patients` per site, by default `PATIENTS`; `seed` draws the pictures and `split` divides them."""
     if sites < 2 or size < 16 or (patients and patients < 4):
         raise BadSetting(
             f"synthetic-sites needs sites >= 2, size >= 16 and patients >= 4, not {sites}, {size}, {patients}"
         )
     amounts = [shift * amount for amount in (colour, contrast, scale, style)]
-    made = [draw_site(k, patients or PATIENTS[k % 6], size, amounts, seed) for k in range(sites)]
-    return dataset_of_sites("synthetic-sites", made, ("disc", "cup"), split)
+    drawings = [draw_site(k, patients or PATIENTS[k % 6], size, amounts, seed) for k in range(sites)]
+    return dataset_of_sites("synthetic-sites", drawings, ("disc", "cup"), split)
 
 
 def draw_site(number: int, patients: int, size: int, amounts: list[float], seed: int) -> Site:
-    """The pictures of one site. Its own habits come from its number alone, so that more sites change no earlier one."""
+    """Draw one site. Its habits depend on its number alone, so that adding sites changes no earlier one."""
     random = np.random.Generator(np.random.PCG64([seed, STREAM, number]))
     colour, contrast, scale, style = amounts
     habits = {

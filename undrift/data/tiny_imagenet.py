@@ -28,8 +28,7 @@ def read_folder(folder: Path) -> Arrays | None:
     for line in (folder / ANNOTATIONS).read_text().splitlines():
         name, wnid = [*line.split(), "", ""][:2]
         if wnid not in label_of:
-            expected = "a file name and an id of wnids.txt"
-            raise BadData(f"{folder / ANNOTATIONS}: expected {expected}, found {line!r}")
+            raise BadData(f"{folder / ANNOTATIONS}: expected a file name and an id of wnids.txt, found {line!r}")
         test.append((folder / "val" / "images" / name, label_of[wnid]))
     halves: list[NDArray[Any]] = []
     for listed in (train, test):
@@ -50,6 +49,6 @@ SOURCE = Source(
 
 
 def load(root: Path | None) -> Dataset:
-    """Tiny-ImageNet from the files or from Hugging Face; its validation part is the test set."""
+    """The validation part is the test set."""
     mean, std = (0.4802, 0.4481, 0.3975), (0.2770, 0.2691, 0.2821)
     return Dataset("tiny-imagenet", *fetch(SOURCE, root), classes=200, mean=mean, std=std, crop=8, flip=True)

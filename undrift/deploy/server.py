@@ -203,7 +203,7 @@ class Deployment(InMemory):
         self.net, self.device = simulation.net, simulation.device
         simulation.remote = remote
         simulation.data = replace(
-            simulation.data, own={}
+            simulation.data, held_out={}
         )  # what clients hold out for tests, and their models, are theirs
 
     @property

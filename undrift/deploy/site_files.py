@@ -16,11 +16,11 @@ import torch
 from numpy.typing import NDArray
 
 from undrift.core.errors import BadData, BadSetting, UnknownName
-from undrift.data._user_file import read_own
+from undrift.data._user_file import read_user_file
 from undrift.data.augment import Transform
-from undrift.data.federation import Federation, Split, as_split, hold_out_own
+from undrift.data.federation import Federation, Split, as_split, hold_out
 from undrift.data.from_user import Arrays
-from undrift.data.partition import Dealt, own_order
+from undrift.data.partition import Holdings, client_order
 from undrift.deploy.messages import Letter
 from undrift.deploy.settings import Plan
 
@@ -63,7 +63,7 @@ def own_path(plan: Plan, node: Mapping[str, Any]) -> Path | None:
 
 def own_report(plan: Plan, path: Path) -> Report:
     """What this node says of the samples in its file."""
-    return described(plan, read_own(path, bool(plan.structures)))
+    return described(plan, read_user_file(path, bool(plan.structures)))
 
 
 def described(plan: Plan, arrays: Arrays) -> Report:
@@ -75,15 +75,15 @@ def described(plan: Plan, arrays: Arrays) -> Report:
 
 def training_rows(plan: Plan, samples: int, id: int) -> NDArray[np.int64]:
     """The rows that client `id` trains on, in its order; the share `own_test` is held out."""
-    order = Dealt(own_order(samples, plan.run.seed, id), np.array([samples]))
-    return hold_out_own(order, plan.run.own_test)[0].members
+    order = Holdings(client_order(samples, plan.run.seed, id), np.array([samples]))
+    return hold_out(order, plan.run.own_test)[0].members
 
 
 def own_federation(plan: Plan, name: str, path: Path, device: torch.device) -> Federation:
     """The federation as this client sees it: nobody but itself has samples."""
     if name not in plan.names:
         raise UnknownName("client", name, plan.names)
-    id, (x, y) = plan.names.index(name), read_own(path, bool(plan.structures))
+    id, (x, y) = plan.names.index(name), read_user_file(path, bool(plan.structures))
     try:
         check_fits(described(plan, (x, y)), plan)
     except BadData as error:
@@ -99,7 +99,7 @@ def server_federation(plan: Plan, device: torch.device) -> Federation:
     """The federation as the server sees it: a test set if it was given one; how much each client has is told later."""
     test = nothing(plan, device)
     if plan.deploy.test:
-        found = read_own(Path(plan.deploy.test), bool(plan.structures), "test")
+        found = read_user_file(Path(plan.deploy.test), bool(plan.structures), "test")
         try:
             check_fits(described(plan, found), plan)
         except BadData as error:

@@ -1,9 +1,9 @@
-"""Pieces the models share: named blocks, convolutions and their initialisation, the check of the shape."""
+"""Shared parts of the models: named blocks, convolutions and their initialisation, the check of the shape."""
 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import TypeVar, final
 
 from torch import Tensor, nn
@@ -15,17 +15,20 @@ Model = TypeVar("Model", bound=nn.Module)
 
 @final
 class Blocks(nn.Sequential):
-    """Named blocks run one after another; the last is the classifier, and each border is a split point."""
+    """Named blocks that run one after another. The last is the classifier; a model can be split between any two."""
 
     def __init__(self, blocks: Mapping[str, nn.Module]) -> None:
         super().__init__(OrderedDict(blocks))
 
     def features(self, inputs: Tensor) -> Tensor:
-        """What the last block is given, flattened to [batch, h]."""
+        """The input of the last block, flattened to [batch, h]."""
         hidden = inputs
         for block in list(self)[:-1]:
             hidden = block(hidden)
         return hidden.flatten(1)
+
+
+Builder = Callable[[tuple[int, ...], int], Blocks]  # called with (shape of an input, classes)
 
 
 def convolution(channels_in: int, channels_out: int, kernel: int, stride: int = 1, bias: bool = False) -> nn.Conv2d:
@@ -33,11 +36,10 @@ def convolution(channels_in: int, channels_out: int, kernel: int, stride: int = 
     return nn.Conv2d(channels_in, channels_out, kernel, stride=stride, padding=kernel // 2, bias=bias)
 
 
-def he_initialised(model: Model) -> Model:
-    """The model with its convolutions drawn as in He et al. (ICCV 2015).
+def initialise(model: Model) -> Model:
+    """Draw the convolutions as in He et al. (ICCV 2015): variance 2 / (kernel^2 * channels_out), biases zero.
 
-    The weights are normal with variance 2 / (kernel^2 * channels_out), the biases zero. PyTorch's default
-    shrinks the signal at every layer, and a deep network without normalisation hardly sees its input.
+    PyTorch's default shrinks the signal at every layer: a deep network without normalisation hardly sees its input.
     """
     for layer in model.modules():
         if isinstance(layer, nn.Conv2d):
@@ -53,11 +55,8 @@ def global_pooling() -> list[nn.Module]:
 
 
 def image_shape(model: str, shape: tuple[int, ...]) -> tuple[int, int, int]:
-    """The shape as (channels, height, width), refused when it is not an image."""
+    """(channels, height, width); BadSetting where the shape is not that of an image."""
     if len(shape) != 3:
-        raise BadSetting(
-            f"model {model!r} needs images of shape (channels, height, width), got {shape}; "
-            "try 'mlp' or 'logreg', which take any shape"
-        )
+        raise BadSetting(f"model {model!r} needs images (channels, height, width), got {shape}; 'mlp' takes any shape")
     channels, height, width = shape
     return channels, height, width

@@ -1,4 +1,4 @@
-"""The image sizes the LeNets take."""
+"""The image sizes that the LeNets accept."""
 
 from __future__ import annotations
 
@@ -15,7 +15,6 @@ def channels_and_padding(model: str, shape: tuple[int, ...]) -> tuple[int, int]:
     paddings = {(32, 32): 0, (28, 28): 2}
     if (height, width) not in paddings:
         raise BadSetting(
-            f"model {model!r} needs images of 28x28 or 32x32, got {height}x{width}; "
-            "resize the images or try 'resnet20-gn', which takes any image size"
+            f"model {model!r} needs 28x28 or 32x32, got {height}x{width}; resize the images or try 'resnet20-gn'"
         )
     return channels, paddings[height, width]

@@ -1,4 +1,4 @@
-"""Residual networks: the layout all of them share, the basic block, and its two kinds of shortcut."""
+"""Residual networks: the layout all of them share, their blocks, and the two kinds of shortcut."""
 
 from __future__ import annotations
 
@@ -7,12 +7,10 @@ from collections.abc import Callable, Sequence
 from torch import Tensor, nn
 from torch.nn import functional
 
-from undrift.models._blocks import Blocks, convolution, global_pooling, he_initialised, image_shape
+from undrift.models._blocks import Blocks, Builder, convolution, global_pooling, image_shape, initialise
 
 Norm = Callable[[int], nn.Module]
-# Both are called with (channels in, channels out, stride).
-ResidualBlock = Callable[[int, int, int], nn.Module]
-Shortcut = Callable[[int, int, int], nn.Module]
+Layers = Callable[[int, int, int], nn.Module]  # called with (channels in, channels out, stride)
 
 
 def group_norm(groups: int) -> Norm:
@@ -33,30 +31,55 @@ class ZeroPadShortcut(nn.Module):
         return functional.pad(kept, (0, 0, 0, 0, 0, self.new_channels))
 
 
-def projection_shortcut(norm: Norm) -> Shortcut:
+def projection_shortcut(norm: Norm) -> Layers:
     """Option B of He et al.: a 1x1 convolution with normalisation."""
     return lambda channels_in, channels_out, stride: nn.Sequential(
         convolution(channels_in, channels_out, kernel=1, stride=stride), norm(channels_out)
     )
 
 
-class BasicBlock(nn.Module):
-    """relu(shortcut(x) + residual(x)) with two 3x3 convolutions in the residual."""
+class Residual(nn.Module):
+    """relu(shortcut(x) + residual(x))."""
 
-    def __init__(self, channels_in: int, channels_out: int, stride: int, norm: Norm, shortcut: Shortcut) -> None:
+    def __init__(self, residual: nn.Sequential, shortcut: nn.Module) -> None:
         super().__init__()
-        self.residual = nn.Sequential(
-            convolution(channels_in, channels_out, kernel=3, stride=stride),
-            norm(channels_out),
-            nn.ReLU(),
-            convolution(channels_out, channels_out, kernel=3),
-            norm(channels_out),
-        )
-        same_shape = stride == 1 and channels_in == channels_out
-        self.shortcut = nn.Identity() if same_shape else shortcut(channels_in, channels_out, stride)
+        self.residual = residual
+        self.shortcut = shortcut
 
     def forward(self, inputs: Tensor) -> Tensor:
         return functional.relu(self.shortcut(inputs) + self.residual(inputs))
+
+
+def basic_block(norm: Norm, shortcut: Layers) -> Layers:
+    """Residual blocks with two 3x3 convolutions."""
+
+    def block(channels_in: int, channels_out: int, stride: int) -> Residual:
+        residual = nn.Sequential(
+            *(convolution(channels_in, channels_out, kernel=3, stride=stride), norm(channels_out), nn.ReLU()),
+            *(convolution(channels_out, channels_out, kernel=3), norm(channels_out)),
+        )
+        same_shape = stride == 1 and channels_in == channels_out
+        return Residual(residual, nn.Identity() if same_shape else shortcut(channels_in, channels_out, stride))
+
+    return block
+
+
+class Preactivation(nn.Module):
+    """x + residual(relu(norm(x))); where the shape changes, shortcut(relu(norm(x))) takes the place of x."""
+
+    def __init__(self, channels_in: int, channels_out: int, stride: int, residual: nn.Sequential) -> None:
+        super().__init__()
+        self.same_shape = stride == 1 and channels_in == channels_out
+        self.activation = nn.Sequential(nn.BatchNorm2d(channels_in), nn.ReLU())
+        self.residual = residual
+        if not self.same_shape:
+            self.shortcut = convolution(channels_in, channels_out, kernel=1, stride=stride)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        activated: Tensor = self.activation(inputs)
+        kept: Tensor = inputs if self.same_shape else self.shortcut(activated)
+        change: Tensor = self.residual(activated)
+        return kept + change
 
 
 def residual_network(
@@ -64,14 +87,13 @@ def residual_network(
     stem_width: int,
     widths: Sequence[int],
     blocks_per_stage: int | Sequence[int],
-    block: ResidualBlock,
+    block: Layers,
     closing: Sequence[nn.Module],
     classes: int,
 ) -> Blocks:
-    """Stem, stages, linear classifier; each stage but the first halves the image.
+    """Stem, stages, linear classifier. Each stage but the first halves the image.
 
-    The stages have equally many blocks, or as many as a sequence says. The last stage ends in the closing layers and
-    global pooling.
+    `blocks_per_stage` is one number for all stages or one for each. The last stage ends in the closing layers and global pooling.
     """
     if isinstance(blocks_per_stage, int):
         blocks_per_stage = [blocks_per_stage] * len(widths)
@@ -87,28 +109,20 @@ def residual_network(
             layers.extend([*closing, *global_pooling()])
         blocks[f"stage{number}"] = nn.Sequential(*layers)
     blocks["head"] = nn.Linear(channels, classes)
-    return he_initialised(Blocks(blocks))
+    return initialise(Blocks(blocks))
 
 
-def basic_resnet(
-    model: str,
-    shape: tuple[int, ...],
-    classes: int,
-    widths: Sequence[int],
-    blocks_per_stage: int,
-    norm: Norm,
-    shortcut: Shortcut,
-) -> Blocks:
+def basic_resnet(model: str, widths: Sequence[int], blocks_per_stage: int, norm: Norm, shortcut: Layers) -> Builder:
     """A network of basic blocks behind a 3x3 stem as wide as the first stage."""
-    channels, _, _ = image_shape(model, shape)
-    stem = nn.Sequential(convolution(channels, widths[0], kernel=3), norm(widths[0]), nn.ReLU())
 
-    def block(channels_in: int, channels_out: int, stride: int) -> nn.Module:
-        return BasicBlock(channels_in, channels_out, stride, norm, shortcut)
+    def build(shape: tuple[int, ...], classes: int) -> Blocks:
+        channels, _, _ = image_shape(model, shape)
+        stem = nn.Sequential(convolution(channels, widths[0], kernel=3), norm(widths[0]), nn.ReLU())
+        return residual_network(stem, widths[0], widths, blocks_per_stage, basic_block(norm, shortcut), [], classes)
 
-    return residual_network(stem, widths[0], widths, blocks_per_stage, block, [], classes)
+    return build
 
 
-def cifar_resnet(model: str, shape: tuple[int, ...], classes: int, depth: int, norm: Norm) -> Blocks:
+def cifar_resnet(model: str, depth: int, norm: Norm = nn.BatchNorm2d) -> Builder:
     """The CIFAR form of He et al., 6n + 2 layers deep: three stages of n basic blocks, option A shortcuts."""
-    return basic_resnet(model, shape, classes, (16, 32, 64), (depth - 2) // 6, norm, ZeroPadShortcut)
+    return basic_resnet(model, (16, 32, 64), (depth - 2) // 6, norm, ZeroPadShortcut)

@@ -10,10 +10,9 @@ from undrift.models._blocks import Blocks
 
 
 def build(shape: tuple[int, ...], classes: int) -> nn.Module:
-    return Blocks(
-        {
-            "hidden1": nn.Sequential(nn.Flatten(), nn.Linear(math.prod(shape), 200), nn.BatchNorm1d(200), nn.ReLU()),
-            "hidden2": nn.Sequential(nn.Linear(200, 100), nn.BatchNorm1d(100), nn.ReLU()),
-            "head": nn.Linear(100, classes),
-        }
-    )
+    blocks = {
+        "hidden1": nn.Sequential(nn.Flatten(), nn.Linear(math.prod(shape), 200), nn.BatchNorm1d(200), nn.ReLU()),
+        "hidden2": nn.Sequential(nn.Linear(200, 100), nn.BatchNorm1d(100), nn.ReLU()),
+        "head": nn.Linear(100, classes),
+    }
+    return Blocks(blocks)

@@ -10,11 +10,10 @@ from undrift.models._blocks import Blocks
 
 
 def build(shape: tuple[int, ...], classes: int) -> nn.Module:
-    return Blocks(
-        {
-            "hidden1": nn.Sequential(nn.Flatten(), nn.Linear(math.prod(shape), 200), nn.ReLU()),
-            "hidden2": nn.Sequential(nn.Linear(200, 200), nn.ReLU()),
-            "hidden3": nn.Sequential(nn.Linear(200, 200), nn.ReLU()),
-            "head": nn.Linear(200, classes),
-        }
-    )
+    blocks = {
+        "hidden1": nn.Sequential(nn.Flatten(), nn.Linear(math.prod(shape), 200), nn.ReLU()),
+        "hidden2": nn.Sequential(nn.Linear(200, 200), nn.ReLU()),
+        "hidden3": nn.Sequential(nn.Linear(200, 200), nn.ReLU()),
+        "head": nn.Linear(200, classes),
+    }
+    return Blocks(blocks)

@@ -1,11 +1,5 @@
 """ResNet-101 for ImageNet, batch norm, projection shortcuts (He et al., CVPR 2016)."""
 
-from __future__ import annotations
-
-from torch import nn
-
 from undrift.models._bottleneck import imagenet_resnet
 
-
-def build(shape: tuple[int, ...], classes: int) -> nn.Module:
-    return imagenet_resnet("resnet101", shape, classes, (3, 4, 23, 3), bottleneck=True)
+build = imagenet_resnet("resnet101", (3, 4, 23, 3), bottleneck=True)

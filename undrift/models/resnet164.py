@@ -1,11 +1,5 @@
 """ResNet-164 for CIFAR: pre-activation bottlenecks, batch norm (He et al., ECCV 2016)."""
 
-from __future__ import annotations
-
-from torch import nn
-
 from undrift.models._bottleneck import preactivation_resnet
 
-
-def build(shape: tuple[int, ...], classes: int) -> nn.Module:
-    return preactivation_resnet("resnet164", shape, classes, depth=164)
+build = preactivation_resnet("resnet164", depth=164)

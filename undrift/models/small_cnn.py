@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import nn
 
-from undrift.models._blocks import Blocks, convolution, global_pooling, he_initialised, image_shape
+from undrift.models._blocks import Blocks, convolution, global_pooling, image_shape, initialise
 
 
 def build(shape: tuple[int, ...], classes: int, width: int = 16) -> nn.Module:
@@ -14,4 +14,4 @@ def build(shape: tuple[int, ...], classes: int, width: int = 16) -> nn.Module:
         layers: list[nn.Module] = [convolution(channels, out, kernel=3, stride=2, bias=True), nn.ReLU()]
         stages[f"stage{number}"] = nn.Sequential(*layers, *(global_pooling() if number == 3 else []))
         channels = out
-    return he_initialised(Blocks({**stages, "head": nn.Linear(channels, classes)}))
+    return initialise(Blocks({**stages, "head": nn.Linear(channels, classes)}))

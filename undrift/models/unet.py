@@ -1,7 +1,7 @@
 """U-Net for segmentation: unet(width=16, depth=4, norm=group); norm is group, batch, instance or none.
 
-Ronneberger, Fischer, Brox: U-Net: Convolutional Networks for Biomedical Image Segmentation. MICCAI 2015. Here the
-convolutions keep the image size, and the image is enlarged again by repeating pixels before a convolution.
+Ronneberger, Fischer, Brox: U-Net: Convolutional Networks for Biomedical Image Segmentation. MICCAI 2015. Here
+convolutions keep the image size, and the path up repeats pixels before a convolution.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from undrift.core.errors import BadSetting, UnknownName
-from undrift.models._blocks import convolution, he_initialised, image_shape
+from undrift.models._blocks import convolution, image_shape, initialise
 
 NORMS = ("group", "batch", "instance", "none")
 
@@ -28,11 +28,11 @@ def build(shape: tuple[int, ...], classes: int, width: int = 16, depth: int = 4,
             "use a smaller depth, such as unet(depth=2), or resize the images"
         )
     model = UNet(channels, classes, width, depth, norm)
-    return he_initialised(model) if norm == "none" else model
+    return initialise(model) if norm == "none" else model
 
 
 class UNet(nn.Module):
-    """A path down, a path up, and at every size what the path down had there beside what comes up."""
+    """A path down and a path up; at every size, the path up also gets the output of the path down."""
 
     def __init__(self, channels: int, classes: int, width: int, depth: int, norm: str) -> None:
         super().__init__()
@@ -45,14 +45,14 @@ class UNet(nn.Module):
         self.head = nn.Conv2d(width, classes, 1)
 
     def forward(self, inputs: Tensor) -> Tensor:
-        h, beside = inputs, []
+        h, skips = inputs, []
         for level, block in enumerate(self.down):
             h = block(h if level == 0 else nn.functional.max_pool2d(h, 2))
-            beside.append(h)
-        beside.pop()
+            skips.append(h)
+        skips.pop()
         for enlarge, block in zip(self.enlarge, self.up, strict=True):
             h = enlarge(nn.functional.interpolate(h, scale_factor=2.0, mode="nearest"))
-            h = block(torch.cat([beside.pop(), h], 1))
+            h = block(torch.cat([skips.pop(), h], 1))
         outputs: Tensor = self.head(h)
         return outputs
 

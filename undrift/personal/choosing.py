@@ -1,4 +1,4 @@
-"""How a selector chooses among models for each sample, and the threshold below which the server's model is used.
+"""Choose a model for each sample by a selector, with a threshold below which the server's model is used.
 
 Model 0 is the server's, model k that of client k (counted from 1).
 """
@@ -10,22 +10,22 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-GAMMAS = (0.0, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.99, 1.0)  # thresholds that are tried
+GAMMAS = (0.0, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.99, 1.0)  # thresholds to try
 
 
 class Choice(NamedTuple):
-    """What a selector says of samples [n]."""
+    """A selector's choice for samples [n]."""
 
-    weights: Tensor  # [n, models] its softmax; for `threshold` there is no column for the server's model
-    model: Tensor  # [n] which one is used
+    weights: Tensor  # [n, models] its softmax; `threshold` has no column for the server's model
+    model: Tensor  # [n] the model in use
     confidence: Tensor  # [n] the largest weight
 
 
 def choose(kind: str, outputs: Tensor, gamma: float) -> Choice:
-    """The models that a selector's outputs [n, m] name.
+    """Choose models from a selector's outputs [n, m].
 
-    `threshold`: client k's where its weight is the largest and above gamma, else the server's; `argmax` and `mix`: the
-    largest of all, where `mix` goes on to use all of them by their weights.
+    `threshold`: the client's model with the largest weight if that is above gamma, else the server's. `argmax` and `mix`: the
+    model with the largest weight; the caller of `mix` uses all models by their weights.
 
     >>> outputs = torch.tensor([[2.0, 0.0], [0.0, 0.1]])
     >>> choose("threshold", outputs, 0.8).model, choose("argmax", outputs, 0.0).model
@@ -39,7 +39,7 @@ def choose(kind: str, outputs: Tensor, gamma: float) -> Choice:
 
 
 def best_gamma(confidence: Tensor, personal: Tensor, shared: Tensor, weight: Tensor) -> float:
-    """The threshold with the best mean score by weight [n], the lowest of equals.
+    """The lowest threshold with the best mean score, weighted by weight [n].
 
     `personal` [n] scores the model that the selector prefers on each sample, `shared` [n] the server's.
 

@@ -1,4 +1,4 @@
-"""Super models for inference: the server's model, everybody's own, and the selector that chooses among them for each picture."""
+"""Super models for inference: the server's model, the clients' models, and a selector that chooses one for each picture."""
 
 from __future__ import annotations
 
@@ -26,21 +26,21 @@ from undrift.jobs.registry import build_model
 from undrift.oracle.segmentation import dice_scores
 from undrift.personal.choosing import best_gamma, choose
 
-COLOURS = ((0, 255, 0), (255, 255, 0), (255, 0, 255))  # of the structures' borders in an overlay
+COLOURS = ((0, 255, 0), (255, 255, 0), (255, 0, 255))  # borders of the structures in an overlay
 BATCH = 64
 
 
 class Prediction(NamedTuple):
-    """What a super model says of pictures [n]."""
+    """The prediction for pictures [n]."""
 
     masks: NDArray[np.uint8]  # [n, H, W] 0 background, c + 1 inside structure c; or [n] class labels
     model: NDArray[np.int64]  # [n] 0: the server's model; k: client k's
-    confidence: NDArray[np.float64]  # [n] of the selector
+    confidence: NDArray[np.float64]  # [n] the selector's
 
 
 @dataclass
 class SuperModel:
-    """Models by number, 0 is the server's and k client k's; with a selector, each picture gets the one that fits it."""
+    """Models by number: 0 is the server's, k client k's. A selector, if any, chooses one for each picture."""
 
     models: list[nn.Module]
     selector: nn.Module | None
@@ -48,22 +48,20 @@ class SuperModel:
 
     @classmethod
     def load(cls, folder: str | Path, model: Any = None) -> SuperModel:
-        """The models of a finished run; `model` builds one, (shape, outputs) -> nn.Module, where the run's was no listed one."""
+        """Load the models of a finished run; `model`, (shape, outputs) -> nn.Module, builds one that is not registered."""
         facts, tensors = read(Path(folder))
         builder = facts["model"] if model is None else model
 
-        def built(prefix: str, spec: Any, outputs: int) -> nn.Module:
-            made = build_model(spec, tuple(facts["shape"]), outputs, 0)
-            parts = {n.removeprefix(prefix): t for n, t in tensors.items() if n.startswith(prefix)}
-            made.load_state_dict(parts)
-            return made.eval()
+        def build(prefix: str, spec: Any, outputs: int) -> nn.Module:
+            module = build_model(spec, tuple(facts["shape"]), outputs, 0)
+            module.load_state_dict({n.removeprefix(prefix): t for n, t in tensors.items() if n.startswith(prefix)})
+            return module.eval()
 
         names = ["global.", *(f"client{k}." for k in range(1, facts["clients"] + 1))]
-        models = [built(name, builder, facts["outputs"]) for name in names]
-        selector = None
-        if facts["chooses"]:
-            selector = built("selector.", facts["selector_model"], facts["selector_outputs"])
-        return cls(models, selector, facts)
+        models = [build(name, builder, facts["outputs"]) for name in names]
+        if not facts["chooses"]:
+            return cls(models, None, facts)
+        return cls(models, build("selector.", facts["selector_model"], facts["selector_outputs"]), facts)
 
     @property
     def gamma(self) -> float:
@@ -71,13 +69,13 @@ class SuperModel:
         return float(self.facts["gamma"])
 
     def predict(self, x: Any, gamma: float | None = None, site: int | None = None) -> Prediction:
-        """Masks for pictures x, uint8 [n, height, width, channels] or one without n; `site` takes that client's model for all."""
-        pictures = self.checked(x)
+        """Masks for pictures x, uint8 [n, height, width, channels], or for one without n; `site` fixes the model."""
+        pictures = self.check(x)
         parts = [self._predict(pictures[at : at + BATCH], gamma, site) for at in range(0, len(pictures), BATCH)]
         return Prediction(*(np.concatenate(arrays) for arrays in zip(*parts, strict=True)))
 
     def number_of(self, site: str) -> int:
-        """The number of a site's model by its name, or as it is given; 0 is the server's."""
+        """The number of a site's model, from the site's name or number; 0 is the server's."""
         names = ["global", *self.facts["sites"]]
         if site in names:
             return names.index(site)
@@ -85,17 +83,15 @@ class SuperModel:
             return int(site)
         raise UnknownName("site", site, [*names, *map(str, range(len(self.models)))])
 
-    def checked(self, x: Any) -> NDArray[np.uint8]:
+    def check(self, x: Any) -> NDArray[np.uint8]:
         pictures: NDArray[np.uint8] = np.asarray(x)
         pictures = pictures[None] if pictures.ndim == 3 else pictures
         channels, height, width = self.facts["shape"]
+        size = f"[n, {height}, {width}, {channels}]"
         if not pictures.size:
-            raise BadData(f"there are no pictures; the super model takes uint8 [n, {height}, {width}, {channels}]")
+            raise BadData(f"there are no pictures; expected uint8 {size}")
         if pictures.dtype != np.uint8 or pictures.shape[1:] != (height, width, channels):
-            raise BadData(
-                f"the super model takes uint8 pictures [n, {height}, {width}, {channels}], not {pictures.dtype} "
-                f"{list(pictures.shape)}; resize them"
-            )
+            raise BadData(f"expected uint8 pictures {size}, found {pictures.dtype} {list(pictures.shape)}; resize them")
         return pictures
 
     @torch.no_grad()
@@ -105,9 +101,8 @@ class SuperModel:
         confidence = torch.ones(len(inputs))
         if site is not None or self.selector is None:
             if site is None or not 0 <= site < len(self.models):
-                raise BadSetting(
-                    f"without a selector, say which model to use: site=0 (the server's) to {len(self.models) - 1}"
-                )
+                last = len(self.models) - 1
+                raise BadSetting(f"without a selector, say which model to use: site=0 (the server's) to {last}")
             number += site
         else:
             kind = self.facts["chooses"]
@@ -121,11 +116,11 @@ class SuperModel:
                 return Prediction(self.read_out(mixed), number.numpy(), confidence.double().numpy())
         probabilities: Tensor | None = None
         for k in number.unique().tolist():
-            mine = number == k
-            found = self.probabilities(self.models[k](inputs[mine]))
+            members = number == k
+            part = self.probabilities(self.models[k](inputs[members]))
             if probabilities is None:
-                probabilities = found.new_zeros((len(inputs), *found.shape[1:]))
-            probabilities[mine] = found
+                probabilities = part.new_zeros((len(inputs), *part.shape[1:]))
+            probabilities[members] = part
         return Prediction(self.read_out(probabilities), number.numpy(), confidence.double().numpy())
 
     def inputs(self, pictures: NDArray[np.uint8]) -> Tensor:
@@ -136,12 +131,10 @@ class SuperModel:
         return outputs.sigmoid() if self.facts["masks"] else outputs.softmax(1)
 
     def read_out(self, probabilities: Any) -> NDArray[Any]:
-        """Masks whose structures lie inside each other, or class labels."""
-        if not self.facts["masks"]:
-            labels: NDArray[Any] = probabilities.argmax(1).numpy()
-            return labels
-        masks: NDArray[Any] = (probabilities > 0.5).cumprod(1).sum(1).to(torch.uint8).numpy()
-        return masks
+        """Masks with nested structures, or class labels."""
+        masks = self.facts["masks"]
+        best = (probabilities > 0.5).cumprod(1).sum(1).to(torch.uint8) if masks else probabilities.argmax(1)
+        return np.asarray(best.numpy())
 
 
 def read(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
@@ -159,48 +152,45 @@ def read(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
 
 
 def tune(folder: Path) -> str:
-    """Tune the threshold on the validation samples of the run's data set, store it, and say what came of it."""
+    """Tune the threshold on the validation samples of the run's data set, store it, and return a message."""
     model = SuperModel.load(folder)
     if model.facts["chooses"] != "threshold":
         raise BadSetting(f"{model.facts['algorithm']} has no threshold to tune; fedsm has")
     if not model.facts["masks"]:
         raise BadSetting(
-            "a threshold for classes is tuned while training, where the data set or val_fraction holds samples out for "
+            "a threshold for classes is tuned while training, if the data set or val_fraction holds samples out for "
             "validation (else it is 0); --tune-gamma is for masks"
         )
     data = federate(load_dataset(model.facts["dataset"]), "sites", model.facts["clients"], 0, torch.device("cpu"))
-    if "val" not in data.own:
+    if "val" not in data.held_out:
         raise BadSetting(f"{model.facts['dataset']} has no validation samples to tune the threshold on")
-    own = data.own["val"]
-    pictures = own.split.take(own.rows).permute(0, 2, 3, 1).numpy()
-    targets = own.split.targets[own.rows]
+    val = data.held_out["val"]
+    pictures = val.split.take(val.rows).permute(0, 2, 3, 1).numpy()
+    targets = val.split.targets[val.rows]
 
     def scores(prediction: Prediction) -> Tensor:
-        planes = torch.from_numpy(prediction.masks).unsqueeze(1) > torch.arange(model.facts["outputs"]).view(
-            1, -1, 1, 1
-        )
+        levels = torch.arange(model.facts["outputs"]).view(1, -1, 1, 1)
+        planes = torch.from_numpy(prediction.masks).unsqueeze(1) > levels
         return dice_scores(planes.float() - 0.5, targets).mean(1)
 
     chosen = model.predict(pictures, gamma=0.0)
     personal, shared = scores(chosen), scores(model.predict(pictures, gamma=1.0))
-    weight = 1.0 / torch.bincount(own.owners).float()[own.owners]
+    weight = 1.0 / torch.bincount(val.owners).float()[val.owners]
     before, gamma = model.gamma, best_gamma(torch.from_numpy(chosen.confidence), personal, shared, weight)
     (folder / SUPER[1]).write_text(json.dumps(model.facts | {"gamma": gamma}, indent=1))
     return (
-        f"gamma {gamma:g} (was {before:g}), tuned on {len(own.rows)} validation samples; stored in {folder / SUPER[1]}"
+        f"gamma {gamma:g} (was {before:g}), tuned on {len(val.rows)} validation samples; stored in {folder / SUPER[1]}"
     )
 
 
 def predict_folder(
     model: SuperModel, pictures: Path, out: Path, gamma: float | None = None, site: int | None = None
 ) -> int:
-    """Masks and overlays as PNG and predictions.csv, for all pictures of a folder; how many there were."""
+    """Write masks and overlays as PNG and predictions.csv for the pictures of a folder; returns their number."""
     from PIL import Image
 
     if not model.facts["masks"]:
-        raise BadSetting(
-            "predict writes masks, but this super model was trained on classes; use SuperModel.predict in Python"
-        )
+        raise BadSetting("predict writes masks, but this run learned classes; use SuperModel.predict in Python")
     files = sorted(p for p in pictures.glob("*") if p.suffix.lower() in SUFFIXES) if pictures.is_dir() else []
     if not files:
         raise BadData(f"there are no pictures in {pictures}; expected files such as NAME.png or NAME.jpg")
@@ -218,23 +208,23 @@ def predict_folder(
             except OSError as error:
                 raise BadData(f"cannot read the picture {file}: {error}") from error
             small = np.asarray(picture.resize((width, height), Image.Resampling.BOX)).reshape(height, width, channels)
-            found, name = model.predict(small, gamma, site), file.stem if stems[file.stem] == 1 else file.name
-            mask = Image.fromarray(found.masks[0]).resize(picture.size, Image.Resampling.NEAREST)
+            prediction = model.predict(small, gamma, site)
+            name = file.stem if stems[file.stem] == 1 else file.name
+            mask = Image.fromarray(prediction.masks[0]).resize(picture.size, Image.Resampling.NEAREST)
             Image.fromarray(np.asarray(mask) * np.uint8(levels)).save(out / f"{name}_mask.png")
-            Image.fromarray(overlay(np.asarray(picture.convert("RGB")), np.asarray(mask))).save(
-                out / f"{name}_overlay.png"
-            )
-            number = int(found.model[0])
-            whose = "global" if number == 0 else model.facts["sites"][number - 1]
-            rows.writerow([file.name, number, whose, f"{found.confidence[0]:.4f}"])
+            outlined = overlay(np.asarray(picture.convert("RGB")), np.asarray(mask))
+            Image.fromarray(outlined).save(out / f"{name}_overlay.png")
+            number = int(prediction.model[0])
+            owner = "global" if number == 0 else model.facts["sites"][number - 1]
+            rows.writerow([file.name, number, owner, f"{prediction.confidence[0]:.4f}"])
     return len(files)
 
 
 def overlay(picture: NDArray[np.uint8], mask: NDArray[np.uint8]) -> NDArray[np.uint8]:
-    """The picture with the border of each structure drawn into it."""
-    drawn = picture.copy()
+    """Draw the border of each structure into a copy of the picture."""
+    outlined = picture.copy()
     for level in range(int(mask.max(initial=0))):
         inside = np.pad(mask > level, 1)
         core = inside[:-2, 1:-1] & inside[2:, 1:-1] & inside[1:-1, :-2] & inside[1:-1, 2:]
-        drawn[inside[1:-1, 1:-1] & ~core] = COLOURS[level % len(COLOURS)]
-    return drawn
+        outlined[inside[1:-1, 1:-1] & ~core] = COLOURS[level % len(COLOURS)]
+    return outlined

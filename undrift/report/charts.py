@@ -1,4 +1,4 @@
-"""Curves over rounds or megabytes, as SVG for a page: no background, no text that comes from files."""
+"""Draw curves over rounds or megabytes as SVG, without a background and without text from files."""
 
 from __future__ import annotations
 
@@ -15,30 +15,22 @@ from undrift.report.scores import traffic
 
 Floats = NDArray[np.float64]
 
-# Told apart with any kind of colour vision and readable on white and on black (after Okabe and Ito, without
-# the yellow); when they are used up, the next line pattern starts.
+# Distinct with any colour vision, readable on white and on black (after Okabe and Ito, without yellow).
+# After the last colour comes the next line pattern.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#8C8C8C")
 DASHES = ("", "6 2", "2 2", "8 2 2 2")
-MOST_POINTS = 400  # drawn of one curve
+MOST_POINTS = 400  # per curve
 GREY = "#808080"
 
 
 class Curve(NamedTuple):
-    """The mean over seeds with the range from the lowest to the highest."""
+    """Mean, lowest and highest value over seeds."""
 
     x: Floats
     mean: Floats
     low: Floats
     high: Floats
-    place: int  # among the groups; decides colour and line
-
-    @property
-    def colour(self) -> str:
-        return colour(self.place)
-
-    @property
-    def dash(self) -> str:
-        return dash(self.place)
+    place: int  # number of the group; decides colour and line pattern
 
 
 def colour(place: int) -> str:
@@ -54,12 +46,14 @@ def over_rounds(groups: list[Group], key: str) -> list[Curve]:
 
 
 def over_megabytes(groups: list[Group], key: str) -> list[Curve]:
-    return _curves(groups, key, lambda run: _so_far(run, lambda record: traffic(record) / 1e6))
+    return _curves(groups, key, lambda run: _running_total(run, lambda record: traffic(record) / 1e6))
 
 
 def over_network_seconds(groups: list[Group], key: str) -> list[Curve]:
-    """For runs that simulate a network; none for the others."""
-    timed = _curves(groups, key, lambda run: _so_far(run, lambda record: number(record, "network_seconds") or 0.0))
+    """Only for runs that simulate a network."""
+    timed = _curves(
+        groups, key, lambda run: _running_total(run, lambda record: number(record, "network_seconds") or 0.0)
+    )
     return [curve for curve in timed if curve.x[-1] > 0]
 
 
@@ -70,15 +64,16 @@ def chart(curves: list[Curve], name: str, x_label: str, y_label: str, log: bool 
         if log:
             axes.set_yscale("log")
         for curve in map(_positive, curves) if log else curves:
-            pattern = (0, tuple(float(n) for n in curve.dash.split())) if curve.dash else "-"
+            ink, gaps = colour(curve.place), dash(curve.place)
+            pattern = (0, tuple(float(n) for n in gaps.split())) if gaps else "-"
             marker = "o" if len(curve.x) < 3 else "none"
-            axes.plot(curve.x, curve.mean, color=curve.colour, ls=pattern, lw=1.6, marker=marker)
+            axes.plot(curve.x, curve.mean, color=ink, ls=pattern, lw=1.6, marker=marker)
             if (curve.high > curve.low).any():
-                axes.fill_between(curve.x, curve.low, curve.high, color=curve.colour, alpha=0.18, linewidth=0)
+                axes.fill_between(curve.x, curve.low, curve.high, color=ink, alpha=0.18, linewidth=0)
         axes.set_xlabel(x_label)
         axes.set_ylabel(y_label)
 
-    return _drawn(draw, name, f"{y_label} over {x_label}")
+    return _svg(draw, name, f"{y_label} over {x_label}")
 
 
 def scatter(points: Floats, kinds: NDArray[np.int64], name: str) -> str:
@@ -90,10 +85,10 @@ def scatter(points: Floats, kinds: NDArray[np.int64], name: str) -> str:
         axes.set_xticks([])
         axes.set_yticks([])
 
-    return _drawn(draw, name, "a map of samples")
+    return _svg(draw, name, "a map of samples")
 
 
-def _drawn(draw: Callable[[Any], None], name: str, alt: str) -> str:
+def _svg(draw: Callable[[Any], None], name: str, alt: str) -> str:
     from matplotlib import style
     from matplotlib.figure import Figure
 
@@ -107,26 +102,22 @@ def _drawn(draw: Callable[[Any], None], name: str, alt: str) -> str:
         axes.grid(color=GREY, alpha=0.25, linewidth=0.6)
         axes.spines[["top", "right"]].set_visible(False)
         file = io.StringIO()
-        nothing = dict.fromkeys(("Date", "Creator", "Format", "Type"))
-        figure.savefig(file, format="svg", metadata=nothing)
-    return _for_a_page(file.getvalue(), name, alt)
+        no_metadata = dict.fromkeys(("Date", "Creator", "Format", "Type"))
+        figure.savefig(file, format="svg", metadata=no_metadata)
+    # Drop the XML head, and give ids a prefix that no other chart of the page has.
+    text = file.getvalue()
+    svg = re.sub(r'(\bid="|url\(#|href="#)', rf"\g<1>{name}-", text[text.index("<svg") :])
+    return svg.replace("<svg ", f'<svg role="img" aria-label="{alt}" ', 1).strip()
 
 
 def _positive(curve: Curve) -> Curve:
-    """With gaps where a logarithmic axis has no place."""
+    """Replace values that a logarithmic axis cannot show by gaps."""
     mean, low, high = (np.where(v > 0, v, np.nan) for v in (curve.mean, curve.low, curve.high))
     return curve._replace(mean=mean, low=low, high=high)
 
 
-def _for_a_page(svg: str, name: str, alt: str) -> str:
-    """Without the XML head, and with ids that no other chart of the page has."""
-    svg = svg[svg.index("<svg") :]
-    svg = re.sub(r'(\bid="|url\(#|href="#)', rf"\g<1>{name}-", svg)
-    return svg.replace("<svg ", f'<svg role="img" aria-label="{alt}" ', 1).strip()
-
-
-def _so_far(run: Run, cost: Callable[[dict[str, Any]], float]) -> dict[int, float]:
-    """What the rounds cost so far, at each round."""
+def _running_total(run: Run, cost: Callable[[dict[str, Any]], float]) -> dict[int, float]:
+    """The cost of all rounds up to each round."""
     spent, total = {}, 0.0
     for record in run.records:
         total += cost(record)
@@ -140,7 +131,7 @@ def _curves(groups: list[Group], key: str, position: Callable[[Run], dict[int, f
 
 
 def _curve(group: Group, key: str, position: Callable[[Run], dict[int, float]], place: int) -> Curve | None:
-    """Over the rounds that all seeds have, so that the mean is over the same seeds everywhere."""
+    """A curve over the rounds that all seeds have, so that every mean is over the same seeds."""
     seeds = []
     for run in group.runs:
         values = {r["round"]: v for r in run.records if (v := number(r, key)) is not None}

@@ -1,4 +1,4 @@
-"""Drawn from figures.json of a run (`undrift figures`): the selector's features, the loss near the models, outlined pictures."""
+"""Draw figures.json of a run (`undrift figures`): the selector's features, the loss near the models, outlined pictures."""
 
 from __future__ import annotations
 
@@ -15,54 +15,56 @@ from undrift.report.load import Group, Run
 FIGURES = "figures.json"
 
 
-def of_groups(groups: list[Group], name: str) -> str:
-    """The figures of each group's first run that has any; nothing where there are none."""
+def draw_groups(groups: list[Group], name: str) -> str:
+    """The figures of the first run of each group that has any."""
     parts = []
     for place, group in enumerate(groups):
-        found = next((f for run in group.runs if (f := read(run))), None)
-        if found is not None:
-            parts.append(f"<h3>{escape(group.label)}: models and pictures</h3>{drawn(found, f'{name}-g{place}')}")
+        content = next((c for run in group.runs if (c := read(run))), None)
+        if content is not None:
+            parts.append(f"<h3>{escape(group.label)}: models and pictures</h3>{draw(content, f'{name}-g{place}')}")
     return "".join(parts)
 
 
 def read(run: Run) -> dict[str, Any] | None:
     try:
-        found = json.loads((run.folder / FIGURES).read_text())
+        content = json.loads((run.folder / FIGURES).read_text())
     except (OSError, ValueError):
         return None
-    return found if isinstance(found, dict) and isinstance(found.get("sites"), list) else None
+    return content if isinstance(content, dict) and isinstance(content.get("sites"), list) else None
 
 
-def drawn(found: dict[str, Any], name: str) -> str:
-    sites = [str(site) for site in found["sites"]]
+def draw(content: dict[str, Any], name: str) -> str:
+    sites = [str(site) for site in content["sites"]]
     figures = []
-    if found.get("map"):
-        points = np.array(found["map"], dtype=np.float64)
+    if content.get("map"):
+        points = np.array(content["map"], dtype=np.float64)
         key = legend([(colour(k), site) for k, site in enumerate(sites)])
         picture = scatter(points[:, :2], points[:, 2].astype(np.int64), f"{name}-map")
         figures.append(figure("Features of the selector, t-SNE, test samples by site", picture, key))
-    if found.get("surface"):
-        near = found["surface"]
+    if content.get("surface"):
+        near = content["surface"]
         distance = np.array(near["distance"])
-        curves, named = [], []
+        curves, labels = [], []
         for place, (model, losses) in enumerate(near["losses"].items()):
             each = np.array(losses)
             curves.append(Curve(distance, each.mean(0), each.min(0), each.max(0), place))
-            named.append((colour(place), f"{model} model"))
+            labels.append((colour(place), f"{model} model"))
         title = f"Loss near the models on {sites[near['site']]}, along {len(each)} random directions"
         x_label = "distance, share of the model's length"
-        figures.append(figure(title, chart(curves, f"{name}-near", x_label, "test loss"), legend(named)))
+        figures.append(figure(title, chart(curves, f"{name}-near", x_label, "test loss"), legend(labels)))
     parts = [f'<div class="charts">{"".join(figures)}</div>'] if figures else []
-    if found.get("gallery"):
-        parts.append('<div class="charts">' + "".join(shown(entry, sites) for entry in found["gallery"]) + "</div>")
+    if content.get("gallery"):
         parts.append(
-            '<p class="faint">Of every site the test picture with the middle Dice: the picture, what experts drew, '
-            "what the model drew. The Dice scores are those of the structures in their order.</p>"
+            '<div class="charts">' + "".join(gallery_figure(entry, sites) for entry in content["gallery"]) + "</div>"
+        )
+        parts.append(
+            '<p class="faint">The test picture with the median Dice of every site: plain, with the outlines by experts, and '
+            "with those by the model. The Dice scores are those of the structures in their order.</p>"
         )
     return "".join(parts)
 
 
-def shown(entry: dict[str, Any], sites: list[str]) -> str:
+def gallery_figure(entry: dict[str, Any], sites: list[str]) -> str:
     model = int(entry["model"])
     served = "the global model" if model == 0 else f"the model of {sites[model - 1]}"
     dice = ", ".join(f"{float(value):.3f}" for value in entry["dice"])

@@ -1,4 +1,4 @@
-"""Run folders as they lie on disk, and the groups of runs that differ only in their seed."""
+"""Read run folders, and group runs that differ only in their seed."""
 
 from __future__ import annotations
 
@@ -11,21 +11,14 @@ from typing import Any, NamedTuple
 
 from undrift.core.errors import BadRunFolder
 
-DEPTH = 2  # how far below a given path run folders are looked for
-TASK = ("dataset", "partition", "model", "clients", "colour")  # scores compare only where these are alike
-# How a run was run, not what it computes.
+DEPTH = 2  # levels below a given path that are searched for run folders
+TASK = ("dataset", "partition", "model", "clients", "colour")  # scores compare only if these are equal
+# Settings that do not change the results.
 HOW = (
-    "device",
-    "execution",
-    "chunk",
-    "checkpoint_every",
-    "deterministic",
-    "replay",
-    "compile",
-    "client_state",
-    "differences",
+    *("device", "execution", "chunk", "checkpoint_every", "deterministic"),
+    *("replay", "compile", "client_state", "differences"),
 )
-NAMED_BY_VALUE = ("dataset", "partition", "model")  # the value alone says what it is
+NAMED_BY_VALUE = ("dataset", "partition", "model")  # values that need no name before them
 
 
 class Run(NamedTuple):
@@ -35,27 +28,27 @@ class Run(NamedTuple):
     settings: Mapping[str, Any]  # flat: run.toml with the fields of its [set] table
     records: list[dict[str, Any]]  # the lines of rounds.jsonl
     made: Mapping[str, Any] = {}  # the [made] table: versions, commit, device
-    own: frozenset[str] = frozenset()  # which settings are fields of the algorithm
-    command: str = "run"  # which command it was made by
+    fields: frozenset[str] = frozenset()  # the settings that are fields of the algorithm
+    command: str = "run"  # the command that made the run
 
     @property
     def rounds(self) -> int:
-        """How many rounds are recorded."""
+        """The number of recorded rounds."""
         return int(self.records[-1]["round"]) if self.records else 0
 
 
 class Group(NamedTuple):
-    """Runs that differ only in their seed: the unit that the report compares."""
+    """Runs that differ only in their seed; the report compares groups."""
 
     label: str
     algorithm: str
-    task: str  # the same text for groups whose scores may be compared
+    task: str  # groups with the same text may be compared
     runs: list[Run]  # one for each seed
-    repeats: list[Run]  # runs with a seed that `runs` already has; they would feign certainty
+    repeats: list[Run]  # further runs of a seed; counting them would feign certainty
 
 
 def load(paths: list[Path]) -> list[Run]:
-    """The runs in the given paths, each a run folder or a folder that holds some."""
+    """Read the runs in the given paths, each a run folder or a folder that holds some."""
     folders: dict[Path, Path] = {}
     for path in paths:
         if not path.exists():
@@ -69,7 +62,7 @@ def load(paths: list[Path]) -> list[Run]:
 
 
 def sweep_target(paths: list[Path]) -> float | None:
-    """The target accuracy that a sweep.toml in one of the paths names."""
+    """The target accuracy of the first sweep.toml in the paths that has one."""
     for path in paths:
         if (path / "sweep.toml").is_file():
             sweep = _toml(path / "sweep.toml").get("sweep", {})
@@ -79,17 +72,18 @@ def sweep_target(paths: list[Path]) -> float | None:
     return None
 
 
-def grouped(runs: Iterable[Run]) -> list[Group]:
-    """The runs put together by everything but their seed, in the order in which they come."""
+def group_runs(runs: Iterable[Run]) -> list[Group]:
+    """Group the runs by everything but their seed, in their order."""
     alike: dict[str, list[Run]] = {}
     for run in runs:
-        alike.setdefault(_key(run), []).append(run)
+        key = repr(sorted((name, repr(value)) for name, value in run.settings.items() if name != "seed"))
+        alike.setdefault(key, []).append(run)
     firsts = [members[0] for members in alike.values()]
     return [_group(members, firsts) for members in alike.values()]
 
 
 def by_task(groups: list[Group]) -> list[list[Group]]:
-    """The groups split into those that may be compared with one another."""
+    """Split the groups into lists that may be compared."""
     tasks: dict[str, list[Group]] = {}
     for group in groups:
         tasks.setdefault(group.task, []).append(group)
@@ -97,24 +91,25 @@ def by_task(groups: list[Group]) -> list[list[Group]]:
 
 
 def number(record: Mapping[str, Any], key: str) -> float | None:
-    """A finite number, or None for everything else that a file may hold there."""
+    """A finite number, or None for anything else."""
     value = record.get(key)
     if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
         return None
     return float(value)
 
 
-def shown(value: Any) -> str:
-    """A setting's value in the manner of TOML, without quotes."""
+def as_text(value: Any) -> str:
+    """A setting's value as in TOML, without quotes."""
     if isinstance(value, bool):
         return str(value).lower()
     return "unset" if value is None else str(value)
 
 
-def differing(runs: list[Run]) -> list[str]:
-    """The names of the settings, but for the seed, that are not the same in all runs."""
-    names = dict.fromkeys(name for run in runs for name in run.settings if name != "seed")
-    return [name for name in names if len({repr(run.settings.get(name)) for run in runs}) > 1]
+def varying_settings(runs: list[Run]) -> list[str]:
+    """The settings, other than the seed, that are not the same in all runs."""
+    return [
+        name for name in _all_names(runs) if name != "seed" and len({repr(run.settings.get(name)) for run in runs}) > 1
+    ]
 
 
 def _run_folders(path: Path, depth: int) -> list[Path]:
@@ -128,8 +123,8 @@ def _run_folders(path: Path, depth: int) -> list[Path]:
 
 def _load_one(folder: Path) -> Run:
     settings = _toml(folder / "run.toml")
-    own, made = settings.pop("set", {}), settings.pop("made", {})
-    if not isinstance(own, dict) or not isinstance(made, dict):
+    fields, made = settings.pop("set", {}), settings.pop("made", {})
+    if not isinstance(fields, dict) or not isinstance(made, dict):
         raise BadRunFolder(f"{folder / 'run.toml'} is damaged: [set] and [made] must be tables")
     command = str(settings.pop("command", "dp" if "method" in settings else "run"))
     if command == "dp":
@@ -137,8 +132,8 @@ def _load_one(folder: Path) -> Run:
     if not isinstance(settings.get("algorithm"), str):
         raise BadRunFolder(f"{folder / 'run.toml'} names no algorithm; is it the file of a run?")
     made = {name: settings.pop(name) for name in HOW if name in settings} | made  # [made] knows the real device
-    own = {f"set.{name}" if name in settings else name: value for name, value in own.items()}
-    return Run(folder, settings | own, _records(folder / "rounds.jsonl"), made, frozenset(own), command)
+    fields = {f"set.{name}" if name in settings else name: value for name, value in fields.items()}
+    return Run(folder, settings | fields, _records(folder / "rounds.jsonl"), made, frozenset(fields), command)
 
 
 def _toml(path: Path) -> dict[str, Any]:
@@ -151,7 +146,7 @@ def _toml(path: Path) -> dict[str, Any]:
 
 
 def _records(path: Path) -> list[dict[str, Any]]:
-    """The rounds; a last line that is cut off belongs to a run that is going on, or was killed."""
+    """The rounds. A last line that is cut off is skipped: the run goes on, or was killed."""
     try:
         lines = path.read_bytes().splitlines()
     except FileNotFoundError:
@@ -171,27 +166,23 @@ def _records(path: Path) -> list[dict[str, Any]]:
     return records
 
 
-def _key(run: Run) -> str:
-    return repr(sorted((name, repr(value)) for name, value in run.settings.items() if name != "seed"))
-
-
 def _group(members: list[Run], firsts: list[Run]) -> Group:
     """`firsts` holds one run of each group in the report."""
     first = members[0]
     algorithm = str(first.settings["algorithm"])
     rivals = [run for run in firsts if run.settings["algorithm"] == algorithm]
-    in_report, in_algorithm = differing(firsts), differing(rivals)
+    in_report, in_algorithm = varying_settings(firsts), varying_settings(rivals)
 
-    def told(name: str) -> bool:
-        """A run's settings are told wherever they differ, an algorithm's fields only among its groups."""
-        return name in in_algorithm or (name in in_report and not any(name in run.own for run in firsts))
+    def labels(name: str) -> bool:
+        """A label names settings that vary in the report, and fields that vary among the algorithm's groups."""
+        return name in in_algorithm or (name in in_report and not any(name in run.fields for run in firsts))
 
-    names = [name for name in _all_names(firsts) if name not in ("seed", "algorithm", *TASK) and told(name)]
-    words = [algorithm, *(f"{name}={shown(first.settings.get(name))}" for name in names)]
+    names = [name for name in _all_names(firsts) if name not in ("seed", "algorithm", *TASK) and labels(name)]
+    words = [algorithm, *(f"{name}={as_text(first.settings.get(name))}" for name in names)]
     places = [_place(first, name) for name in TASK if name in in_report]
     label = " ".join(words) + (f" ({', '.join(places)})" if places else "")
-    named = [n for n in TASK if n in first.settings and (n in NAMED_BY_VALUE or n in in_report)]
-    task = ", ".join(_place(first, name) for name in named)
+    facts = [n for n in TASK if n in first.settings and (n in NAMED_BY_VALUE or n in in_report)]
+    task = ", ".join(_place(first, name) for name in facts)
     kept = _longest_of_each_seed(members)
     return Group(label, algorithm, task, kept, [run for run in members if all(run is not k for k in kept)])
 
@@ -201,7 +192,7 @@ def _all_names(runs: list[Run]) -> list[str]:
 
 
 def _place(run: Run, name: str) -> str:
-    value = shown(run.settings.get(name))
+    value = as_text(run.settings.get(name))
     return value if name in NAMED_BY_VALUE and name in run.settings else f"{name}={value}"
 
 

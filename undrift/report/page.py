@@ -1,4 +1,4 @@
-"""The report as one HTML file that needs nothing else: tables, curves, settings, how to run it again."""
+"""The report as one self-contained HTML file: tables, curves, settings, and commands to repeat the runs."""
 
 from __future__ import annotations
 
@@ -10,15 +10,14 @@ from pathlib import Path
 from typing import Any
 
 from undrift.core.errors import UndriftError
-from undrift.report import drawings as figures
-from undrift.report import sites
+from undrift.report import drawings, sites
 from undrift.report.charts import Curve, chart, colour, dash, over_megabytes, over_network_seconds, over_rounds
-from undrift.report.load import Group, Run, by_task, differing, grouped, load, number, shown, sweep_target
-from undrift.report.scores import metric_of, ranked
-from undrift.report.summary import picked, verdict
+from undrift.report.load import Group, Run, as_text, by_task, group_runs, load, number, sweep_target, varying_settings
+from undrift.report.scores import metric_of, rank
+from undrift.report.summary import pick_settings, verdict
 from undrift.report.text import more_table, table
 
-MOST_CURVES = 10  # above this, the charts show only the setting picked for each method
+MOST_CURVES = 10  # with more groups, the charts show one setting of each method
 
 STYLE = """
 :root { color-scheme: light dark; --ground: #ffffff; --ink: #1d2329; --faint: #5b6670; --line: #d5dade;
@@ -62,7 +61,7 @@ footer { margin-top: 2.5rem; border-top: 1px solid var(--line); }
 
 
 def write(paths: list[Path], out: Path, target: float | None = None) -> None:
-    """The report on the runs in `paths`; a target that is not given is looked for in a sweep.toml."""
+    """Write the report on the runs in `paths`; the default target is that of a sweep.toml."""
     runs = load(paths)
     target = sweep_target(paths) if target is None else target
     page = html(runs, target).encode()
@@ -77,20 +76,20 @@ def write(paths: list[Path], out: Path, target: float | None = None) -> None:
 
 
 def html(runs: list[Run], target: float | None) -> str:
-    """The whole page."""
-    groups = grouped(runs)
+    groups = group_runs(runs)
     tasks = by_task(groups)
+    unseen = sites.unseen_sites(tasks)
     about = "; ".join(rivals[0].task for rivals in tasks) if len(tasks) < 3 else f"{len(tasks)} tasks"
     title = f"undrift: {about}"
     parts = [
         f"<h1>{escape(title)}</h1>",
-        _what_was_run(runs, groups),
-        _unseen_sites(tasks),
+        _overview(runs, groups),
+        _part(unseen) if unseen else "",
         *(_results(rivals, target, f"t{i}", alone=len(tasks) == 1) for i, rivals in enumerate(tasks)),
         _dropped(groups),
         "<h2>Exact settings, and how to run it again</h2>",
-        *(_again(group) for group in groups),
-        _foot(runs),
+        *(_repeat(group) for group in groups),
+        _footer(runs),
     ]
     head = (
         '<meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">'
@@ -100,15 +99,15 @@ def html(runs: list[Run], target: float | None) -> str:
     return f'<!DOCTYPE html>\n<html lang="en">\n<head>{head}</head>\n<body>\n{body}\n</body>\n</html>\n'
 
 
-def _what_was_run(runs: list[Run], groups: list[Group]) -> str:
-    varying = {*differing(runs), "seed"}
+def _overview(runs: list[Run], groups: list[Group]) -> str:
+    varying = {*varying_settings(runs), "seed"}
     common = {name: value for name, value in runs[0].settings.items() if name not in varying}
-    seeds = dict.fromkeys(shown(run.settings.get("seed")) for run in runs)
-    counted = f"{_count(len(runs), 'run')} in {_count(len(groups), 'group')}; seeds: {', '.join(seeds)}."
-    notes = [f"<p>{escape(counted)} Settings that all runs share:</p>", _list(common)]
-    going_on = [f"{r.folder} ({r.rounds} of {r.settings['rounds']} rounds)" for r in runs if _unfinished(r)]
-    if going_on:
-        notes.append(f"<p><strong>Not at their last round:</strong> {escape(', '.join(going_on))}</p>")
+    seeds = dict.fromkeys(as_text(run.settings.get("seed")) for run in runs)
+    count = f"{_count(len(runs), 'run')} in {_count(len(groups), 'group')}; seeds: {', '.join(seeds)}."
+    notes = [f"<p>{escape(count)} Settings that all runs share:</p>", _list(common)]
+    unfinished = [f"{r.folder} ({r.rounds} of {r.settings['rounds']} rounds)" for r in runs if _unfinished(r)]
+    if unfinished:
+        notes.append(f"<p><strong>Not at their last round:</strong> {escape(', '.join(unfinished))}</p>")
     repeats = [str(run.folder) for group in groups for run in group.repeats]
     if repeats:
         text = f"repeats a seed of its group and is left out of the results: {', '.join(repeats)}"
@@ -124,14 +123,14 @@ def _unfinished(run: Run) -> bool:
 def _results(groups: list[Group], target: float | None, name: str, alone: bool) -> str:
     """Table, verdict and charts of the groups of one task."""
     title = "Results" if alone else f"Results: {groups[0].task}"
-    groups = ranked(groups)
-    drawn, note = groups, ""
+    groups = rank(groups)
+    charted, note = groups, ""
     if len(groups) > MOST_CURVES:
-        drawn = [pick.group for pick in picked(groups)]
+        charted = [pick.group for pick in pick_settings(groups)]
         note = f"<p>The charts show the setting picked for each method, not all {len(groups)} groups.</p>"
-    if len(drawn) > MOST_CURVES:
-        note = f"<p>The charts show the best {MOST_CURVES} of {len(drawn)} methods.</p>"
-        drawn = ranked(drawn)[:MOST_CURVES]
+    if len(charted) > MOST_CURVES:
+        note = f"<p>The charts show the best {MOST_CURVES} of {len(charted)} methods.</p>"
+        charted = rank(charted)[:MOST_CURVES]
     return "\n".join(
         [
             f"<h2>{escape(title)}</h2>",
@@ -141,18 +140,18 @@ def _results(groups: list[Group], target: float | None, name: str, alone: bool) 
             '<p class="faint">Mean ± standard deviation over seeds (n - 1); none for a single seed. '
             "Targets are reached on the test set. Bytes are down and up together.</p>",
             _more(groups),
-            _sites(groups),
+            *map(_part, sites.tables(groups)),
             note,
-            f'<div class="charts">{_charts(drawn, name)}</div>',
+            f'<div class="charts">{_charts(charted, name)}</div>',
             '<p class="faint">Lines are means over seeds, bands go from the lowest seed to the highest; '
             "each ends where the first of its seeds ends.</p>",
-            figures.of_groups(groups, name),
+            drawings.draw_groups(groups, name),
         ]
     )
 
 
 def _more(groups: list[Group]) -> str:
-    """The further measures, where the records have any."""
+    """Further measures, if the records have any."""
     rows = more_table(groups)
     if len(rows[0]) == 1:
         return ""
@@ -165,17 +164,6 @@ def _more(groups: list[Group]) -> str:
     return f'<h3>More measures</h3>{_table(rows)}<p class="faint">{escape(legend)}</p>'
 
 
-def _sites(groups: list[Group]) -> str:
-    """Every site's scores, where the records have them."""
-    return "".join(map(_part, sites.tables(groups)))
-
-
-def _unseen_sites(tasks: list[list[Group]]) -> str:
-    """All left-out sites together, where several data sets leave one out."""
-    part = sites.everywhere_unseen(tasks)
-    return "" if part is None else _part(part)
-
-
 def _part(part: sites.Part) -> str:
     return f'<h3>{escape(part.title)}</h3>{_table(part.rows)}<p class="faint">{escape(part.legend)}</p>'
 
@@ -183,30 +171,22 @@ def _part(part: sites.Part) -> str:
 def _charts(groups: list[Group], name: str) -> str:
     score = metric_of(groups).name
     by_rounds, by_traffic = over_rounds(groups, score), over_megabytes(groups, score)
-    plans: list[tuple[str, list[Curve], str, str, bool]] = [
-        (f"Test {score} over rounds", by_rounds, "round", f"test {score}", False),
-        (f"Test {score} over traffic", by_traffic, "megabytes, down and up", f"test {score}", False),
-        (
-            f"Test {score} over simulated network time",
-            over_network_seconds(groups, score),
-            "seconds on the network",
-            f"test {score}",
-            False,
-        ),
-        ("Test loss", over_rounds(groups, "loss") if score != "loss" else [], "round", "test loss", False),
-        (
-            "Consistency: how far apart the local models end",
-            over_rounds(groups, "consistency"),
-            "round",
-            "mean squared distance",
-            True,
-        ),
-        ("Forgetting", over_rounds(groups, "forgetting"), "round", "mean over classes", False),
-        ("Loss on absent clients' data", _lines(over_rounds(groups, "absent_loss")), "round", "training loss", False),
-        (f"Validation {score}", over_rounds(groups, f"val_{score}"), "round", f"validation {score}", False),
+    by_seconds, consistency = over_network_seconds(groups, score), over_rounds(groups, "consistency")
+    losses = over_rounds(groups, "loss") if score != "loss" else []
+    absent = [curve for curve in over_rounds(groups, "absent_loss") if len(curve.x) > 1]
+    plans: list[tuple[str, list[Curve], str, str]] = [
+        (f"Test {score} over rounds", by_rounds, "round", f"test {score}"),
+        (f"Test {score} over traffic", by_traffic, "megabytes, down and up", f"test {score}"),
+        (f"Test {score} over simulated network time", by_seconds, "seconds on the network", f"test {score}"),
+        ("Test loss", losses, "round", "test loss"),
+        ("Consistency: how far apart the local models end", consistency, "round", "mean squared distance"),
+        ("Forgetting", over_rounds(groups, "forgetting"), "round", "mean over classes"),
+        ("Loss on absent clients' data", absent, "round", "training loss"),
+        (f"Validation {score}", over_rounds(groups, f"val_{score}"), "round", f"validation {score}"),
     ]
     figures = []
-    for place, (title, curves, x_label, y_label, log) in enumerate(plans):
+    for place, (title, curves, x_label, y_label) in enumerate(plans):
+        log = curves is consistency
         if log:
             curves = [curve for curve in curves if (curve.mean > 0).any()]
         if curves:
@@ -216,25 +196,20 @@ def _charts(groups: list[Group], name: str) -> str:
     return "\n".join(figures)
 
 
-def _lines(curves: list[Curve]) -> list[Curve]:
-    """Only those with more than one point."""
-    return [curve for curve in curves if len(curve.x) > 1]
-
-
 def _legend(group: Group, place: int) -> str:
     line = f'<path d="M0 5H28" stroke="{colour(place)}" stroke-width="3" stroke-dasharray="{dash(place)}"/>'
     return f'<span><svg viewBox="0 0 28 10" aria-hidden="true">{line}</svg>{escape(group.label)}</span>'
 
 
 def _dropped(groups: list[Group]) -> str:
-    """Which runs lost updates because they were not finite."""
+    """The runs in which updates were not finite."""
     rows = [["method", "seed", "dropped updates", "of", "rounds with a drop", "first round with a drop"]]
     for group in groups:
         for run in group.runs:
             lost = [record for record in run.records if number(record, "dropped")]
             if lost:
                 total, sent = _total(lost, "dropped"), _total(run.records, "clients")
-                seed = shown(run.settings.get("seed"))
+                seed = as_text(run.settings.get("seed"))
                 rows.append([group.label, seed, total, sent, str(len(lost)), str(lost[0]["round"])])
     if len(rows) == 1:
         return ""
@@ -246,23 +221,23 @@ def _total(records: list[dict[str, Any]], key: str) -> str:
     return f"{sum(number(record, key) or 0.0 for record in records):.0f}"
 
 
-def _again(group: Group) -> str:
+def _repeat(group: Group) -> str:
     settings = {name: value for name, value in group.runs[0].settings.items() if name != "seed"}
-    seeds = ", ".join(shown(run.settings.get("seed")) for run in group.runs)
+    seeds = ", ".join(as_text(run.settings.get("seed")) for run in group.runs)
     files = (f"{run.command} {shlex.quote(str(run.folder / 'run.toml'))}" for run in group.runs)
     commands = "".join(f"<pre>{escape(f'undrift {file} --out NEW')}</pre>" for file in files)
     return f"<details><summary>{escape(group.label)}</summary>{_list(settings | {'seeds': seeds})}{commands}</details>"
 
 
-def _foot(runs: list[Run]) -> str:
-    found: dict[str, dict[str, None]] = {}
+def _footer(runs: list[Run]) -> str:
+    versions: dict[str, dict[str, None]] = {}
     for run in runs:
         for name, value in _flat(run.made):
-            found.setdefault(name, {})[shown(value)] = None
-    if not found:
+            versions.setdefault(name, {})[as_text(value)] = None
+    if not versions:
         return "<footer><p>The runs do not say which versions made them.</p></footer>"
-    made = _list({name: ", ".join(values) for name, values in found.items()})
-    return f"<footer><p>Made with</p>{made}</footer>"
+    table = _list({name: ", ".join(values) for name, values in versions.items()})
+    return f"<footer><p>Made with</p>{table}</footer>"
 
 
 def _flat(made: Mapping[str, Any], prefix: str = "") -> Iterable[tuple[str, Any]]:
@@ -280,14 +255,14 @@ def _table(rows: list[list[str]]) -> str:
 
 
 def _cell(text: str) -> str:
-    """Words may be broken into lines, numbers not."""
+    """Text may wrap, numbers may not."""
     words = ' class="words"' if len(text) > 12 and not text[0].isdigit() else ""
     return f"<td{words}>{escape(text)}</td>"
 
 
 def _list(pairs: Mapping[str, Any]) -> str:
-    """A compact table of names and values; what is empty says so."""
-    items = ((escape(name), escape(shown(value)) or "&ndash;") for name, value in pairs.items())
+    """A compact table of names and values; a dash stands for an empty value."""
+    items = ((escape(name), escape(as_text(value)) or "&ndash;") for name, value in pairs.items())
     return "<dl>" + "".join(f"<div><dt>{name}</dt><dd>{value}</dd></div>" for name, value in items) + "</dl>"
 
 

@@ -1,4 +1,4 @@
-"""The picture of how the classes are dealt out to clients, and the same in a few numbers."""
+"""How the classes are divided among clients, as a picture and in a few numbers."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from numpy.typing import NDArray
 
 from undrift.core.errors import BadSetting, UndriftError
 
-MOST_CLIENTS = 100  # that one picture shows
-POINTS = 72  # an inch
+MOST_CLIENTS = 100  # per picture
+POINTS = 72  # per inch
 
 
 def partition_picture(
     counts: NDArray[np.int64], out: Path, title: str, held_out: NDArray[np.int64] | None = None
 ) -> None:
-    """counts [clients, classes] as dots, the area proportional to the samples, in a .png or .svg file.
+    """Draw counts [clients, classes] as dots, with held-out samples over them, in a .png or .svg file.
 
-    What clients hold out is drawn over it.
+    A dot's area is proportional to its samples.
     """
     from matplotlib import style
     from matplotlib.figure import Figure
@@ -43,8 +43,8 @@ def partition_picture(
         area = largest * counts[owner, label] / most
         axes.scatter(owner, label, s=area, color="#0072B2", linewidths=0, alpha=0.85)
         if held_out is not None and held_out.any():
-            by, of = np.nonzero(held_out[:MOST_CLIENTS])
-            axes.scatter(by, of, s=largest * held_out[by, of] / most, color="#E69F00", linewidths=0)
+            owner, label = np.nonzero(held_out[:MOST_CLIENTS])
+            axes.scatter(owner, label, s=largest * held_out[owner, label] / most, color="#E69F00", linewidths=0)
         axes.set_xlim(-0.7, clients - 0.3)
         axes.set_ylim(-0.7, classes - 0.3)
         axes.xaxis.set_major_locator(MaxNLocator(20, integer=True))
@@ -57,8 +57,8 @@ def partition_picture(
         temporary = out.with_name(f".{out.name}.{os.getpid()}")
         try:
             out.parent.mkdir(parents=True, exist_ok=True)
-            unsaid = ("Software",) if ending == ".png" else ("Date", "Creator")
-            figure.savefig(temporary, format=ending[1:], dpi=150, metadata=dict.fromkeys(unsaid))
+            no_metadata = ("Software",) if ending == ".png" else ("Date", "Creator")
+            figure.savefig(temporary, format=ending[1:], dpi=150, metadata=dict.fromkeys(no_metadata))
             os.replace(temporary, out)
         except OSError as error:
             raise UndriftError(f"cannot write {out}: {error.strerror}") from error
@@ -67,25 +67,18 @@ def partition_picture(
 
 
 def partition_text(counts: NDArray[np.int64]) -> list[list[str]]:
-    """A header and one row: how many clients, and how unequal they are.
+    """A header and one row: the number of clients, and how unequal they are.
 
     >>> partition_text(np.array([[8, 0], [4, 4]]))[1]
     ['2', '8 / 8 / 8', '1 / 1.5 / 2', '0.50']
     """
-    return [
-        [
-            "clients",
-            "samples per client (min / median / max)",
-            "classes per client (min / median / max)",
-            "mean label entropy (bits)",
-        ],
-        [
-            str(len(counts)),
-            _range(counts.sum(1)),
-            _range((counts > 0).sum(1)),
-            f"{_mean_entropy(counts):.2f}",
-        ],
-    ]
+    cells = {
+        "clients": str(len(counts)),
+        "samples per client (min / median / max)": _range(counts.sum(1)),
+        "classes per client (min / median / max)": _range((counts > 0).sum(1)),
+        "mean label entropy (bits)": f"{_mean_entropy(counts):.2f}",
+    }
+    return [list(cells), list(cells.values())]
 
 
 def _range(values: NDArray[np.int64]) -> str:
@@ -93,7 +86,7 @@ def _range(values: NDArray[np.int64]) -> str:
 
 
 def _mean_entropy(counts: NDArray[np.int64]) -> float:
-    """Over the clients that have samples: 0 for a single class, log2(classes) for all in equal parts."""
+    """Mean over clients with samples: 0 for a single class, log2(classes) for equal shares."""
     held = counts[counts.sum(1) > 0]
     if not len(held):
         return 0.0

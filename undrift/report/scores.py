@@ -1,4 +1,4 @@
-"""How a run is scored, by which round, and what its seeds say together."""
+"""The score of a run, the round that decides it, and its spread over seeds."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ class Spread(NamedTuple):
     mean: float
     deviation: float | None  # with n - 1; None for a single seed
     seeds: int
-    of: int  # seeds in the group
+    of: int  # all seeds of the group
 
 
 class Metric(NamedTuple):
-    """What decides which model is better."""
+    """The number that decides which model is better."""
 
     name: str  # the key in the records
     higher: bool  # whether higher is better
@@ -37,13 +37,13 @@ class Metric(NamedTuple):
 
 
 ACCURACY, LOSS = Metric("accuracy", True), Metric("loss", False)
-# Where all runs have them, these come first: the mean over clients, each on its own samples, of what serves it.
+# Preferred if all runs have them: the mean over clients of the score of each one's model on its own samples.
 OWN = Metric("own_dice", True), Metric("own_accuracy", True)
 DICE = Metric("dice", True)
 
 
 def metric_of(groups: list[Group]) -> Metric:
-    """Accuracy, but loss where a run was evaluated and has no accuracy at all; scores on the clients' own samples before both."""
+    """A score on the clients' own samples if all runs have one, else accuracy, or loss if a run has no accuracy."""
     runs = [run for group in groups for run in group.runs]
     evaluated = [run for run in runs if has(run, "loss")]
     for metric in (*OWN, DICE):
@@ -66,7 +66,7 @@ def on_validation(groups: list[Group], metric: Metric) -> bool:
 
 
 def score_name(groups: list[Group]) -> str:
-    """What the compared score is, in the words of the table's column."""
+    """The name of the compared score, as in the table's heading."""
     metric = metric_of(groups)
     return at_validation_name(metric) if on_validation(groups, metric) else on_test_name(metric)
 
@@ -80,21 +80,21 @@ def on_test_name(metric: Metric) -> str:
 
 
 def scores(groups: list[Group]) -> list[Spread | None]:
-    """The score by which the groups are compared: all by the same rule."""
+    """The scores of the groups, all by the same rule."""
     metric = metric_of(groups)
     chosen_by = metric.validation if on_validation(groups, metric) else metric.name
     return [over_seeds(group, lambda run: score(run, metric, chosen_by)) for group in groups]
 
 
-def ranked(groups: list[Group]) -> list[Group]:
-    """The groups with the best score first, and those without one last."""
+def rank(groups: list[Group]) -> list[Group]:
+    """Sort the groups, the best score first, groups without a score last."""
     sign = -1.0 if metric_of(groups).higher else 1.0
     rows = zip(groups, scores(groups), strict=True)
     return [group for group, _ in sorted(rows, key=lambda row: sign * row[1].mean if row[1] else math.inf)]
 
 
 def default_target(groups: list[Group]) -> float | None:
-    """The worst group's mean score, rounded to two decimals towards the easier side."""
+    """The worst group's mean score, rounded to two decimals so that it is easier to reach."""
     means = [spread.mean for spread in scores(groups) if spread]
     if not means:
         return None
@@ -117,7 +117,7 @@ def over_seeds(group: Group, value: Callable[[Run], float | None]) -> Spread | N
 
 
 def best_record(run: Run, metric: Metric, chosen_by: str) -> dict[str, Any] | None:
-    """The round that is best by the given key among those with a test score; the first of equals."""
+    """The first round that is best by the given key, among rounds with a test score."""
     rounds = [r for r in run.records if None not in (number(r, metric.name), number(r, chosen_by))]
     best = metric.best([r[chosen_by] for r in rounds]) if rounds else None
     return next((r for r in rounds if r[chosen_by] == best), None)

@@ -1,4 +1,4 @@
-"""The numbers of each group, which setting of a method is picked, and whether the methods differ."""
+"""Summarise each group, pick a setting for each method, and judge whether methods differ."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ from undrift.report.scores import (
     Metric,
     Spread,
     best_record,
-    default_target,
     has_validation,
     metric_of,
     on_validation,
@@ -24,9 +23,7 @@ from undrift.report.scores import (
     values_of,
 )
 
-__all__ = ["Pick", "Spread", "Summary", "default_target", "picked", "summarise", "verdict"]
-
-# Further numbers of the records: key, heading, and what stands for all rounds of a run.
+# Further numbers of the records: key, heading, and how a run's rounds are summarised.
 MORE: tuple[tuple[str, str, Callable[[list[float]], float]], ...] = (
     ("forgetting", "forgetting at the end", lambda values: values[-1]),
     ("forgetting", "mean forgetting", statistics.fmean),
@@ -39,7 +36,7 @@ MORE: tuple[tuple[str, str, Callable[[list[float]], float]], ...] = (
     ("qp_failed", "failed programmes", lambda values: values[-1]),
     ("evictions", "evictions", lambda values: values[-1]),
 )
-FEW_SEEDS = 5  # below this, two standard errors are only an indication
+FEW_SEEDS = 5  # with fewer, two standard errors are only an indication
 Rows = list[tuple[Group, Spread]]  # best first
 
 
@@ -57,7 +54,7 @@ class Summary(NamedTuple):
     consistency: Spread | None  # in the last round
     seconds_per_round: Spread | None  # the median of a run's rounds
     network_seconds_to_target: Spread | None  # simulated, with --bandwidth or --latency
-    more: dict[str, Spread | None]  # what MORE names
+    more: dict[str, Spread | None]  # by the headings of MORE
 
 
 class Pick(NamedTuple):
@@ -68,13 +65,13 @@ class Pick(NamedTuple):
 
 
 def summarise(groups: list[Group], target: float | None) -> list[Summary]:
-    """A row for each group; without a target, nothing is reached."""
+    """A row for each group."""
     metric = metric_of(groups)
     return [_summary(group, metric, target) for group in groups]
 
 
-def picked(groups: list[Group]) -> list[Pick]:
-    """Each algorithm's best setting in each task: by validation where all groups of the task have it."""
+def pick_settings(groups: list[Group]) -> list[Pick]:
+    """Each algorithm's best setting in each task, by validation if all groups of the task have it."""
     picks = []
     for rivals in by_task(groups):
         metric = metric_of(rivals)
@@ -90,7 +87,7 @@ def picked(groups: list[Group]) -> list[Pick]:
 
 
 def verdict(groups: list[Group]) -> str:
-    """Whether the methods are further apart than the seeds, task by task."""
+    """Say for each task whether the methods differ more than the seeds."""
     tasks = by_task(groups)
     if len(tasks) == 1:
         return _verdict(groups)
@@ -98,21 +95,21 @@ def verdict(groups: list[Group]) -> str:
 
 
 def _best_setting(settings: list[Group], metric: Metric, key: str) -> Group:
-    """By the mean over seeds of the best value of `key` over rounds; the first of equals."""
+    """The first setting with the best mean over seeds of the best value of `key`."""
 
     def best_value(run: Run) -> float | None:
         record = best_record(run, metric, key)
         return number(record, key) if record else None
 
-    found = [(group, over_seeds(group, best_value)) for group in settings]
-    means = [spread.mean for _, spread in found if spread]
+    spreads = [(group, over_seeds(group, best_value)) for group in settings]
+    means = [spread.mean for _, spread in spreads if spread]
     best = metric.best(means) if means else None
-    return next((group for group, spread in found if spread and spread.mean == best), settings[0])
+    return next((group for group, spread in spreads if spread and spread.mean == best), settings[0])
 
 
 def _verdict(groups: list[Group]) -> str:
-    """Within a task: on the picked setting of each method or, with a single method, on all its settings."""
-    picks = picked(groups)
+    """Compare the picked settings of the methods, or all settings of a single method."""
+    picks = pick_settings(groups)
     compared = [pick.group for pick in picks] if len(picks) > 1 else groups
     notes = _length_note(compared) + (_picking_note(picks) if len(picks) > 1 else "")
     rows = [(group, spread) for group, spread in zip(compared, scores(compared), strict=True) if spread]
@@ -137,7 +134,7 @@ def _without_seeds(rows: Rows, name: str) -> str:
 
 def _apart(rows: Rows, name: str) -> str:
     between = statistics.stdev([spread.mean for _, spread in rows])
-    within = _pooled(rows)
+    within = _pooled_deviation(rows)
     if within == 0.0:
         return f"The seeds of each method score exactly alike ({name}), so chance cannot be judged from them."
     verb = "are further apart than" if between > within else "are not further apart than"
@@ -168,20 +165,20 @@ def _lead(rows: Rows) -> str:
     )
 
 
-def _pooled(rows: Rows) -> float:
+def _pooled_deviation(rows: Rows) -> float:
     """The standard deviation of the seeds within a group, over all groups."""
     freedom = sum(spread.seeds - 1 for _, spread in rows)
     return math.sqrt(sum((s.seeds - 1) * (s.deviation or 0.0) ** 2 for _, s in rows) / freedom)
 
 
 def _standard_error(rows: Rows) -> float:
-    """Of the difference between the first two: from their own seeds or from all, whichever is larger.
+    """The standard error of the difference between the first two, from their seeds or from all, whichever is larger.
 
-    Two or three seeds can lie close together by luck; the seeds of the other methods guard against that.
+    Two or three seeds can be close by luck; the seeds of the other methods guard against that.
     """
     (_, a), (_, b) = rows[:2]
-    own = math.sqrt((a.deviation or 0.0) ** 2 / a.seeds + (b.deviation or 0.0) ** 2 / b.seeds)
-    return max(own, _pooled(rows) * math.sqrt(1 / a.seeds + 1 / b.seeds))
+    of_two = math.sqrt((a.deviation or 0.0) ** 2 / a.seeds + (b.deviation or 0.0) ** 2 / b.seeds)
+    return max(of_two, _pooled_deviation(rows) * math.sqrt(1 / a.seeds + 1 / b.seeds))
 
 
 def _length_note(groups: list[Group]) -> str:
@@ -226,7 +223,7 @@ def _summary(group: Group, metric: Metric, target: float | None) -> Summary:
 def _cost_to_target(
     run: Run, metric: Metric, target: float | None, cost: Callable[[dict[str, Any]], float]
 ) -> float | None:
-    """What the rounds cost together up to the first one whose test score reaches the target."""
+    """The cost of all rounds up to the first whose test score reaches the target."""
     spent = 0.0
     for record in run.records:
         spent += cost(record)

@@ -1,32 +1,20 @@
-"""The summary as rows of plain strings, for the terminal and for the page."""
+"""The summary as rows of strings, for the terminal and for the page."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
 from undrift.report.load import Group
-from undrift.report.scores import (
-    Spread,
-    at_validation_name,
-    default_target,
-    metric_of,
-    on_test_name,
-    on_validation,
-)
-from undrift.report.summary import (
-    MORE,
-    Summary,
-    picked,
-    summarise,
-)
+from undrift.report.scores import Spread, at_validation_name, default_target, metric_of, on_test_name, on_validation
+from undrift.report.summary import MORE, Summary, pick_settings, summarise
 
 NOTHING = "-"
 
 
 def table(groups: list[Group], target: float | None, brief: bool = False) -> list[list[str]]:
-    """A header and a row for each group; without a target, the score that even the worst group reaches.
+    """A header and a row for each group; the default target is the score that even the worst group reaches.
 
-    A brief table fits in a terminal: it leaves out what hardly differs between methods.
+    A brief table fits in a terminal: it omits columns that hardly differ between methods.
     """
     metric = metric_of(groups)
     target = default_target(groups) if target is None else target
@@ -40,7 +28,7 @@ def table(groups: list[Group], target: float | None, brief: bool = False) -> lis
         columns.append((at_validation_name(metric), lambda row: show(row.at_best_validation, _score)))
     if not on_validation(groups, metric):
         columns.append((on_test_name(metric), lambda row: show(row.best_on_test, _score)))
-    how = {pick.group.label: pick.how for pick in picked(groups)}
+    how = {pick.group.label: pick.how for pick in pick_settings(groups)}
     if any(how.values()):
         columns.append(("picked", lambda row: how.get(row.group.label, "")))
     columns += [
@@ -51,21 +39,18 @@ def table(groups: list[Group], target: float | None, brief: bool = False) -> lis
     ]
     if any(row.network_seconds_to_target for row in rows):
         columns.append((f"network seconds to {goal}", lambda row: show(row.network_seconds_to_target, _short)))
-    columns += (
-        []
-        if brief
-        else [
+    if not brief:
+        columns += [
             ("gradients per round", lambda row: show(row.gradients_per_round, _count, hide_zero=True)),
             ("consistency at the end", lambda row: show(row.consistency, _short)),
             ("seconds per round", lambda row: show(row.seconds_per_round, _short)),
             ("rounds run", lambda row: _rounds(row.group)),
         ]
-    )
     return [[name for name, _ in columns], *([cell(row) for _, cell in columns] for row in rows)]
 
 
 def more_table(groups: list[Group]) -> list[list[str]]:
-    """What else the records tell: a header and a row for each group, with a column for all that any group has."""
+    """Further measures: a header and a row for each group, with the columns that any group has."""
     rows = summarise(groups, None)
     headings = [heading for _, heading, _ in MORE if any(row.more[heading] for row in rows)]
     cells = ([show(row.more[heading], _short) for heading in headings] for row in rows)
@@ -73,13 +58,13 @@ def more_table(groups: list[Group]) -> list[list[str]]:
 
 
 def show(spread: Spread | None, form: Callable[[float], str], hide_zero: bool = False) -> str:
-    """Mean ± standard deviation, and how many seeds it is over where that is not all of them."""
+    """Mean ± standard deviation, and the number of seeds if some have no value."""
     if spread is None:
         return NOTHING
     text = form(spread.mean)
     if spread.deviation is not None and not (hide_zero and spread.deviation == 0):
         text += f" ± {_deviation(spread.deviation)}" if form is _short else f" ± {form(spread.deviation)}"
-    return text + _of(spread)
+    return text + _missing_seeds(spread)
 
 
 def show_bytes(spread: Spread | None) -> str:
@@ -89,7 +74,7 @@ def show_bytes(spread: Spread | None) -> str:
     text = _short(spread.mean / size)
     if spread.deviation:
         text += f" ± {_deviation(spread.deviation / size)}"
-    return f"{text} {unit}{_of(spread)}"
+    return f"{text} {unit}{_missing_seeds(spread)}"
 
 
 UNITS = ((10**12, "TB"), (10**9, "GB"), (10**6, "MB"), (10**3, "kB"))
@@ -99,7 +84,7 @@ def _deviation(value: float) -> str:
     return f"{value:.0f}" if value >= 10 else f"{value:.2g}"
 
 
-def _of(spread: Spread) -> str:
+def _missing_seeds(spread: Spread) -> str:
     return f" ({spread.seeds} of {spread.of})" if spread.seeds < spread.of else ""
 
 
@@ -117,5 +102,5 @@ def _count(value: float) -> str:
 
 
 def _short(value: float) -> str:
-    """Three significant digits, and no exponent for numbers that are easily read without."""
+    """Three significant digits, without an exponent below 100,000."""
     return f"{value:.0f}" if 1000 <= abs(value) < 100_000 else f"{value:.3g}"

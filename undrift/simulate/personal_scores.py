@@ -13,7 +13,7 @@ from undrift.algorithms.base import Algorithm
 from undrift.algorithms.personal import Served
 from undrift.core.trees import State, map_leaves
 from undrift.data.batches import Plan
-from undrift.data.federation import Federation, Own
+from undrift.data.federation import Federation, HeldOut
 from undrift.oracle.net import Net
 from undrift.personal.choosing import Choice, best_gamma, choose
 from undrift.round.order import ServerState
@@ -46,14 +46,14 @@ def own_scores(run: Scored, last: bool) -> dict[str, Any]:
     of all that there is under `sites`.
     """
     data, alg = run.data, run.alg
-    most = max(int(own.owners.max()) for own in data.own.values()) + 1
+    most = max(int(own.owners.max()) for own in data.held_out.values()) + 1
     served = personal_models(run) if alg.personalises else []
     shared = Served(run.state.x, run.state.buffers)
     found: dict[str, Any] = {}
     table: dict[str, Any] = {}
     gamma = max(getattr(alg, "gamma", 0.0), 0.0)
-    for name in sorted(data.own, reverse=True):  # validation before the others: the threshold comes from there
-        own, sites = data.own[name], 1 if name == "unseen" else most
+    for name in sorted(data.held_out, reverse=True):  # validation before the others: the threshold comes from there
+        own, sites = data.held_out[name], 1 if name == "unseen" else most
         kinds = {"global": scores_of(run, own, shared)}
         if served and name != "unseen":
             kinds["personal"] = by_owner(run, own, [served[i] for i in range(sites)])
@@ -72,8 +72,8 @@ def own_scores(run: Scored, last: bool) -> dict[str, Any]:
         found |= {f"{prefix}own_{m}_all": float(v.mean()) for m, v in kinds[best].items()}
     if alg.chooses == "threshold":
         found["gamma"] = gamma
-    if last and served and most <= MOST_CROSSED and "test" in data.own:
-        own = data.own["test"]
+    if last and served and most <= MOST_CROSSED and "test" in data.held_out:
+        own = data.held_out["test"]
         crossed = [scores_of(run, own, model) for model in served]
         table["crossed"] = {
             m: [group_means(scores[m], own.owners, most).tolist() for scores in crossed] for m in crossed[0]
@@ -81,14 +81,14 @@ def own_scores(run: Scored, last: bool) -> dict[str, Any]:
     return found | {"sites": table}
 
 
-def counted(own: Own, choice: Choice, sites: int, models: int) -> list[list[int]]:
+def counted(own: HeldOut, choice: Choice, sites: int, models: int) -> list[list[int]]:
     """[sites][models] how often which model was chosen for a site's samples."""
     counts = torch.zeros(sites, models, dtype=torch.int64)
     counts.index_put_((own.owners.cpu(), choice.model.cpu()), torch.ones(len(own.rows), dtype=torch.int64), True)
     return counts.tolist()
 
 
-def thresholds(run: Scored, own: Own, shared: Served, served: list[Served]) -> dict[str, Any]:
+def thresholds(run: Scored, own: HeldOut, shared: Served, served: list[Served]) -> dict[str, Any]:
     """Without a threshold, and with the one that is best on these samples themselves: gamma, the choices and the scores."""
     found = {}
     for name, gamma in (("none", 0.0), ("best", tuned(run, own, shared, served))):
@@ -118,13 +118,13 @@ def personal_models(run: Scored) -> list[Served]:
     return found
 
 
-def scores_of(run: Scored, own: Own, model: Served, some: Tensor | None = None) -> Scores:
+def scores_of(run: Scored, own: HeldOut, model: Served, some: Tensor | None = None) -> Scores:
     """The scores of one model on the samples, or on some of them."""
     rows, owners = (own.rows, own.owners) if some is None else (own.rows[some], own.owners[some])
     return sample_scores(run.net, *model, own.split, run.data.transform, run.metrics, rows, owners)
 
 
-def by_model(run: Scored, own: Own, models: list[Served], which: Tensor) -> Scores:
+def by_model(run: Scored, own: HeldOut, models: list[Served], which: Tensor) -> Scores:
     """The scores of each sample under the model that `which` [n] names for it."""
     found: Scores = {}
     for k in which.unique().tolist():
@@ -134,12 +134,12 @@ def by_model(run: Scored, own: Own, models: list[Served], which: Tensor) -> Scor
     return found
 
 
-def by_owner(run: Scored, own: Own, models: list[Served]) -> Scores:
+def by_owner(run: Scored, own: HeldOut, models: list[Served]) -> Scores:
     return by_model(run, own, models, own.owners)
 
 
 @torch.no_grad()
-def selector_outputs(run: Scored, own: Own, batch: int = 1000) -> Tensor:
+def selector_outputs(run: Scored, own: HeldOut, batch: int = 1000) -> Tensor:
     """[n, m] what the selector says of each sample."""
     selector = run.alg.selector(run.state.companion)
     net, found = run.net.beside["selector"], []
@@ -149,7 +149,7 @@ def selector_outputs(run: Scored, own: Own, batch: int = 1000) -> Tensor:
     return torch.cat(found)
 
 
-def tuned(run: Scored, own: Own, shared: Served, served: list[Served]) -> float:
+def tuned(run: Scored, own: HeldOut, shared: Served, served: list[Served]) -> float:
     """The threshold with the best client-average score."""
     choice = choose("threshold", selector_outputs(run, own), 0.0)
     metric = next(iter(run.metrics), "loss")
@@ -160,7 +160,9 @@ def tuned(run: Scored, own: Own, shared: Served, served: list[Served]) -> float:
     return best_gamma(choice.confidence, sign * personal, sign * of_server, weight)
 
 
-def super_scores(run: Scored, own: Own, shared: Served, served: list[Served], gamma: float) -> tuple[Scores, Choice]:
+def super_scores(
+    run: Scored, own: HeldOut, shared: Served, served: list[Served], gamma: float
+) -> tuple[Scores, Choice]:
     """The scores of the models that the selector chooses, or mixes."""
     choice = choose(run.alg.chooses, selector_outputs(run, own), gamma)
     if not run.alg.selects(run.t):  # the selector has not learned anything yet: the server's model serves
@@ -171,7 +173,7 @@ def super_scores(run: Scored, own: Own, shared: Served, served: list[Served], ga
 
 
 @torch.no_grad()
-def mixed_scores(run: Scored, own: Own, models: list[Served], weights: Tensor, batch: int = 200) -> Scores:
+def mixed_scores(run: Scored, own: HeldOut, models: list[Served], weights: Tensor, batch: int = 200) -> Scores:
     """The scores of the mixture of all models' probabilities."""
     net = run.net
     found: dict[str, list[Tensor]] = {}

@@ -196,9 +196,9 @@ def lay_out(
             who = ids[there, place]
             rows = who + there % runs * N
             batches = table(
-                plan, named(plan.all_shuffled_by)[there], who, data.members, data.start[rows], data.sizes[rows],
+                plan, named(plan.shuffle_streams)[there], who, data.members, data.start[rows], data.sizes[rows],
                 taken[there, place],
-            ).shortened(steps[there, place])  # fmt: skip
+            ).shorten(steps[there, place])  # fmt: skip
             most, width = batches.count.shape[1], batches.index.shape[2]
             real[there, place, :most] = batches.count
             samples[one.put(there * S + place), :most, :width] = batches.index[:, :most]

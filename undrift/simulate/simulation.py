@@ -22,7 +22,7 @@ from undrift.core.errors import BadSetting
 from undrift.core.schedule import Schedule
 from undrift.core.trees import State, map_leaves, named_leaves, nbytes
 from undrift.data.batches import Plan
-from undrift.data.federation import Federation, Ids, pooled
+from undrift.data.federation import Federation, Ids, pool
 from undrift.oracle.net import Net
 from undrift.round.clients import new_clients
 from undrift.round.compressed import Uplink, check_summed, wrap
@@ -91,7 +91,7 @@ class Simulation:
         remote: Callable[[LocalWork], Ask] | None = None,
     ) -> None:
         if alg.pools:
-            data, settings = pooled(data), replace(settings, cohort=1)
+            data, settings = pool(data), replace(settings, cohort=1)
         if not 1 <= settings.cohort <= data.clients:
             raise BadSetting(f"cohort must lie between 1 and the {data.clients} clients, not {settings.cohort}")
         check_algorithm(alg, data.clients, data.clients if settings.sampling == "bernoulli" else settings.cohort)
@@ -155,7 +155,7 @@ class Simulation:
         ids, how = attendance.ids, self.settings
         table = self.data.table(how.plan, how.seed, self.t, ids, self.position[ids])
         if (attendance.steps < table.steps).any():
-            table = table.shortened(attendance.steps)
+            table = table.shorten(attendance.steps)
         return LocalWork(
             self.net, self.data, how.seed, self.t, torch.from_numpy(ids).to(self.device), table, how.plan.batch
         )
@@ -313,7 +313,7 @@ class Simulation:
             validation = torch.from_numpy(data.validation).to(self.device)
             held_out = means(sample_scores(*where, data.train, data.transform, self.metrics, validation))
             scores |= {f"val_{name}": value for name, value in held_out.items()}
-        if data.own and (last or self.t % self.settings.eval_every == 0):
+        if data.held_out and (last or self.t % self.settings.eval_every == 0):
             scores |= own_scores(self, last)
         every = self.settings.client_eval_every
         if len(data.train) and (last or (every and self.t % every == 0)):  # none here where each client has its own

@@ -4,10 +4,9 @@
     dual     z* = argmin_{z >= 0} z'Gz / 2 + b'z ,   G = M'M ,  b = M'p - rho |p| |M_i|
     recover  u* = p + M z*
 
-The dual is solved by Lawson and Hanson's active-set method on the normalised problem (unit columns, unit p), which ends
-at an exact KKT point. A Gram matrix of float32 columns carries about 1e-7 of noise: where the solution leans on digits
-that it does not have, the Gram matrix is computed again in float64, and where even that is too ill-conditioned
-(near-antipodal columns) the active columns themselves are factorised.
+Lawson and Hanson's active-set method solves the dual on the normalised problem (unit columns, unit p) and ends at an exact KKT
+point. A Gram matrix of float32 columns has about 1e-7 of noise. If the solution needs more digits, the Gram matrix is computed
+again in float64; if that is too ill-conditioned (near-antipodal columns), the active columns themselves are factorised.
 """
 
 from __future__ import annotations
@@ -27,16 +26,16 @@ Array = NDArray[np.float64]
 
 
 class Projection(NamedTuple):
-    """The projected vector, its multipliers, and how well it was found."""
+    """The projected vector, its multipliers, and whether they are a solution."""
 
     u: Tensor  # [P]
-    z: Tensor  # [m] float64, the multipliers of the columns as given, where `counts` lies
+    z: Tensor  # [m] float64, the multipliers of the given columns, on the device of `counts`
     solved: Tensor  # [] False: non-finite input or no convergence; then u is p, or the best point found
 
 
 @plain
 def gram(rows: Tensor, others: Tensor) -> Tensor:
-    """Inner products [a, b] of rows [a, P] with others [b, P]; a faster form may sum them up in float64."""
+    """Inner products [a, b] of rows [a, P] with others [b, P]; a faster form may sum in float64."""
     return rows @ others.T
 
 
@@ -52,9 +51,8 @@ def project(
 ) -> Projection:
     """The nearest u to p [P] with <u, row> >= rho |p| |row| for every row of [m, P].
 
-    `products` [m, m] is the rows' Gram matrix and `along` [m] their products with p, where the caller already has them. Of
-    the rows only those that `counts` [m] names are constraints, and none that is exactly zero. `start` [m] names those
-    that may be active, such as those that were so in a programme much like this one.
+    `products` [m, m] is the rows' Gram matrix and `along` [m] their products with p, if the caller has them. Only the nonzero
+    rows in `counts` [m] are constraints. `start` [m] is a guess of the active rows, such as those of a similar programme.
 
     >>> project(torch.tensor([1.0, -1.0]), torch.tensor([[0.0, 1.0]])).u
     tensor([1., 0.])
@@ -64,35 +62,36 @@ def project(
     length = norm(p)
     flat = torch.cat([products.double().flatten(), along.double(), length.view(1)]).cpu().numpy()  # one trip
     m = len(rows)
-    named = np.ones(m, dtype=bool) if counts is None else counts.cpu().numpy()
-    guess = np.zeros(m, dtype=bool) if start is None else start.cpu().numpy() & named
-    G, b, size, even = normalised(rows, flat[: m * m].reshape(m, m), flat[m * m : -1], flat[-1], rho, named)
-    if even is not None:  # rows so short that their squares are zero: their length counts for nothing
-        stretched = project(p.double(), even, None, rho, None, torch.from_numpy(named), torch.from_numpy(guess))
-        found = stretched.z / even_scale(rows).cpu()
-        return Projection(stretched.u.to(p.dtype), found if counts is None else beside(found, counts), stretched.solved)
-    still = torch.zeros(m, dtype=torch.float64) if counts is None else counts.new_zeros(m, dtype=torch.float64)
+    wanted = np.ones(m, dtype=bool) if counts is None else counts.cpu().numpy()
+    guess = np.zeros(m, dtype=bool) if start is None else start.cpu().numpy() & wanted
+    G, b, size, even = normalised(rows, flat[: m * m].reshape(m, m), flat[m * m : -1], flat[-1], rho, wanted)
+    if even is not None:  # rows so short that their squares are zero; their length does not matter
+        stretched = project(p.double(), even, None, rho, None, torch.from_numpy(wanted), torch.from_numpy(guess))
+        z_even = stretched.z / even_scale(rows).cpu()
+        z_all = z_even if counts is None else beside(z_even, counts)
+        return Projection(stretched.u.to(p.dtype), z_all, stretched.solved)
+    zero = torch.zeros(m, dtype=torch.float64) if counts is None else counts.new_zeros(m, dtype=torch.float64)
     yes, no = torch.tensor(True), torch.tensor(False)
     if not (np.isfinite(G).all() and np.isfinite(b).all()):
-        return Projection(p, still, no)
+        return Projection(p, zero, no)
     if (b >= 0).all():  # feasible already: p itself, bit for bit
-        return Projection(p, still, yes)
+        return Projection(p, zero, yes)
     single = p.dtype != torch.float64
     z, solved = solve(G, b, 1e-6 if single else 1e-12, guess)
     if single and (not solved or digits_lost(G, z > 0) > 4):
         wide = rows.double()
         exact = gram(wide, wide).cpu().numpy(), (wide @ p.double()).cpu().numpy()
-        G, b, size, _ = normalised(wide, *exact, flat[-1], rho, named)
+        G, b, size, _ = normalised(wide, *exact, flat[-1], rho, wanted)
         z, solved = solve(G, b, 1e-12, guess)
     straight = None
     if not solved or digits_lost(G, z > 0) > 8:
-        z, straight, solved = by_columns(p, rows, np.where(named, size, 0.0), rho)
+        z, straight, solved = by_columns(p, rows, np.where(wanted, size, 0.0), rho)
     active = z > 0
     index, share = np.flatnonzero(active), z[active] * flat[-1] / size[active]
     chosen, weights = torch.from_numpy(index), torch.from_numpy(share)
     u = combine(p, rows, beside(chosen, p), beside(weights, p)) if straight is None else straight
-    found = still.index_copy(0, beside(chosen, still), beside(weights, still))
-    return Projection(u, found, yes if solved else no)
+    z_all = zero.index_copy(0, beside(chosen, zero), beside(weights, zero))
+    return Projection(u, z_all, yes if solved else no)
 
 
 @plain
@@ -114,29 +113,29 @@ def even_scale(rows: Tensor) -> Tensor:
 
 
 def normalised(
-    rows: Tensor, products: Array, along: Array, length: float, rho: float, named: NDArray[np.bool_]
+    rows: Tensor, products: Array, along: Array, length: float, rho: float, wanted: NDArray[np.bool_]
 ) -> tuple[Array, Array, Array, Tensor | None]:
     """G and b for unit columns and unit p, and the columns' lengths. A zero column (or p = 0) constrains nothing.
 
-    Where a column is too short to be squared, the last is all columns stretched.
+    If a column is too short to be squared, the last result is all columns, stretched.
     """
     size = np.sqrt(np.clip(products.diagonal(), 0.0, None))
-    zero = np.flatnonzero(named & (size == 0))
+    zero = np.flatnonzero(wanted & (size == 0))
     even = None
     if len(zero) and bool((rows[beside(torch.from_numpy(zero), rows)] != 0).any()):
         even = rows.double() / even_scale(rows).unsqueeze(1)
-    counted = named & (size > 0)
+    counted = wanted & (size > 0)
     inverse = np.divide(1.0, size, out=np.zeros_like(size), where=counted)
-    with np.errstate(invalid="ignore"):  # an infinite column times its inverse: the caller looks at what is not finite
+    with np.errstate(invalid="ignore"):  # an infinite column times its inverse; the caller checks
         G: Array = products * inverse * inverse[:, None]
         b: Array = along * inverse * (1 / length if length > 0 else 0.0) - rho * counted
-    return G, np.where(counted & (length > 0), b, np.maximum(np.where(named, b, 0.0), 0)), size, even
+    return G, np.where(counted & (length > 0), b, np.maximum(np.where(wanted, b, 0.0), 0)), size, even
 
 
 def solve(G: Array, b: Array, tolerance: float, guess: NDArray[np.bool_] | None = None) -> tuple[Array, bool]:
     """z >= 0 with w = Gz + b >= -tolerance and zw = 0, from the Gram matrix; and whether it was found.
 
-    The search begins with the columns of `guess`, as far as their multipliers are positive.
+    The search begins with the columns of `guess` whose multipliers are positive.
 
     >>> solve(np.eye(2), np.array([-1.0, 2.0]), 1e-12)[0]
     array([1., 0.])
@@ -160,10 +159,10 @@ def lawson_hanson(
 ) -> tuple[Array, bool]:
     """The active-set method (Lawson & Hanson 1974, ch. 23): z >= 0, slack(z) >= -tolerance, z slack(z) = 0.
 
-    `multipliers` gives the z of the passive columns for which their slack is zero, None where they are dependent.
+    `multipliers` gives the z of the passive columns that makes their slack zero, None if they are dependent.
     """
-    z, passive = started(count, multipliers, guess)  # passive: the columns whose multiplier may be positive
-    refused = np.zeros(count, dtype=bool)  # columns that round-off would let in and out for ever
+    z, passive = started(count, multipliers, guess)  # passive columns may have a positive multiplier
+    refused = np.zeros(count, dtype=bool)  # columns that would enter and leave forever by round-off
     for _ in range(10 * count + 10):
         w = slack(z)
         w[passive | refused] = 0.0
@@ -172,19 +171,19 @@ def lawson_hanson(
             return z, bool(slack(z).min() >= -max(tolerance, 1e-9))
         passive[j] = True
         while passive.any():
-            found = multipliers(passive)
-            if found is None:  # column j lies in the span of the others
+            candidate = multipliers(passive)
+            if candidate is None:  # column j lies in the span of the others
                 passive[j], refused[j] = False, True
                 break
             s = np.zeros(count)
-            s[passive] = found
+            s[passive] = candidate
             falling = passive & (s <= 0)
             if not falling.any():
                 if (s != z).any():
                     refused[:] = False
                 z = s
                 break
-            if falling[j] and z[j] == 0:  # by w[j] < 0 it should rise: round-off, leave it out
+            if falling[j] and z[j] == 0:  # w[j] < 0 says it should rise: round-off, refuse it
                 passive[j], refused[j] = False, True
                 continue
             room = z[falling] / (z[falling] - s[falling])
@@ -199,30 +198,30 @@ def lawson_hanson(
 def started(
     count: int, multipliers: Callable[[NDArray[np.bool_]], Array | None], guess: NDArray[np.bool_] | None
 ) -> tuple[Array, NDArray[np.bool_]]:
-    """A start for the active-set method: the guessed columns, less those whose multipliers are not positive."""
+    """A start for the active-set method: the guessed columns with positive multipliers."""
     passive = np.zeros(count, dtype=bool) if guess is None else guess.copy()
     while passive.any():
-        found = multipliers(passive)
-        if found is None:
+        candidate = multipliers(passive)
+        if candidate is None:
             break
-        if (found > 0).all():
+        if (candidate > 0).all():
             z = np.zeros(count)
-            z[passive] = found
+            z[passive] = candidate
             return z, passive
-        passive[np.flatnonzero(passive)[found <= 0]] = False
+        passive[np.flatnonzero(passive)[candidate <= 0]] = False
     return np.zeros(count), np.zeros(count, dtype=bool)
 
 
 def by_columns(p: Tensor, rows: Tensor, size: Array, rho: float) -> tuple[Array, Tensor, bool]:
-    """Multipliers and projection from the unit columns themselves, where their Gram matrix has lost too many digits.
+    """Multipliers and projection from the unit columns themselves, for Gram matrices that have lost too many digits.
 
-    The columns and p are first turned into a small triangle (QR), which keeps all angles; then every solve is a least
-    squares problem on it, without directions that are round-off: for M = USV', a = rho S^-1 V'1 - U'p gives z = V S^-1 a and
-    u = p + Ua. u is taken from U, not from Mz, because z may be as large as the columns are alike.
+    A QR factorisation turns the columns and p into a small triangle with the same angles. Every solve is a least squares problem
+    on it, without directions that are round-off: for M = USV', a = rho S^-1 V'1 - U'p gives z = V S^-1 a and u = p + Ua. u comes
+    from U, not from Mz, because z is huge if columns are nearly alike.
     """
-    wide, there = p.double().cpu().numpy(), size > 0
+    wide, used = p.double().cpu().numpy(), size > 0
     length = np.linalg.norm(wide)
-    M = rows.double().cpu().numpy()[there].T / size[there]
+    M = rows.double().cpu().numpy()[used].T / size[used]
     Q, R = np.linalg.qr(np.column_stack([M, wide / length]))
     A, q = R[:, :-1], R[:, -1]
 
@@ -242,13 +241,13 @@ def by_columns(p: Tensor, rows: Tensor, size: Array, rho: float) -> tuple[Array,
 
     z, solved = lawson_hanson(A.shape[1], slack, lambda passive: parts(passive)[0], 1e-12)
     moved = parts(z > 0)[1] if (z > 0).any() else np.zeros(len(q))
-    found = np.zeros(len(size))
-    found[there] = z
-    return found, torch.from_numpy(wide + length * (Q @ moved)).to(p), solved
+    z_all = np.zeros(len(size))
+    z_all[used] = z
+    return z_all, torch.from_numpy(wide + length * (Q @ moved)).to(p), solved
 
 
 def digits_lost(G: Array, active: NDArray[np.bool_]) -> float:
-    """How many decimal digits a solve on the active columns loses: log10 of the condition number."""
+    """The decimal digits that a solve on the active columns loses: log10 of the condition number."""
     if not active.any():
         return 0.0
     eigenvalues = np.linalg.eigvalsh(G[np.ix_(active, active)])

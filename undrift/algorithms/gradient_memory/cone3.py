@@ -1,10 +1,9 @@
 """Projection on a cone of at most three constraints, for all clients at once and without a branch on data.
 
-The eight sets of active constraints are tried together; of those that meet the Karush-Kuhn-Tucker conditions the smallest
-is the solution. A set whose rows depend on one another is left out: where it solves the programme, so does a
-part of it. Everything is worked out in float64 on the coordinates of the three rows and p in an orthonormal basis of
-their span, so that nothing is lost by squaring nearly antipodal rows. `cone.project`, one client at a time, is
-its plain form.
+All eight sets of active constraints are tried; the solution is the smallest that meets the Karush-Kuhn-Tucker conditions.
+Sets of dependent rows are skipped: a subset gives the same solution. The work is done in float64 on coordinates of the three
+rows and p in an orthonormal basis of their span, so that squaring nearly antipodal rows loses nothing. `cone.project` does the
+same for one client.
 """
 
 from __future__ import annotations
@@ -24,28 +23,25 @@ SETS = tuple(tuple(i in s for i in range(3)) for size in range(4) for s in itert
 
 @plain
 def project_three(p: Tensor, rows: Sequence[Tensor], rho: float | Tensor = 0.0) -> tuple[Tensor, Tensor]:
-    """The nearest u to p [..., P] with <u, M_i> >= rho |p| |M_i| for three rows M_i [..., P]; also who is active [..., 3].
+    """The nearest u to p [..., P] with <u, M_i> >= rho |p| |M_i| for three rows M_i [..., P]; also the active ones [..., 3].
 
-    rho is a number, or [..., 1] like every number that meets vectors.
-
-    Rows that are exactly zero do not count. Where nothing is active, or the input is not finite, u is p bit for bit.
+    rho is a number or [..., 1]. Zero rows do not count. If nothing is active, or the input is not finite, u is p bit for bit.
     """
     vectors = torch.stack([*rows, p], -2)
     R, size, finite = coordinates(vectors)  # [..., 4, 4], its columns are the unit rows and p; [..., 4]; [..., 1]
-    there = size > 0
-    there = there[..., :3] & there[..., 3:]
+    nonzero = (size[..., :3] > 0) & (size[..., 3:] > 0)
     margin = rho.unsqueeze(-1) if isinstance(rho, Tensor) else rho  # against the eight sets [..., 8, 3]
-    z = multipliers(R[..., :3], R[..., 3], there, margin, 1e-9 if p.dtype == torch.float64 else 1e-6)
+    z = multipliers(R[..., :3], R[..., 3], nonzero, margin, 1e-9 if p.dtype == torch.float64 else 1e-6)
     active = (z > 0) & finite
-    share = torch.where(active, z / torch.where(there, size[..., :3], 1.0), 0.0) * size[..., 3:]
+    share = torch.where(active, z / torch.where(nonzero, size[..., :3], 1.0), 0.0) * size[..., 3:]
     moved = wide_combination(share, vectors)
     return torch.where(active.any(-1, keepdim=True), moved, p), active
 
 
-def multipliers(A: Tensor, q: Tensor, there: Tensor, rho: float | Tensor, tolerance: float) -> Tensor:
+def multipliers(A: Tensor, q: Tensor, nonzero: Tensor, rho: float | Tensor, tolerance: float) -> Tensor:
     """z [..., 3] >= 0 with w = A'(q + A z) - rho >= 0 and z w = 0, for columns A [..., 4, 3] of length one or zero."""
     on = constant(SETS, A)  # [8, 3]
-    possible = (there.unsqueeze(-2) | ~on).all(-1)  # [..., 8]
+    possible = (nonzero.unsqueeze(-2) | ~on).all(-1)  # [..., 8]
     # A_on = E T with orthonormal E and triangular T, for the eight sets at once; then T'T z = rho - A_on' q.
     columns = torch.where(on.unsqueeze(-2), A.unsqueeze(-3), 0.0)  # [..., 8, 4, 3]
     E: list[Tensor] = []
@@ -70,19 +66,19 @@ def multipliers(A: Tensor, q: Tensor, there: Tensor, rho: float | Tensor, tolera
     z = torch.where(on & possible.unsqueeze(-1), torch.stack([z0, z1, z2], -1), 0.0)
     moved = q.unsqueeze(-2) + (columns @ z.unsqueeze(-1)).squeeze(-1)
     w = (A.mT.unsqueeze(-3) @ moved.unsqueeze(-1)).squeeze(-1) - rho
-    broken = torch.where(there.unsqueeze(-2), torch.where(on, w.abs(), -w), 0.0)  # on: w = 0; off: w >= 0
+    broken = torch.where(nonzero.unsqueeze(-2), torch.where(on, w.abs(), -w), 0.0)  # on: w = 0; off: w >= 0
     gap = torch.maximum((-z).amax(-1), broken.amax(-1)).clamp(min=0)
     gap = torch.where(possible & gap.isfinite(), gap, torch.inf)
-    # The first set that is good enough, or else the best; good ones count as better than all others, in their order.
+    # The first set within the tolerance, else the best one.
     order = constant(tuple(range(-len(SETS), 0)), A, A.dtype)
     best = torch.where(gap <= tolerance, order, gap).argmin(-1, keepdim=True)
     return z.gather(-2, best.unsqueeze(-1).expand(*best.shape, 3)).squeeze(-2).clamp(min=0)
 
 
 def coordinates(vectors: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """R [..., k, k] whose columns are unit (or zero) vectors in an orthonormal basis of their span, for vectors [..., k, P].
+    """R [..., k, k]: coordinates of unit (or zero) vectors in an orthonormal basis of their span, for vectors [..., k, P].
 
-    Also their lengths [..., k] and whether all is finite [..., 1]; what is not finite counts as zero.
+    Also their lengths [..., k] and whether all is finite [..., 1]; vectors that are not finite count as zero.
     """
     products = wide_products(vectors)  # [..., k, k]
     finite = products.isfinite().all(-1).all(-1, keepdim=True)
@@ -91,7 +87,7 @@ def coordinates(vectors: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     if vectors.dtype == torch.float64:
         scaled = torch.where(finite.unsqueeze(-1), vectors, 0.0) * inverse.unsqueeze(-1)
         return orthogonalised(scaled), size, finite
-    # Of float32 vectors, products in float64 tell all there is to know: R is their Cholesky factor.
+    # For float32 vectors, products in float64 are exact enough: R is their Cholesky factor.
     G = torch.where(finite.unsqueeze(-1), products, 0.0) * inverse.unsqueeze(-1) * inverse.unsqueeze(-2)
     return cholesky(G), size, finite
 
@@ -109,7 +105,7 @@ def orthogonalised(vectors: Tensor) -> Tensor:
             v = v - along.unsqueeze(-1) * e
             column[i] = column[i] + along
         left = v.norm(dim=-1)
-        left = torch.where(left > 1e-14, left, 0.0)  # unit vectors: less is round-off of a vector in the others' span
+        left = torch.where(left > 1e-14, left, 0.0)  # less is round-off: the vector lies in the others' span
         column[j] = left
         basis.append(torch.where(left.unsqueeze(-1) > 0, v / torch.where(left > 0, left, 1.0).unsqueeze(-1), 0.0))
         columns.append(torch.stack(column, -1))
@@ -117,7 +113,7 @@ def orthogonalised(vectors: Tensor) -> Tensor:
 
 
 def cholesky(G: Tensor) -> Tensor:
-    """R [..., k, k], upper triangular, with R'R = G for unit vectors; a vector in the span of those before it adds nothing."""
+    """R [..., k, k], upper triangular, with R'R = G for unit vectors; dependent vectors add nothing."""
     count = G.shape[-1]
     R: list[list[Tensor]] = []  # rows
     for i in range(count):

@@ -1,4 +1,4 @@
-"""The server's memory of the clients' updates: GradMA's D, with mem_red's rule for who is remembered.
+"""The server's memory of the clients' updates: GradMA's D, with mem_red's rule for whom to remember.
 
 Luo, Li, Lan, Gao: GradMA, CVPR 2023, Algorithm 4 and equation (7). The paper's sets of counters are keyed by client.
 """
@@ -16,17 +16,17 @@ from undrift.core.vec import beside
 
 
 class Memory(NamedTuple):
-    """D[i] for up to m clients, as D[i] = beta_2^age rows[i]: the scale apart, so that an old direction never underflows.
+    """D[i] = beta_2^age rows[i] for up to m clients; the separate scale keeps old directions from underflowing.
 
-    The rows may be hundreds of megabytes, so `remember` writes into them: a memory is of no use after its successor is made.
+    The rows may be hundreds of megabytes, so `remember` overwrites them: use only the memory that it returns.
     """
 
     rows: Tensor  # [m, P]
-    ids: Tensor  # [m] whose row it is, -1: free
-    age: Tensor  # [m] rounds since the row was written, -1: nothing written yet
-    uses: Tensor  # [m] c(i), how often the client took part since it was let in
-    since: Tensor  # [m] when it was let in, a running number
-    products: Tensor  # [T, m, m] the rows' Gram matrix in float64, one for each tensor of the model or one for all
+    ids: Tensor  # [m] the row's client, -1: free
+    age: Tensor  # [m] rounds since the row was written, -1: never
+    uses: Tensor  # [m] c(i), rounds with this client since it was let in
+    since: Tensor  # [m] running number of its entry
+    products: Tensor  # [T, m, m] Gram matrices of the rows in float64, one per segment
     evictions: Tensor  # [] so far
 
     @classmethod
@@ -49,8 +49,7 @@ class Memory(NamedTuple):
         """
         age, at = self.age[place].unsqueeze(-1), beside(place, updates)
         scale = torch.where(age < 0, 0.0, beta2 ** (age + 1).to(updates.dtype)).to(updates)
-        # D[i] <- scale D[i] + d_i. Only the cohort's rows and columns of the Gram matrix change: S m d operations, not m m d, in
-        # one reading.
+        # D[i] <- scale D[i] + d_i. Only the cohort's rows and columns of the Gram matrix change: S m d operations, not m m d.
         new = torch.stack([renew_products(self.rows[:, s], at, scale, updates[:, s], m[s]) for s in segments])
         new, along = new[:, :-1].to(self.products), new[:, -1]
         products = self.products.index_copy(1, at, new).index_copy(2, at, new.transpose(1, 2))
@@ -58,13 +57,13 @@ class Memory(NamedTuple):
         return self._replace(age=age, products=products), along
 
     def constrains(self, beta2: float) -> Tensor:
-        """[m] which rows are directions not to hurt: a column's length does not matter, but beta_2 = 0 wipes the absent."""
+        """[m] the rows that constrain. Their length does not matter, but beta_2 = 0 wipes those of absent clients."""
         return (self.ids >= 0) & ((self.age == 0) | (beta2 > 0))
 
 
 @plain(by_value=True)
 def mem_red(memory: Memory, clients: Tensor) -> tuple[Memory, Tensor]:
-    """Every client [S] gets a row, in the order given; the least used one outside makes room. Also their rows [S]."""
+    """Give every client [S] a row, in the order given, if necessary that of the least used absent client. Also their rows [S]."""
     ids, age, uses, since = (t.tolist() for t in (memory.ids, memory.age, memory.uses, memory.since))
     invited, evictions = clients.tolist(), 0
     for i in invited:
@@ -83,7 +82,6 @@ def mem_red(memory: Memory, clients: Tensor) -> tuple[Memory, Tensor]:
 
 @plain(in_place=True)
 def renew_products(rows: Tensor, at: Tensor, scale: Tensor, updates: Tensor, m: Tensor) -> Tensor:
-    """rows[at] <- scale rows[at] + updates, in place; then the products [S + 1, m] of rows[at] and m with all rows [m, P], in
-    float64 as far as they were summed up so."""
+    """rows[at] <- scale rows[at] + updates, in place; then the products [S + 1, m] of rows[at] and m with all rows [m, P]."""
     rows.index_copy_(0, at, scale * rows[at] + updates)
     return gram(torch.cat([rows.index_select(0, at), m[None]]), rows).double()

@@ -1,4 +1,4 @@
-"""The settings that both sides of GradMA share: the margin of the constraints, and what one quadratic programme is about."""
+"""The settings that both sides of GradMA share: the margin of the constraints, and the scope of a quadratic programme."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Projected(Checked):
     varies: ClassVar[tuple[str, ...]] = ("rho",)
 
     def segments(self, layout: Layout) -> list[slice]:
-        """What each programme is about."""
+        """The part of the vector that each programme projects."""
         return layout.segments if self.qp_scope == "tensor" else [slice(0, layout.size)]
 
     def check(self, clients: int, cohort: int) -> None:

@@ -1,4 +1,4 @@
-"""Passes over a few long float32 vectors in float64: all their inner products, and a combination of them."""
+"""Inner products and combinations of a few long float32 vectors, in float64."""
 
 from __future__ import annotations
 

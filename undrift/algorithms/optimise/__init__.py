@@ -1,6 +1,6 @@
 """Base optimisers of local steps, one file each: `init(x)` makes the state, `step(rates, x, state, u)` moves x along u.
 
-The file's name is the value of `optimizer`; to add one is to add a file.
+The file's name is the value of `optimizer`.
 """
 
 from __future__ import annotations
@@ -15,18 +15,8 @@ from torch import Tensor
 from undrift.core.trees import State
 
 
-class Rates(Protocol):
-    """The fields of a worker part that a base optimiser reads."""
-
-    @property
-    def lr(self) -> float: ...
-
-    @property
-    def momentum(self) -> float: ...
-
-
 class Moving(Protocol):
-    """What local steps move: `base.Work`, a method's own, or a `personal.Stream`."""
+    """The state that local steps move: a method's `Work` or a `personal.Stream`."""
 
     @property
     def x(self) -> Tensor: ...
@@ -44,17 +34,13 @@ W = TypeVar("W", bound=Moving)
 
 
 class BaseOptimizer(Protocol):
-    """What a file of this folder defines."""
+    """The functions of a file in this folder."""
 
     def init(self, x: Tensor) -> NamedTuple:
         """The state before the first step from x [..., P]."""
 
-    def step(self, rates: Rates, x: Tensor, state: NamedTuple, u: Tensor) -> tuple[Tensor, NamedTuple]:
+    def step(self, rates: LocalOptimizer, x: Tensor, state: NamedTuple, u: Tensor) -> tuple[Tensor, NamedTuple]:
         """x and the state after one step along the direction u."""
-
-
-NAMES = tuple(sorted(module.name for module in pkgutil.iter_modules(__path__)))
-FILES: dict[str, BaseOptimizer] = {name: importlib.import_module(f"{__name__}.{name}") for name in NAMES}
 
 
 @dataclass(frozen=True)
@@ -64,7 +50,7 @@ class LocalOptimizer:
     lr: float = 0.1  # eta_l
     weight_decay: float = 0.0  # coupled L2, added to the final direction of each local step
     decay_biases: bool = True  # False: weight decay spares biases and normalisation, the tensors of one dimension
-    clip: float = 0.0  # longest local direction; 0 does not clip
+    clip: float = 0.0  # greatest norm of a local direction; 0 does not clip
     optimizer: str = "sgd"  # a file of this folder
     momentum: float = 0.9  # momentum's mu, Adam's beta_1
     keep_moments: bool = False  # True: a client keeps the base optimiser's state between rounds
@@ -74,3 +60,7 @@ class LocalOptimizer:
     def rest(self, x: Tensor) -> State:
         """The base optimiser's state before the first step from x."""
         return FILES[self.optimizer].init(x)
+
+
+NAMES = tuple(sorted(module.name for module in pkgutil.iter_modules(__path__)))
+FILES: dict[str, BaseOptimizer] = {name: importlib.import_module(f"{__name__}.{name}") for name in NAMES}

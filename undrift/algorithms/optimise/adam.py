@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from undrift.algorithms.optimise import Rates
+from undrift.algorithms.optimise import LocalOptimizer
 from undrift.core.vec import descend
 
 BETA2, EPSILON = 0.999, 1e-8
@@ -28,7 +28,7 @@ def init(x: Tensor) -> Adam:
     return Adam(torch.zeros_like(x), torch.zeros_like(x), torch.zeros_like(x[..., :1]))
 
 
-def step(rates: Rates, x: Tensor, state: Adam, u: Tensor) -> tuple[Tensor, Adam]:
+def step(rates: LocalOptimizer, x: Tensor, state: Adam, u: Tensor) -> tuple[Tensor, Adam]:
     n, beta1 = state.n + 1, rates.momentum
     m, v = torch.lerp(u, state.m, beta1), torch.lerp(u * u, state.v, BETA2)
     direction = m / (1 - beta1**n) / ((v / (1 - BETA2**n)).sqrt() + EPSILON)

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from undrift.algorithms.optimise import Rates
+from undrift.algorithms.optimise import LocalOptimizer
 from undrift.core.vec import descend
 
 
@@ -21,6 +21,6 @@ def init(x: Tensor) -> Momentum:
     return Momentum(torch.zeros_like(x))
 
 
-def step(rates: Rates, x: Tensor, state: Momentum, u: Tensor) -> tuple[Tensor, Momentum]:
+def step(rates: LocalOptimizer, x: Tensor, state: Momentum, u: Tensor) -> tuple[Tensor, Momentum]:
     b = rates.momentum * state.b + u
     return descend(x, rates.lr, b), Momentum(b)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from undrift.algorithms.optimise import Rates
+from undrift.algorithms.optimise import LocalOptimizer
 from undrift.core.trees import Nothing
 from undrift.core.vec import descend
 
@@ -13,5 +13,5 @@ def init(x: Tensor) -> Nothing:
     return Nothing()
 
 
-def step(rates: Rates, x: Tensor, state: Nothing, u: Tensor) -> tuple[Tensor, Nothing]:
+def step(rates: LocalOptimizer, x: Tensor, state: Nothing, u: Tensor) -> tuple[Tensor, Nothing]:
     return descend(x, rates.lr, u), state
