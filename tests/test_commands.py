@@ -21,7 +21,7 @@ from undrift.deploy import settings as deployment
 from undrift.jobs import course, start
 from undrift.jobs.config import JobConfig, RunConfig
 from undrift.jobs.protocol import Run
-from undrift.pipeline import settings as pipeline
+from undrift.pipeline import pipe_config as pipeline
 from undrift.pipeline.train import run_pipe
 from undrift.simulate.simulation import Settings
 

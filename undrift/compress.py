@@ -124,7 +124,7 @@ class RandomBlock(SharedPlaces):
         found: list[Place] = []
         begin = 0
         for number, n in enumerate(self.parts):
-            b = kept(n, self.ratio)
+            b = count_kept(n, self.ratio)
             s = stream(self.seed, Purpose.KEPT, t, number) * n >> 64 if b < n else 0  # uniform in 0 .. n - 1
             found.append(slice(begin + s, begin + min(s + b, n)))
             if s + b > n:
@@ -142,7 +142,7 @@ class ShuffledBlocks(SharedPlaces):
     seed: int
 
     def places(self, t: int, device: torch.device) -> list[Place]:
-        b = kept(self.size, self.ratio)
+        b = count_kept(self.size, self.ratio)
         blocks = -(-self.size // b)
         begin = b * _order(self.seed, t // blocks, blocks)[t % blocks]
         return [slice(begin, min(begin + b, self.size))]
@@ -160,7 +160,7 @@ class RandomEntries(SharedPlaces):
         drawn, begin = [], 0
         for number, n in enumerate(self.parts):
             random = np.random.Generator(np.random.PCG64(stream(self.seed, Purpose.KEPT, t, number)))
-            drawn.append(begin + np.sort(random.choice(n, kept(n, self.ratio), replace=False, shuffle=False)))
+            drawn.append(begin + np.sort(random.choice(n, count_kept(n, self.ratio), replace=False, shuffle=False)))
             begin += n
         return [torch.from_numpy(np.concatenate(drawn)).to(device)]
 
@@ -176,7 +176,7 @@ class LargestEntries:
         """[..., k] which entries of v [..., d] are kept, in rising order."""
         found, begin = [], 0
         for part in v.split(list(self.parts), -1):
-            largest = part.abs().topk(kept(part.shape[-1], self.ratio), -1, sorted=False).indices
+            largest = part.abs().topk(count_kept(part.shape[-1], self.ratio), -1, sorted=False).indices
             found.append(begin + largest.sort(-1).values)
             begin += part.shape[-1]
         return torch.cat(found, -1)
@@ -214,10 +214,10 @@ def make_compressor(name: str, block: str, ratio: float, seed: int, sizes: Seque
     return RandomBlock(parts, ratio, seed) if name == "rbgs" else RandomEntries(parts, ratio, seed)
 
 
-def kept(n: int, ratio: float) -> int:
+def count_kept(n: int, ratio: float) -> int:
     """b = ceil(n / R).
 
-    >>> kept(10, 4), kept(10, 1000)
+    >>> count_kept(10, 4), count_kept(10, 1000)
     (3, 1)
     """
     return math.ceil(n / ratio)

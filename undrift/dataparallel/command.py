@@ -21,8 +21,8 @@ from undrift.data.load import load_dataset
 from undrift.dataparallel.agree import agree
 from undrift.dataparallel.def_ import Detached
 from undrift.dataparallel.methods import METHODS, method, number_or_auto
-from undrift.dataparallel.training import Plan, Training
-from undrift.dataparallel.workers import Ranks, Stacked
+from undrift.dataparallel.training import ParallelPlan, ParallelTraining
+from undrift.dataparallel.workers import Ranks, SimulatedWorkers
 from undrift.jobs.config import (
     JOB_CHOICES,
     JobConfig,
@@ -129,7 +129,7 @@ def run_parallel(
             )
         return asdict(resolve(from_mapping(given)))
 
-    def build(given: dict[str, Any]) -> tuple[ParallelConfig, AbstractContextManager[Training]]:
+    def build(given: dict[str, Any]) -> tuple[ParallelConfig, AbstractContextManager[ParallelTraining]]:
         chosen = resolve(from_mapping(given))
         return chosen, contextlib.nullcontext(build_training(chosen))
 
@@ -154,22 +154,22 @@ def resolve(config: ParallelConfig) -> ParallelConfig:
     return replace(config, workers=workers, execution=execution, lam=lam, ratio=ratio)
 
 
-def build_training(config: ParallelConfig) -> Training:
+def build_training(config: ParallelConfig) -> ParallelTraining:
     """The run that the settings describe, before its first round."""
     device = ranks.device_of_rank(pick_device(config.device))
     data = federation.federate(load_dataset(config.dataset), "iid", 1, config.seed, device, config.val_fraction)
     module = build_model(config.model, data.shape, data.classes, config.seed)
     net = Net(module, F.cross_entropy, torch.float64 if config.dtype == "float64" else torch.float32)
-    workers = Ranks() if ranks.count() > 1 else Stacked(config.workers)
+    workers = Ranks() if ranks.count() > 1 else SimulatedWorkers(config.workers)
     if isinstance(workers, Ranks):
         agree(workers, asdict(config))
     compressor = make_compressor(config.compressor, config.block, config.ratio, config.seed, net.layout.sizes)
     steps = config.steps or len(data.members) // (config.workers * config.batch)
-    plan = Plan(
+    plan = ParallelPlan(
         batch=config.batch, steps=config.steps, seed=config.seed, lr=config.lr, momentum=config.momentum,
         weight_decay=config.weight_decay, schedule=config.schedule, eval_every=config.eval_every,
         statistics=config.statistics, stacked=config.execution == "stacked", replay=config.replay,
         compile=compiles(config, config.rounds * steps),
     )  # fmt: skip
     how = method(config.method, config.lam, config.average_every)
-    return Training(how, compressor, net, data, plan, workers, {"accuracy": accuracy}, device)
+    return ParallelTraining(how, compressor, net, data, plan, workers, {"accuracy": accuracy}, device)

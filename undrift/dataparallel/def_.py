@@ -1,6 +1,6 @@
 """Detached error feedback: the error of compression is fed back twice, with a weight of its own where gradients are taken.
 
-An Xu: New Efficient and Privacy-Preserving Methods for Distributed Training, thesis, University of Pittsburgh, 2023,
+An Xu: New Efficient and Privacy-Preserving Methods for Distributed ParallelTraining, thesis, University of Pittsburgh, 2023,
 chapter 2, Algorithm 1, with momentum as in its experiments.
 All workers hold the same x. Worker k has a momentum m_k and an error e_k, in units of the parameters. In each iteration:
 

@@ -22,7 +22,7 @@ from undrift.core.streams import Purpose, fold, stream
 from undrift.data.federation import Federation
 from undrift.dataparallel.def_ import Detached, Rates
 from undrift.dataparallel.methods import Method
-from undrift.dataparallel.workers import Ranks, Stacked
+from undrift.dataparallel.workers import Ranks, SimulatedWorkers
 from undrift.jobs.protocol import InMemory
 from undrift.oracle.net import Context, Net
 from undrift.oracle.oracle import Oracle
@@ -35,7 +35,7 @@ STATISTICS_BATCH = 500  # samples of a batch from which BatchNorm's statistics a
 
 
 @dataclass(frozen=True)
-class Plan:
+class ParallelPlan:
     """How the workers train, apart from the method."""
 
     batch: int  # of each worker
@@ -60,7 +60,7 @@ class Found(NamedTuple):
     buffers: Tensor
 
 
-class Training(InMemory):
+class ParallelTraining(InMemory):
     """A run in memory. `rounds()` advances it; `tensors()` is all that a checkpoint needs."""
 
     def __init__(
@@ -69,8 +69,8 @@ class Training(InMemory):
         compressor: Compressor,
         net: Net,
         data: Federation,
-        plan: Plan,
-        workers: Stacked | Ranks,
+        plan: ParallelPlan,
+        workers: SimulatedWorkers | Ranks,
         metrics: Mapping[str, Metric],
         device: torch.device,
     ) -> None:
@@ -78,7 +78,7 @@ class Training(InMemory):
         self.method: Any = method
         self.compressor, self.net, self.data, self.plan = compressor, net.to(device), data, plan
         self.workers, self.metrics, self.device = workers, metrics, device
-        here = isinstance(workers, Stacked) and data.train.held is not None  # all of it on the device
+        here = isinstance(workers, SimulatedWorkers) and data.train.held is not None  # all of it on the device
         self.replay = plan.replay and plan.stacked and here
         self.compile = plan.compile and self.replay and device.type == "cuda"
         self.together: Callable[..., Found] = self.of

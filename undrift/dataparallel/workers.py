@@ -13,7 +13,7 @@ from torch.distributed import broadcast as copy_from
 from undrift.core.errors import LostRank
 
 
-class Stacked:
+class SimulatedWorkers:
     """Simulated workers: the first dimension of every vector [W, ...]."""
 
     def __init__(self, count: int) -> None:
@@ -88,7 +88,7 @@ class Ranks:
             ) from error
 
 
-Workers = Stacked | Ranks
+Workers = SimulatedWorkers | Ranks
 
 
 def ring_all_reduce(v: Tensor, workers: int) -> int:

@@ -1,4 +1,4 @@
-"""Training of a network cut into blocks that work on different batches at the same time.
+"""PipelineTraining of a network cut into blocks that work on different batches at the same time.
 
 `DSP` trains any nn.Sequential, in one process or with one process a block; `Schedule` is the timeline behind it.
 """

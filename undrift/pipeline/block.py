@@ -29,7 +29,7 @@ Rate = Callable[[int], float]  # the learning rate of a batch
 NUMBER = ":number"  # ends the name of an optimiser's state that is a plain number
 
 
-class Block:
+class PipelineBlock:
     """Block k of a pipeline. `loss` is given to the last block only."""
 
     def __init__(

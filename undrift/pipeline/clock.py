@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from undrift.core.errors import BadSetting
-from undrift.pipeline.schedule import Schedule, Work, written
+from undrift.pipeline.schedule import BlockWork, Schedule, written
 
 
 @dataclass
@@ -20,10 +20,10 @@ class Clock:
     fed: int = 0  # batches since the queues were last empty
     first: int = 0  # the number of the first of them
 
-    def work(self, k: int) -> Work:
+    def work(self, k: int) -> BlockWork:
         """What block k does now, by the batches' own numbers."""
         forward, backward = self.schedule.work(k, self.t, self.fed)
-        return Work(
+        return BlockWork(
             None if forward is None else self.first + forward, None if backward is None else self.first + backward
         )
 

@@ -16,11 +16,11 @@ import torch
 from torch import Tensor
 from torch.func import functional_call
 
-from undrift.pipeline.block import Block, below, by_batch
+from undrift.pipeline.block import PipelineBlock, below, by_batch
 
 
 @final
-class StashingBlock(Block):
+class StashingBlock(PipelineBlock):
     """A block that keeps, for each batch under way, its whole graph and a copy of the weights."""
 
     def prepare(self) -> None:

@@ -10,13 +10,13 @@ import torch
 from torch import Tensor
 from torch.func import functional_call
 
-from undrift.pipeline.block import Block
+from undrift.pipeline.block import PipelineBlock
 
 
 class Probe:
     """Batch n in one block, as backpropagation at the forward parameters would see it."""
 
-    def __init__(self, block: Block, n: int, h: Tensor, target: Tensor | None) -> None:
+    def __init__(self, block: PipelineBlock, n: int, h: Tensor, target: Tensor | None) -> None:
         """To be made before the block forwards the batch: what is computed here is not tracked."""
         self.h = h.detach().clone().requires_grad_(block.sends_error(h))
         self.weights = {
@@ -27,7 +27,7 @@ class Probe:
         if block.loss is not None:
             self.out = block.loss(self.out, block.wanted(target))
 
-    def difference(self, block: Block, error: Tensor | None) -> tuple[float, Tensor | None]:
+    def difference(self, block: PipelineBlock, error: Tensor | None) -> tuple[float, Tensor | None]:
         """|grad_{x_k} - G_{x_k}| / d_k after the block's backward, and BP's error gradient for the block below.
 
         d_k is the number of the block's parameters, the thesis' "regarding the number of parameters".

@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from undrift.pipeline.block import Block, below, optimizer_tensors, restore_optimizer
+from undrift.pipeline.block import PipelineBlock, below, optimizer_tensors, restore_optimizer
 
 PREDICTOR = 1 << 32  # a batch number that never occurs, which names the stream of the predictor's first weights
 
@@ -45,7 +45,7 @@ def predictor(h: Tensor) -> nn.Sequential:
 
 
 @final
-class SyntheticBlock(Block):
+class SyntheticBlock(PipelineBlock):
     """A block with its predictor phi, which is made when the first output shows its width."""
 
     def prepare(self) -> None:

@@ -14,10 +14,10 @@ from torch import Tensor, nn
 
 from undrift.core import ranks
 from undrift.core.errors import BadSetting
-from undrift.pipeline.block import Block, Loss, MakeOptimizer, Rate
-from undrift.pipeline.methods import engine
+from undrift.pipeline.block import Loss, MakeOptimizer, PipelineBlock, Rate
+from undrift.pipeline.engines import build_engine
 from undrift.pipeline.schedule import Schedule
-from undrift.pipeline.split import Balance, Part, balanced, parts
+from undrift.pipeline.split import Balance, ModelPart, balance_model, cut_model
 
 Batch = tuple[Tensor, Tensor]
 T = TypeVar("T")
@@ -70,7 +70,9 @@ class DSP:
             self.schedule = Schedule.shortest(count) if p is None or m is None else Schedule(tuple(p), tuple(m))
             if self.schedule.blocks != count:
                 raise BadSetting(f"the queue lengths are for {self.schedule.blocks} blocks, and the model has {count}")
-            self.engine = engine(Block, self.parts, self.schedule, optimizer, loss, rate, seed, self.device)
+            self.engine = build_engine(
+                PipelineBlock, self.parts, self.schedule, optimizer, loss, rate, seed, self.device
+            )
         self.half_way = False  # whether a step failed, with its batch in some blocks and not in others
 
     def step(self, batch: Batch, probe: bool = False) -> Tensor | None:
@@ -126,21 +128,21 @@ def split(
     sample: Batch | None,
     loss: Loss,
     device: torch.device,
-) -> tuple[list[Part], Balance | None]:
+) -> tuple[list[ModelPart], Balance | None]:
     """The parts by hand, or by measurement with what was measured."""
     if not isinstance(model, nn.Module) or cuts is not None:
-        made = parts(model, cuts)
+        made = cut_model(model, cuts)
         if blocks is not None and blocks != len(made):
             raise BadSetting(f"blocks is {blocks}, but the model is given in {len(made)}; leave out one of the two")
-        return [Part(part.module.to(device), part.layers) for part in made], None
+        return [ModelPart(part.module.to(device), part.layers) for part in made], None
     if blocks is None or sample is None:
         raise BadSetting("give cuts=[...], or blocks=K with sample=(inputs, targets), a batch to time the layers on")
     model.to(device)
-    balance = balanced(model, blocks, sample[0].to(device), sample[1].to(device), loss)
-    return parts(model, balance.cuts), balance
+    balance = balance_model(model, blocks, sample[0].to(device), sample[1].to(device), loss)
+    return cut_model(model, balance.cuts), balance
 
 
-def whole_model(split_parts: Sequence[Part], tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+def whole_model(split_parts: Sequence[ModelPart], tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     """The model's state dict from an engine's `model()`, under the names of the model before it was cut."""
     named = {}
     for k, part in enumerate(split_parts):

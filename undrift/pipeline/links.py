@@ -23,7 +23,7 @@ LONGEST = 8  # dimensions that a shape may have
 TAGS = 1 << 20  # a batch's tag is its number modulo this; NCCL ignores tags and goes by the order
 SHAPE_TAG, WHOLE_TAG = TAGS, TAGS + 1
 
-Form = tuple[tuple[int, ...], torch.dtype]  # what a message looks like
+MessageForm = tuple[tuple[int, ...], torch.dtype]  # what a message looks like
 
 
 class LostNeighbour(Exception):
@@ -45,7 +45,7 @@ class Outbox:
     def __init__(self, to: int, group: Group, cap: int) -> None:
         self.to, self.group, self.cap = to, group, cap
         self.under_way: list[tuple[Any, Tensor]] = []
-        self.form: Form | None = None
+        self.form: MessageForm | None = None
         self.bytes = 0
 
     def send(self, n: int, tensor: Tensor, announce: bool = False) -> None:
@@ -84,9 +84,9 @@ class Inbox:
         self.posted: dict[int, tuple[Any, Tensor]] = {}
         self.here: dict[int, Tensor] = {}  # received, and not yet taken
         self.next = 0  # the first batch for which no receive is posted
-        self.form: Form | None = None
+        self.form: MessageForm | None = None
 
-    def post(self, last: int, form: Callable[[int], Form], depth: int | None = None) -> None:
+    def post(self, last: int, form: Callable[[int], MessageForm], depth: int | None = None) -> None:
         """Post receives for batches up to `last`, all of which are certain to come."""
         while self.next <= last and len(self.posted) < (self.depth if depth is None else depth):
             shape, dtype = form(self.next)
@@ -104,7 +104,7 @@ class Inbox:
             self.posted.pop(n)[0].wait()  # in no variable, which an exception would keep alive
         return buffer
 
-    def drain(self, last: int, form: Callable[[int], Form]) -> None:
+    def drain(self, last: int, form: Callable[[int], MessageForm]) -> None:
         """Receive everything up to batch `last`, which the neighbour has sent already."""
         self.post(last, form, depth=1 << 30)
         for n in list(self.posted):
@@ -115,7 +115,7 @@ class Inbox:
         """Let go of everything that keeps the connection open."""
         self.posted, self.group = {}, None
 
-    def announced(self, n: int) -> Form:
+    def announced(self, n: int) -> MessageForm:
         """The form of the neighbour's messages, which goes before the first."""
         if self.form is None:
             self.form = receive_form(self.source, self.group, self.device)
@@ -130,7 +130,7 @@ def send_form(tensor: Tensor, to: int, group: Group) -> None:
         dist.send(torch.tensor(said, device=tensor.device), to, group, SHAPE_TAG)
 
 
-def receive_form(source: int, group: Group, device: torch.device) -> Form:
+def receive_form(source: int, group: Group, device: torch.device) -> MessageForm:
     told = torch.zeros(2 + LONGEST, dtype=torch.int64, device=device)
     with on_the_wire():
         dist.recv(told, source, group, SHAPE_TAG)

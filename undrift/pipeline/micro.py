@@ -16,8 +16,8 @@ import torch
 from torch import Tensor, nn
 
 from undrift.core.errors import BadSetting
-from undrift.pipeline.block import Block, Loss
-from undrift.pipeline.evaluate import evaluation
+from undrift.pipeline.block import Loss, PipelineBlock
+from undrift.pipeline.block_scores import evaluation
 from undrift.pipeline.links import on_the_wire, receive_form, send_form
 from undrift.pipeline.processes import Processes
 from undrift.pipeline.simulator import Simulator
@@ -45,7 +45,7 @@ class MicroBatches:
         for block in self.blocks:
             self.watch(block)
 
-    def watch(self, block: Block) -> None:
+    def watch(self, block: PipelineBlock) -> None:
         """Let dropout draw by batch, micro-batch and block; count the bytes that enter and leave the block.
 
         PyTorch's schedules call the module themselves, so this is done by hooks.

@@ -16,19 +16,19 @@ from torch import Tensor
 
 from undrift.core import ranks
 from undrift.core.errors import BadSetting, LostRank
-from undrift.pipeline.block import Block, below, by_batch, fresh, size
+from undrift.pipeline.block import PipelineBlock, below, by_batch, fresh, size
+from undrift.pipeline.block_scores import ScoreSums, evaluation
 from undrift.pipeline.clock import Clock
 from undrift.pipeline.difference import Probe
-from undrift.pipeline.evaluate import Scores, evaluation
 from undrift.pipeline.grid import Grid
-from undrift.pipeline.links import Form, Inbox, LostNeighbour, Outbox, receive_whole, send_whole
+from undrift.pipeline.links import Inbox, LostNeighbour, MessageForm, Outbox, receive_whole, send_whole
 from undrift.pipeline.schedule import Schedule
 
 
 class Processes:
     """This rank's block and its links. All ranks call the same methods in the same order."""
 
-    def __init__(self, block: Block, schedule: Schedule, grid: Grid, device: torch.device) -> None:
+    def __init__(self, block: PipelineBlock, schedule: Schedule, grid: Grid, device: torch.device) -> None:
         self.block, self.schedule, self.grid, self.device = block, schedule, grid, device
         self.k, self.clock = grid.k, Clock(schedule)
         k, first, last = self.k, grid.k == 0, grid.k == schedule.blocks - 1
@@ -107,7 +107,7 @@ class Processes:
             self.outputs.send(n, out, announce=True)
         return loss
 
-    def error_form(self, n: int) -> Form:
+    def error_form(self, n: int) -> MessageForm:
         """An error gradient looks like this block's output; of a probed batch BP's comes with it."""
         assert self.errors is not None and self.errors.form is not None
         shape, dtype = self.errors.form
@@ -164,7 +164,7 @@ class Processes:
                 outbox.finish()
 
     def evaluate(self, batches: Iterable[tuple[Tensor | None, Tensor | None]]) -> dict[str, float]:
-        """Scores of the first replica's blocks with their parameters of now; every rank learns them."""
+        """ScoreSums of the first replica's blocks with their parameters of now; every rank learns them."""
         said: list[Any] = [None]
         with self.guarded():
             self.finish()
@@ -177,7 +177,7 @@ class Processes:
         return means
 
     def score(self, batches: Iterable[tuple[Tensor | None, Tensor | None]]) -> dict[str, float] | None:
-        scores = Scores(self.block.loss) if self.outputs is None else None
+        scores = ScoreSums(self.block.loss) if self.outputs is None else None
         for inputs, targets in batches:
             if self.arriving is not None:
                 inputs = receive_whole(self.arriving.source, self.arriving.group, self.device)

@@ -10,10 +10,10 @@ from torch import nn
 
 from undrift.core import ranks
 from undrift.core.errors import BadSetting
+from undrift.pipeline.engines import METHODS, schedule_of
 from undrift.pipeline.feed import Feed
-from undrift.pipeline.methods import METHODS, schedule_of
-from undrift.pipeline.settings import PipeConfig
-from undrift.pipeline.split import balanced
+from undrift.pipeline.pipe_config import PipeConfig
+from undrift.pipeline.split import balance_model
 
 TIMED = 32  # samples on which layers are timed: enough for their proportions
 
@@ -31,7 +31,7 @@ def resolved(config: PipeConfig, model: nn.Module, feed: Feed, say: Callable[[st
         inputs, targets = feed.take(0)
         assert inputs is not None and targets is not None
         replays = METHODS[config.method].replays
-        found = balanced(model, blocks, inputs[:TIMED], targets[:TIMED], F.cross_entropy, replays, times=3)
+        found = balance_model(model, blocks, inputs[:TIMED], targets[:TIMED], F.cross_entropy, replays, times=3)
         if ranks.rank() == 0:
             say(str(found))
         cuts = ",".join(map(str, found.cuts))

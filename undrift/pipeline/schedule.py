@@ -17,7 +17,7 @@ from typing import NamedTuple
 from undrift.core.errors import BadSetting
 
 
-class Work(NamedTuple):
+class BlockWork(NamedTuple):
     """What a block does at a timestamp: the batch that it forwards and the one that it backwards."""
 
     forward: int | None
@@ -108,15 +108,15 @@ class Schedule:
         """Whether a block waits for its neighbour's work of the same timestamp (BP, FR)."""
         return self.blocks > 1 and (0 in self.p[:-1] or 0 in self.q[1:])
 
-    def work(self, k: int, t: int, batches: int) -> Work:
+    def work(self, k: int, t: int, batches: int) -> BlockWork:
         """What block k does at timestamp t when `batches` of them are fed."""
         forward, backward = t - self.forward_lag[k], t - self.backward_lag[k]
-        return Work(
+        return BlockWork(
             forward if 0 <= forward < batches else None,
             backward if 0 <= backward < batches else None,
         )
 
-    def table(self, batches: int) -> list[list[Work]]:
+    def table(self, batches: int) -> list[list[BlockWork]]:
         """[timestamp][block], from the first batch's forward to the last one's backward: batches + m_0 timestamps."""
         length = batches + self.m[0]
         return [[self.work(k, t, batches) for k in range(self.blocks)] for t in range(length)]
@@ -216,7 +216,7 @@ def nearest_falling(m: tuple[int, ...], least: list[int], wished: list[int]) -> 
     return tuple(x)
 
 
-def check(table: list[list[Work]], batches: int, schedule: Schedule) -> None:
+def check(table: list[list[BlockWork]], batches: int, schedule: Schedule) -> None:
     """Refuse a table that is not a training run of every batch through every block under the queues' lengths.
 
     Independent of how the table was made: it is played, and the queues are filled and emptied.

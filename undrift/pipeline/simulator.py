@@ -13,10 +13,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from undrift.pipeline.block import Block, below, by_batch, fresh, size
+from undrift.pipeline.block import PipelineBlock, below, by_batch, fresh, size
+from undrift.pipeline.block_scores import ScoreSums, evaluation
 from undrift.pipeline.clock import Clock
 from undrift.pipeline.difference import Probe
-from undrift.pipeline.evaluate import Scores, evaluation
 from undrift.pipeline.schedule import Schedule
 
 
@@ -30,7 +30,7 @@ class Parcel(NamedTuple):
 class Simulator:
     """Blocks joined by queues. `step` feeds one batch, `flush` lets all batches run through."""
 
-    def __init__(self, blocks: Sequence[Block], schedule: Schedule, device: torch.device) -> None:
+    def __init__(self, blocks: Sequence[PipelineBlock], schedule: Schedule, device: torch.device) -> None:
         assert len(blocks) == schedule.blocks
         self.blocks, self.schedule, self.device = list(blocks), schedule, device
         self.clock = Clock(schedule)
@@ -132,9 +132,9 @@ class Simulator:
         self.stored[k] = max(self.stored[k], size(held))
 
     def evaluate(self, batches: Iterable[tuple[Tensor | None, Tensor | None]]) -> dict[str, float]:
-        """Scores of the blocks with their parameters of now, in evaluation mode; the queues stay as they are."""
+        """ScoreSums of the blocks with their parameters of now, in evaluation mode; the queues stay as they are."""
         self.synchronise()
-        scores = Scores(self.blocks[-1].loss)
+        scores = ScoreSums(self.blocks[-1].loss)
         with evaluation(self.blocks):
             for h, targets in batches:
                 assert h is not None and targets is not None

@@ -17,7 +17,7 @@ from undrift.pipeline.block import Loss
 
 
 @dataclass(frozen=True)
-class Part:
+class ModelPart:
     """A stretch of a model's layers, as a module of its own, and how its tensors are called in the whole model."""
 
     module: nn.Sequential
@@ -44,19 +44,19 @@ def layers_of(model: nn.Module, name: str = "") -> list[tuple[str, nn.Module]]:
     return [(name.removesuffix("."), model)]
 
 
-def parts(model: nn.Module | Sequence[nn.Module], cuts: Sequence[int | str] | None = None) -> list[Part]:
+def cut_model(model: nn.Module | Sequence[nn.Module], cuts: Sequence[int | str] | None = None) -> list[ModelPart]:
     """The blocks of a model. A cut is the layer that begins a new block, by its name or its number among `layers_of`.
 
     A list of modules is a list of blocks already.
 
     >>> model = nn.Sequential(nn.Linear(2, 3), nn.ReLU(), nn.Linear(3, 2))
-    >>> [part.layers for part in parts(model, cuts=[2])], [part.layers for part in parts(model, cuts=["1"])]
+    >>> [part.layers for part in cut_model(model, cuts=[2])], [part.layers for part in cut_model(model, cuts=["1"])]
     ([('0', '1'), ('2',)], [('0',), ('1', '2')])
     """
     if not isinstance(model, nn.Module):
         if cuts is not None:
             raise BadSetting("a list of modules is cut already; give it without cuts, or one model with cuts")
-        return [Part(nn.Sequential(module), (str(k),)) for k, module in enumerate(model)]
+        return [ModelPart(nn.Sequential(module), (str(k),)) for k, module in enumerate(model)]
     if isinstance(cuts, str | int):
         raise BadSetting(f"cuts is a list of layers, such as [{cuts!r}], not {cuts!r}")
     layers = layers_of(model)
@@ -77,7 +77,7 @@ def parts(model: nn.Module | Sequence[nn.Module], cuts: Sequence[int | str] | No
     _refuse_shared(layers, places)
     borders = [0, *places, len(layers)]
     return [
-        Part(nn.Sequential(*(layer for _, layer in layers[a:b])), tuple(names[a:b]))
+        ModelPart(nn.Sequential(*(layer for _, layer in layers[a:b])), tuple(names[a:b]))
         for a, b in itertools.pairwise(borders)
     ]
 
@@ -115,7 +115,7 @@ class Balance:
         return "\n".join([*rows, f"balance {100 * self.share:.0f} % (the mean block over the slowest)"])
 
 
-def balanced(
+def balance_model(
     model: nn.Module, blocks: int, inputs: Tensor, target: Tensor, loss: Loss, replays: bool = True, times: int = 5
 ) -> Balance:
     """The cuts with which the slowest of the blocks is fastest, from times measured on one batch.

@@ -28,14 +28,14 @@ from undrift.jobs.protocol import InMemory
 from undrift.jobs.registry import build_model
 from undrift.jobs.start import start
 from undrift.pipeline.dsp import whole_model
+from undrift.pipeline.engines import METHODS, Engine, build_engine, schedule_of
 from undrift.pipeline.feed import Feed
 from undrift.pipeline.links import Group
-from undrift.pipeline.methods import METHODS, Engine, engine, schedule_of
 from undrift.pipeline.micro import MicroBatches
+from undrift.pipeline.pipe_config import PipeConfig, from_mapping, plain
 from undrift.pipeline.processes import Processes
 from undrift.pipeline.resolve import cut_names, resolved
-from undrift.pipeline.settings import PipeConfig, from_mapping, plain
-from undrift.pipeline.split import Part, parts
+from undrift.pipeline.split import ModelPart, cut_model
 from undrift.round.record import RoundRecord, write_record
 from undrift.simulate.choose import keep_freed_memory
 
@@ -57,17 +57,17 @@ def run_pipe(
     (1, 5)
     """
 
-    def build(given: dict[str, Any]) -> tuple[PipeConfig, AbstractContextManager[Training]]:
+    def build(given: dict[str, Any]) -> tuple[PipeConfig, AbstractContextManager[PipelineTraining]]:
         chosen = from_mapping(given)
         with arithmetic(chosen.precision, chosen.deterministic):  # layers are timed
-            training = Training(chosen, load_dataset(chosen.dataset), say)
+            training = PipelineTraining(chosen, load_dataset(chosen.dataset), say)
         return training.config, training.guarded()
 
     # One process or one a block: the bits are the same.
     return start(config, settings, build, out, resume, progress, plain=plain, alike=("threads",))
 
 
-class Training(InMemory):
+class PipelineTraining(InMemory):
     """A run in memory. `round()` advances it; `tensors()` is all that a checkpoint needs."""
 
     def __init__(self, config: PipeConfig, dataset: Dataset, say: Callable[[str], None] = lambda text: None) -> None:
@@ -90,7 +90,7 @@ class Training(InMemory):
                 f"differences need rounds of more than {schedule.backward_lag[0]} batches, which the queues hold, "
                 f"not {self.steps}; raise steps"
             )
-        self.parts: list[Part] = parts(model, cut_names(config.cuts))
+        self.parts: list[ModelPart] = cut_model(model, cut_names(config.cuts))
 
         def optimizer(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
             nesterov = config.nesterov and config.momentum > 0
@@ -101,7 +101,7 @@ class Training(InMemory):
             return DEF(parameters, *rates, config.ratio, lam, seed=config.seed, group=group)
 
         joint = detached if config.reduce == "def" and config.replicas > 1 else None
-        found = engine(
+        found = build_engine(
             method.block, self.parts, schedule, optimizer, F.cross_entropy, lambda n: config.rate(n, self.steps),
             config.seed, self.device, config.replicas, joint,
         )  # fmt: skip
@@ -114,7 +114,7 @@ class Training(InMemory):
         self.diverged = False
 
     @contextlib.contextmanager
-    def guarded(self) -> Iterator[Training]:
+    def guarded(self) -> Iterator[PipelineTraining]:
         """The run, while whatever happens to it is felt by the other ranks."""
         with self.guard():
             yield self
@@ -162,7 +162,7 @@ class Training(InMemory):
         )
 
     def evaluated(self) -> dict[str, Any]:
-        """Scores on the test set and, where there is one, on the validation set."""
+        """ScoreSums on the test set and, where there is one, on the validation set."""
         found: dict[str, Any] = dict(self.engine.evaluate(self.feed.test(**self.needs)))
         if len(self.feed.data.validation):
             scores = self.engine.evaluate(self.feed.validation(**self.needs))

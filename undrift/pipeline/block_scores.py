@@ -1,4 +1,4 @@
-"""Scores of a pipeline on held-out samples."""
+"""ScoreSums of a pipeline on held-out samples."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from undrift.pipeline.block import Block, Loss
+from undrift.pipeline.block import Loss, PipelineBlock
 
 
-class Scores:
+class ScoreSums:
     """The mean loss over samples and, for class labels, the accuracy."""
 
     def __init__(self, loss: Loss | None) -> None:
@@ -32,7 +32,7 @@ class Scores:
 
 
 @contextlib.contextmanager
-def evaluation(blocks: Sequence[Block]) -> Iterator[None]:
+def evaluation(blocks: Sequence[PipelineBlock]) -> Iterator[None]:
     """Evaluation mode without gradients; afterwards every layer is in the mode it was in."""
     modes = [(layer, layer.training) for block in blocks for layer in block.module.modules()]
     for block in blocks:

@@ -18,7 +18,7 @@ from undrift.jobs.config import (
     typed,
     with_own_fields,
 )
-from undrift.pipeline.methods import METHODS
+from undrift.pipeline.engines import METHODS
 from undrift.pipeline.schedule import Schedule
 
 STORED = ("queues", "blocks", "cuts", "micro")  # what run.toml has under [set]

@@ -12,7 +12,7 @@ from torch import nn
 from undrift.core import ranks
 from undrift.core.errors import BadSetting
 from undrift.core.streams import Purpose, stream
-from undrift.pipeline.block import Block, Loss, MakeOptimizer, Rate
+from undrift.pipeline.block import Loss, MakeOptimizer, PipelineBlock, Rate
 from undrift.pipeline.ddg import StashingBlock
 from undrift.pipeline.dni import SyntheticBlock
 from undrift.pipeline.grid import Grid, mean_of_gradients
@@ -21,29 +21,29 @@ from undrift.pipeline.micro import MicroBatches
 from undrift.pipeline.processes import Processes
 from undrift.pipeline.schedule import Schedule
 from undrift.pipeline.simulator import Simulator
-from undrift.pipeline.split import Part
+from undrift.pipeline.split import ModelPart
 
 Engine = Simulator | Processes | MicroBatches
 Joint = Callable[[list[nn.Parameter], Group], torch.optim.Optimizer]  # of a block's replicas, over their process group
 
 
-class Method(NamedTuple):
+class PipelineMethod(NamedTuple):
     """What stands behind a name."""
 
     about: str
-    block: type[Block] = Block
+    block: type[PipelineBlock] = PipelineBlock
     replays: bool = False  # whether blocks below the last compute their forward twice
 
 
 METHODS = {
-    "bp": Method("backpropagation in one process"),
-    "bp-k": Method("backpropagation through K blocks, one after another"),
-    "fr": Method("Features Replay (Huo et al., NeurIPS 2018)", replays=True),
-    "ddg": Method("Decoupled Parallel Backpropagation (Huo et al., ICML 2018)", StashingBlock),
-    "dni": Method("Decoupled Neural Interfaces (Jaderberg et al., ICML 2017)", SyntheticBlock),
-    "gpipe": Method("GPipe, PyTorch's own schedule (Huang et al., NeurIPS 2019)"),
-    "1f1b": Method("one forward, one backward, PyTorch's own schedule (Narayanan et al., SOSP 2019)"),
-    "dsp": Method("Diversely Stale Parameters (Xu et al., CVPR 2020)", replays=True),
+    "bp": PipelineMethod("backpropagation in one process"),
+    "bp-k": PipelineMethod("backpropagation through K blocks, one after another"),
+    "fr": PipelineMethod("Features Replay (Huo et al., NeurIPS 2018)", replays=True),
+    "ddg": PipelineMethod("Decoupled Parallel Backpropagation (Huo et al., ICML 2018)", StashingBlock),
+    "dni": PipelineMethod("Decoupled Neural Interfaces (Jaderberg et al., ICML 2017)", SyntheticBlock),
+    "gpipe": PipelineMethod("GPipe, PyTorch's own schedule (Huang et al., NeurIPS 2019)"),
+    "1f1b": PipelineMethod("one forward, one backward, PyTorch's own schedule (Narayanan et al., SOSP 2019)"),
+    "dsp": PipelineMethod("Diversely Stale Parameters (Xu et al., CVPR 2020)", replays=True),
 }
 
 
@@ -60,9 +60,9 @@ def _in_group(joint: Joint, twins: Group, parameters: list[nn.Parameter]) -> tor
     return joint(parameters, twins)
 
 
-def engine(
-    kind: type[Block],
-    parts: Sequence[Part],
+def build_engine(
+    kind: type[PipelineBlock],
+    parts: Sequence[ModelPart],
     schedule: Schedule,
     optimizer: MakeOptimizer,
     loss: Loss,
