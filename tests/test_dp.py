@@ -39,7 +39,7 @@ from tests.reference import dp as plain
 from undrift import cli
 from undrift.compress import Exchanged, LargestEntries, count_kept, make_compressor
 from undrift.core.errors import BadRunFolder, BadSetting, UnknownName
-from undrift.dataparallel.def_ import Detached, Rates
+from undrift.dataparallel.def_ import Detached, GroupRates
 from undrift.dataparallel.workers import Ranks, SimulatedWorkers
 
 ROOT = Path(__file__).parent.parent
@@ -268,7 +268,7 @@ def test_simulated_workers_equal_real_ranks(on_ranks: Outcome) -> None:
             z = state.x.expand(workers, -1).clone()
             for t in range(STEPS):
                 g = torch.stack([gradient(t, k, z[k], 0.0) for k in range(workers)]).add_(z, alpha=DECAY)
-                method.step(state, g, [Rates(slice(0, sum(SIZES)), LR, MOMENTUM)], t, made, together)
+                method.step(state, g, [GroupRates(slice(0, sum(SIZES)), LR, MOMENTUM)], t, made, together)
                 method.point(state, z)
                 seen, wanted = state.x, ranks[0][case]["x"][t]
                 assert apart(seen, wanted) < 1e-12
@@ -351,7 +351,7 @@ def test_one_worker_with_a_scaling_compressor_averages_iterates() -> None:
     z = state.x.clone()
     y = [state.x.clone(), *plain.sgd(state.x.clone(), gradient, 1, STEPS, LR, 0.0)]
     for t in range(STEPS):
-        method.step(state, gradient(t, 0, z), [Rates(slice(0, len(z)), LR, 0.0)], t, Scaled(delta), alone)
+        method.step(state, gradient(t, 0, z), [GroupRates(slice(0, len(z)), LR, 0.0)], t, Scaled(delta), alone)
         method.point(state, z)
         weights = [(1 - delta) ** (t + 1)] + [delta * (1 - delta) ** (t + 1 - s) for s in range(1, t + 2)]
         assert apart(state.x, sum(w * v for w, v in zip(weights, y, strict=False))) < 1e-13
@@ -366,10 +366,10 @@ def test_averaged_errors_are_equal_and_keep_y() -> None:
     for t in range(8):
         g = torch.stack([gradient(t, k, z[k]) for k in range(3)])
         momenta = MOMENTUM * momenta + g
-        method.step(state, g, [Rates(slice(0, sum(SIZES)), LR, MOMENTUM)], t, made, together)
+        method.step(state, g, [GroupRates(slice(0, sum(SIZES)), LR, MOMENTUM)], t, made, together)
         method.point(state, z)
         y = y - LR * momenta.mean(0)
-        assert apart(method.returned(state, together, "y"), y) < 1e-13
+        assert apart(method.model(state, together, "y"), y) < 1e-13
         assert torch.equal(state.e[0], state.e[1]) == ((t + 1) % 4 == 0)
 
 
@@ -435,7 +435,7 @@ def test_lambda_auto_finds_the_common_part() -> None:
         for t in range(30):
             common = torch.randn(d, generator=random)
             g = (1 - noise) * common + noise * torch.randn(workers, d, generator=random)
-            method.step(state, g, [Rates(slice(0, d), 0.1, 0.0)], t, made, together)
+            method.step(state, g, [GroupRates(slice(0, d), 0.1, 0.0)], t, made, together)
         lam = method.estimate(state)
         mean = state.e.mean(0)
         best = (state.e @ mean).unsqueeze(-1) / state.e.square().sum(-1, keepdim=True)  # of the whole errors

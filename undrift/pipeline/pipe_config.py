@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, get_type_hints
 
 from undrift.core.errors import BadSetting
-from undrift.dataparallel.methods import number_or_auto
+from undrift.dataparallel.methods import parse_lam
 from undrift.jobs.config import (
     JOB_CHOICES,
     JobConfig,
@@ -71,7 +71,7 @@ class PipeConfig(JobConfig):
             raise BadSetting("bp trains the model whole; use bp-k for backpropagation through blocks")
         if self.method in ("gpipe", "1f1b") and self.batch % self.micro:
             raise BadSetting(f"a batch of {self.batch} does not divide into {self.micro} equal micro-batches")
-        number_or_auto(self.lam)
+        parse_lam(self.lam)
         if self.reduce == "def" and (self.nesterov or self.method in ("gpipe", "1f1b", "dni")):
             raise BadSetting(
                 "reduce def has heavy-ball momentum and one update a batch; use mean with nesterov, micro-batches or dni"

@@ -21,7 +21,7 @@ from undrift.core.device import arithmetic, pick_device
 from undrift.core.errors import BadSetting
 from undrift.data.dataset import Dataset
 from undrift.data.load import load_dataset
-from undrift.dataparallel.methods import number_or_auto
+from undrift.dataparallel.methods import parse_lam
 from undrift.dataparallel.optimizer import DEF
 from undrift.jobs.course import Progress, Result
 from undrift.jobs.protocol import InMemory
@@ -97,7 +97,7 @@ class PipelineTraining(InMemory):
             return torch.optim.SGD(parameters, config.lr, config.momentum, 0, config.weight_decay, nesterov)
 
         def detached(parameters: list[nn.Parameter], group: Group) -> torch.optim.Optimizer:
-            lam, rates = number_or_auto(config.lam), (config.lr, config.momentum, config.weight_decay)
+            lam, rates = parse_lam(config.lam), (config.lr, config.momentum, config.weight_decay)
             return DEF(parameters, *rates, config.ratio, lam, seed=config.seed, group=group)
 
         joint = detached if config.reduce == "def" and config.replicas > 1 else None
