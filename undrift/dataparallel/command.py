@@ -124,7 +124,8 @@ def run_parallel(
     def settle(given: dict[str, Any]) -> dict[str, Any]:
         if ranks.count() > 1 and given.get("workers") not in (0, ranks.count()):
             raise BadRunFolder(
-                f"{out} holds a run of {given.get('workers')} workers; start as many processes, not {ranks.count()}"
+                f"{out} holds a run of {given.get('workers')} workers, but torchrun started {ranks.count()} processes; "
+                "start as many"
             )
         return asdict(resolve(from_mapping(given)))
 

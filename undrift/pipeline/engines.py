@@ -1,4 +1,4 @@
-"""The methods of `undrift pipe` by name: a schedule, a kind of block, and who runs them."""
+"""The methods of `undrift pipe` by name, and the engines that run their blocks."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from undrift.core.streams import Purpose, stream
 from undrift.pipeline.block import Loss, MakeOptimizer, PipelineBlock, Rate
 from undrift.pipeline.ddg import StashingBlock
 from undrift.pipeline.dni import SyntheticBlock
-from undrift.pipeline.grid import Grid, mean_of_gradients
+from undrift.pipeline.grid import Grid, average_gradients
 from undrift.pipeline.links import Group
 from undrift.pipeline.micro import MicroBatches
 from undrift.pipeline.processes import Processes
@@ -24,15 +24,15 @@ from undrift.pipeline.simulator import Simulator
 from undrift.pipeline.split import ModelPart
 
 Engine = Simulator | Processes | MicroBatches
-Joint = Callable[[list[nn.Parameter], Group], torch.optim.Optimizer]  # of a block's replicas, over their process group
+Joint = Callable[[list[nn.Parameter], Group], torch.optim.Optimizer]  # for a block's replicas and their group
 
 
 class PipelineMethod(NamedTuple):
-    """What stands behind a name."""
+    """A description and a kind of block."""
 
     about: str
     block: type[PipelineBlock] = PipelineBlock
-    replays: bool = False  # whether blocks below the last compute their forward twice
+    replays: bool = False  # whether blocks below the last run their forward twice
 
 
 METHODS = {
@@ -48,7 +48,7 @@ METHODS = {
 
 
 def schedule_of(method: str, blocks: int, queues: str = "") -> Schedule:
-    """The schedule of a method; `queues` are DSP's."""
+    """The schedule of a method; only DSP takes `queues`."""
     if queues and method != "dsp":
         raise BadSetting(f"queues are DSP's; {method} has its own")
     if method == "dsp":
@@ -72,25 +72,23 @@ def build_engine(
     replicas: int = 1,
     joint: Joint | None = None,
 ) -> Simulator | Processes:
-    """The blocks in this process, or this rank's block where torchrun started several.
+    """Build all blocks in this process, or this rank's block under torchrun.
 
-    The gradients of a block are averaged over its replicas, unless `joint` makes an optimiser that exchanges what it needs
-    within the replicas' process group by itself.
+    Gradients are averaged over a block's replicas, unless `joint` makes an optimiser that communicates by itself.
     """
     count = len(parts)
     grid = Grid.make(count, replicas) if ranks.count() > 1 else None
     if grid is not None and grid.d:
-        seed = stream(seed, Purpose.DROPOUT, grid.d)  # a replica draws masks of its own
+        seed = stream(seed, Purpose.DROPOUT, grid.d)  # every replica draws its own masks
     if grid is not None and joint is not None:
         optimizer = functools.partial(_in_group, joint, grid.twins)
-    made = [
+    blocks = [
         kind(part.module, k, schedule.m[k], optimizer, loss if k == count - 1 else None, rate, seed)
         for k, part in enumerate(parts)
         if grid is None or k == grid.k
     ]
     if grid is None:
-        return Simulator(made, schedule, device)
+        return Simulator(blocks, schedule, device)
     if replicas > 1 and joint is None:
-        (block,) = made
-        block.reduce = lambda: mean_of_gradients(block.trained, grid)
-    return Processes(made[0], schedule, grid, device)
+        blocks[0].reduce = lambda: average_gradients(blocks[0].trained, grid)
+    return Processes(blocks[0], schedule, grid, device)

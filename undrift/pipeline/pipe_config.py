@@ -1,4 +1,4 @@
-"""The settings of `undrift pipe`: one frozen dataclass, the same names in Python, in TOML and on the command line."""
+"""The settings of `undrift pipe`, under the same names in Python, in TOML and on the command line."""
 
 from __future__ import annotations
 
@@ -21,25 +21,25 @@ from undrift.jobs.config import (
 from undrift.pipeline.engines import METHODS
 from undrift.pipeline.schedule import Schedule
 
-STORED = ("queues", "blocks", "cuts", "micro")  # what run.toml has under [set]
-# What belongs to the method, and may be given by --set too.
+STORED = ("queues", "blocks", "cuts", "micro")  # the fields under [set] in run.toml
+# Fields of the method, which --set takes too.
 OWN = (*STORED, "replicas", "reduce", "ratio", "lam", "lr", "momentum", "nesterov", "weight_decay")
 
 
 @dataclass(frozen=True)
 class PipeConfig(JobConfig):
-    """Everything that decides a pipeline run's result, and how it is run. Each field is a flag of `undrift pipe`."""
+    """All settings of a pipeline run. Each field is a flag of `undrift pipe`."""
 
     method: str = setting("dsp", "how the blocks are trained")
-    queues: str = setting("", "DSP's p0,..;m0,.. such as 1,1,0;4,2,0; empty: the shortest where no block waits")
-    blocks: int = setting(0, "K; 0: as the queues say, or as many as there are processes, or 3")
+    queues: str = setting("", "DSP's p0,..;m0,.. such as 1,1,0;4,2,0; empty: the shortest with which no block waits")
+    blocks: int = setting(0, "K; 0: from the queues or cuts, or the number of processes, or 3")
     cuts: str = setting("", "layers that begin a block, such as stage2,stage3; empty: balanced by measurement")
     micro: int = setting(4, "M, micro-batches of gpipe and 1f1b")
-    replicas: int = setting(1, "D, under torchrun: processes for each block, with own batches")
+    replicas: int = setting(1, "D, under torchrun: processes per block, with different batches")
     reduce: str = setting(
-        "mean", "how replicas join their gradients: mean, or def (see undrift dataparallel) with --ratio, --lam"
+        "mean", "combine replicas' gradients by mean, or def (undrift dataparallel) with --ratio, --lam"
     )
-    ratio: float = setting(64.0, "of --reduce def: of d numbers of a block, ceil(d / ratio) are sent")
+    ratio: float = setting(64.0, "R of --reduce def: ceil(d / R) of a block's d numbers are sent")
     lam: str = setting("0.3", "lambda of --reduce def, in [0, 1], or auto")
     batch: int = setting(128, "samples in a batch of each replica")
     steps: int = setting(0, "batches in a round; 0: a pass over the training samples")
@@ -74,19 +74,17 @@ class PipeConfig(JobConfig):
         parse_lam(self.lam)
         if self.reduce == "def" and (self.nesterov or self.method in ("gpipe", "1f1b", "dni")):
             raise BadSetting(
-                "reduce def has heavy-ball momentum and one update a batch; use mean with nesterov, micro-batches or dni"
+                "reduce def has heavy-ball momentum and one update a batch; use mean with nesterov, gpipe, 1f1b, dni"
             )
         if self.differences and (self.method in ("gpipe", "1f1b") or self.replicas > 1):
-            raise BadSetting(
-                "differences are of one replica's stale gradients; leave out replicas, and use another method"
-            )
+            raise BadSetting("differences are of one replica's stale gradients; use one replica and another method")
 
     def rate(self, n: int, steps: int) -> float:
-        """The learning rate of batch n, where a round has so many."""
+        """The learning rate of batch n, if a round has `steps` batches."""
         return self.schedule.rate(self.lr, n // steps, (n + 1) / steps)
 
     def as_toml(self) -> dict[str, Any]:
-        """In the form that reports read."""
+        """run.toml in the form that reports read."""
         given = super().as_toml()
         own = {name: given.pop(name) for name in STORED}
         return {"command": "pipe", "algorithm": given.pop("method"), **given, "set": own}
@@ -98,7 +96,7 @@ TYPES = get_type_hints(PipeConfig)
 
 
 def from_mapping(settings: Mapping[str, Any]) -> PipeConfig:
-    """A PipeConfig from plain values, or from what run.toml holds; unknown names and values of a wrong kind are errors."""
+    """A PipeConfig from plain values or from run.toml; unknown names and wrong types are errors."""
     return PipeConfig(**typed(plain(settings), TYPES))
 
 
