@@ -8,48 +8,37 @@ from __future__ import annotations
 
 import time
 import warnings
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import asdict
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from undrift.compress import Compressor
+import undrift.data.federation as federation
+from undrift.compress import make_compressor
+from undrift.core import ranks
+from undrift.core.device import pick_device
 from undrift.core.errors import BadSetting
-from undrift.core.schedule import Schedule
 from undrift.core.streams import Purpose, fold, stream
-from undrift.data.federation import Federation, Split
+from undrift.data.federation import Split
+from undrift.data.load import load_dataset
 from undrift.dataparallel.def_ import Detached, GroupRates
-from undrift.dataparallel.methods import Method
+from undrift.dataparallel.methods import make_method
+from undrift.dataparallel.parallel_config import ParallelConfig
 from undrift.dataparallel.workers import Ranks, SimulatedWorkers
 from undrift.jobs.protocol import InMemory
+from undrift.jobs.registry import build_model
+from undrift.jobs.start import compiles
 from undrift.oracle.net import Context, Net
 from undrift.oracle.oracle import Oracle
 from undrift.round.record import RoundRecord, write_record
-from undrift.simulate.evaluate import Metric, means, sample_scores
+from undrift.simulate.evaluate import accuracy, means, sample_scores
 from undrift.simulate.graphs import fused, recorded
 from undrift.simulate.work import mini_batch
 
 STATISTICS_BATCH = 500  # samples in a batch that recomputes BatchNorm's statistics
-
-
-@dataclass(frozen=True)
-class ParallelPlan:
-    """How the workers train, apart from the method."""
-
-    batch: int  # samples per worker
-    steps: int  # iterations per round; 0: a pass over the training samples
-    seed: int
-    lr: float
-    momentum: float
-    weight_decay: float
-    schedule: Schedule = Schedule()
-    eval_every: int = 1
-    statistics: int = 0  # batches that recompute BatchNorm's statistics before a test; 0: use the workers' mean
-    stacked: bool = False  # run simulated workers as one program
-    replay: bool = False  # replay that program as a CUDA graph
-    compile: bool = False  # and compile it
 
 
 class WorkerGradient(NamedTuple):
@@ -63,34 +52,34 @@ class WorkerGradient(NamedTuple):
 class ParallelTraining(InMemory):
     """A data-parallel run in memory. `rounds()` advances it; `tensors()` is its checkpoint."""
 
-    def __init__(
-        self,
-        method: Method,
-        compressor: Compressor,
-        net: Net,
-        data: Federation,
-        plan: ParallelPlan,
-        workers: SimulatedWorkers | Ranks,
-        metrics: Mapping[str, Metric],
-        device: torch.device,
-    ) -> None:
-        method.check(compressor)
-        self.method: Any = method
-        self.compressor, self.net, self.data, self.plan = compressor, net.to(device), data, plan
-        self.workers, self.metrics, self.device = workers, metrics, device
-        on_device = isinstance(workers, SimulatedWorkers) and data.train.held is not None
-        self.replay = plan.replay and plan.stacked and on_device
-        self.compile = plan.compile and self.replay and device.type == "cuda"
+    def __init__(self, config: ParallelConfig) -> None:
+        device = ranks.device_of_rank(pick_device(config.device))
+        data = federation.federate(load_dataset(config.dataset), "iid", 1, config.seed, device, config.val_fraction)
+        module = build_model(config.model, data.shape, data.classes, config.seed)
+        net = Net(module, F.cross_entropy, torch.float64 if config.dtype == "float64" else torch.float32)
+        workers = Ranks() if ranks.count() > 1 else SimulatedWorkers(config.workers)
+        if isinstance(workers, Ranks):
+            workers.agree(asdict(config))
+        self.method: Any = make_method(config.method, config.lam, config.average_every)
+        sizes = net.layout.sizes
+        self.compressor = make_compressor(config.compressor, config.block, config.ratio, config.seed, sizes)
+        self.method.check(self.compressor)
+        self.config, self.net, self.data = config, net.to(device), data
+        self.workers, self.metrics, self.device = workers, {"accuracy": accuracy}, device
         self.compute_stacked: Callable[..., WorkerGradient] = self.compute
         self.recording: Callable[[], tuple[Tensor, Tensor]] | None = None
-        self.total = workers.count * plan.batch
+        self.total = workers.count * config.batch
         if len(data.members) < self.total:
             raise BadSetting(
-                f"{workers.count} workers with batches of {plan.batch} need {self.total} training samples at least, "
+                f"{workers.count} workers with batches of {config.batch} need {self.total} training samples at least, "
                 f"there are {len(data.members)}; lower workers or batch"
             )
         self.per_pass = len(data.members) // self.total  # iterations; a last short batch is left out
-        self.steps = plan.steps or self.per_pass
+        self.steps = config.steps or self.per_pass
+        self.stacked = config.execution == "stacked"
+        on_device = isinstance(workers, SimulatedWorkers) and data.train.held is not None
+        self.replay = config.replay and self.stacked and on_device
+        self.compile = compiles(config, config.rounds * self.steps) and self.replay and device.type == "cuda"
         self.t = 0
         self.diverged = False
         x0, buffers = (v.to(device) for v in net.start())
@@ -100,7 +89,7 @@ class ParallelTraining(InMemory):
         self.ids = torch.arange(workers.count, device=device)
         self.order: tuple[int, Tensor] = (-1, data.members)
         # The samples of an iteration and its keys for dropout and augmentation: a CUDA graph reads the same addresses.
-        self.samples = torch.zeros(workers.count, plan.batch, dtype=torch.int64, device=device)
+        self.samples = torch.zeros(workers.count, config.batch, dtype=torch.int64, device=device)
         self.keys = self.ids.expand(2, -1).clone()
 
     def rows(self, iteration: int) -> Tensor:
@@ -108,15 +97,17 @@ class ParallelTraining(InMemory):
         visit, place = divmod(iteration, self.per_pass)
         if visit != self.order[0]:
             members = self.data.members
-            words = fold(stream(self.plan.seed, Purpose.BATCHES, visit), torch.arange(len(members), device=self.device))
+            words = fold(
+                stream(self.config.seed, Purpose.BATCHES, visit), torch.arange(len(members), device=self.device)
+            )
             self.order = visit, members[words.argsort(stable=True)]
-        return self.order[1][place * self.total : (place + 1) * self.total].view(self.workers.count, self.plan.batch)
+        return self.order[1][place * self.total : (place + 1) * self.total].view(self.workers.count, self.config.batch)
 
     def gradients(self, iteration: int) -> tuple[Tensor, Tensor]:
         """The gradients [..., d] of every worker at its point, and the losses [..., 1]."""
         self.samples.copy_(self.rows(iteration))
         for place, purpose in enumerate((Purpose.DROPOUT, Purpose.AUGMENT)):
-            self.keys[place] = fold(stream(self.plan.seed, purpose, iteration), self.ids)
+            self.keys[place] = fold(stream(self.config.seed, purpose, iteration), self.ids)
         if self.replay and self.recording is None:
             try:
                 if self.compile:
@@ -144,7 +135,7 @@ class ParallelTraining(InMemory):
         if isinstance(self.workers, Ranks):
             ids, rows, dropout, augment = (t[self.workers.rank] for t in self.inputs()[:4])
             g, loss, after = self.compute(ids, rows, dropout, augment, self.z, self.buffers)
-        elif self.plan.stacked:
+        elif self.stacked:
             g, loss, after = self.compute_stacked(*self.inputs())
         else:
             each = [self.compute(*(t[k] for t in self.inputs())) for k in range(self.workers.count)]
@@ -159,8 +150,8 @@ class ParallelTraining(InMemory):
         for n in range(self.steps):
             iteration = self.t * self.steps + n
             g, loss = self.gradients(iteration)
-            g.add_(self.z, alpha=self.plan.weight_decay)
-            rates = GroupRates(slice(0, g.shape[-1]), self.rate(n), self.plan.momentum)
+            g.add_(self.z, alpha=self.config.weight_decay)
+            rates = GroupRates(slice(0, g.shape[-1]), self.rate(n), self.config.momentum)
             self.method.step(self.vectors, g, [rates], iteration, self.compressor, self.workers)
             self.method.point(self.vectors, self.z)
             losses += loss.double().mean()
@@ -169,14 +160,14 @@ class ParallelTraining(InMemory):
         train_loss = float(self.workers.mean((losses / self.steps).expand(*self.workers.lead, 1).clone()))
         self.diverged = not train_loss < float("inf")
         facts = {name: float(value) for name, value in self.method.facts(self.vectors).items()}
-        scores = self.evaluate() if last or self.t % self.plan.eval_every == 0 else {}
+        scores = self.evaluate() if last or self.t % self.config.eval_every == 0 else {}
         numbers = {"train_loss": train_loss} | scores | facts
         workers = self.workers.count
         return write_record(self.t, began, numbers, workers, bytes_up=sent, gradients=self.steps * workers)
 
     def rate(self, n: int) -> float:
         """The learning rate of iteration n of this round."""
-        return self.plan.schedule.rate(self.plan.lr, self.t, self.t + n / self.steps)
+        return self.config.schedule.rate(self.config.lr, self.t, self.t + n / self.steps)
 
     def rounds(self, most: int, last: bool = False) -> list[RoundRecord]:
         """The next round."""
@@ -206,9 +197,9 @@ class ParallelTraining(InMemory):
         """The model x or y [d] and its BatchNorm statistics [Q]."""
         x = self.method.model(self.vectors, self.workers, which)
         buffers = self.workers.mean(self.buffers.clone())
-        if self.net.buffer_layout.names and self.plan.statistics:
+        if self.net.buffer_layout.names and self.config.statistics:
             key = torch.zeros((), dtype=torch.int64, device=self.device)
-            for rows in self.data.members.split(STATISTICS_BATCH)[: self.plan.statistics]:
+            for rows in self.data.members.split(STATISTICS_BATCH)[: self.config.statistics]:
                 inputs = self.data.transform(self.data.train.take(rows), self.net.dtype)
                 _, buffers = self.net(x, buffers, inputs, Context(None, key, dropout=False))
         return x, buffers

@@ -28,7 +28,7 @@ class Probe:
             self.out = block.loss(self.out, require_target(target))
 
     def difference(self, block: PipelineBlock, error: Tensor | None) -> tuple[float, Tensor | None]:
-        """|grad_{x_k} - G_{x_k}| / d_k after the block's backward, for d_k parameters; BP's error gradient for below."""
+        """|grad_{x_k} - G_{x_k}| / d_k after the backward, for d_k parameters; BP's error gradient for below."""
         if self.out.requires_grad:
             torch.autograd.backward(self.out, error)
         squares = [

@@ -3,8 +3,8 @@
 Max Jaderberg et al., Decoupled Neural Interfaces using Synthetic Gradients, ICML 2017; the predictor is the thesis'.
 
     forward(n)    h_{k+1} = f_k(h_k; x_k);  ê = phi_k(h_{k+1});  a step of x_k along J_x f_k^T ê
-    backward(n)   phi_k makes a step along the gradient of (phi_k(h_{k+1}) - e_{k+1})^2; the block above may have computed
-                  e_{k+1} from a predicted gradient itself
+    backward(n)   phi_k makes a step along the gradient of (phi_k(h_{k+1}) - e_{k+1})^2; the block above may have
+                  computed e_{k+1} from a predicted gradient itself
 
 Differs: the squared error is a mean over the elements, not a sum. The curvature of a sum grows with the feature map and
 would make the block's rate too large for phi.

@@ -27,8 +27,8 @@ T = TypeVar("T")
 class DSP:
     """A model under training. In one process it is a simulation; under torchrun each of K processes trains its block.
 
-    `model` is a list of modules, one per block, or an nn.Sequential to cut at the layers `cuts` or into `blocks` of equal
-    cost, timed on a batch `sample`: print(dsp.balance) shows the result. The model's own parameters are trained.
+    `model` is a list of modules, one per block, or an nn.Sequential to cut at the layers `cuts` or into `blocks` of
+    equal cost, timed on a batch `sample`: print(dsp.balance) shows the result. The model's own parameters are trained.
     `p` and `m` are the thesis' queue lengths, by default the shortest with which no block waits. `optimizer` makes an
     optimiser for a list of parameters; `rate` gives the learning rate of batch n.
 
@@ -74,7 +74,7 @@ class DSP:
         self.half_way = False  # whether a step failed, so that its batch has passed only some blocks
 
     def step(self, batch: Batch, probe: bool = False) -> Tensor | None:
-        """Feed a batch; the loss of the batch that the last block forwards, on its rank. `probe` fills `differences`."""
+        """Feed a batch; the loss of the batch in the last block, on its rank. `probe` fills `differences`."""
         return self.advance(lambda: self.engine.step(*batch, probe=probe))
 
     def flush(self) -> list[Tensor]:

@@ -39,14 +39,14 @@ class MicroBatches:
         self.schedule: Any = None  # PyTorch's, built for the shape of the first batch
         if kind == "1f1b" and micro < self.count:
             raise BadSetting(
-                f"1f1b needs at least as many micro-batches as blocks, {self.count}, not {micro}; raise micro or use gpipe"
+                f"1f1b needs at least as many micro-batches as blocks, {self.count}, not {micro}; or use gpipe"
             )
         self.passes: dict[int, int] = {}  # forwards of each block in this batch, minus 1
         for block in self.blocks:
             self.watch(block)
 
     def watch(self, block: PipelineBlock) -> None:
-        """Seed dropout by batch, micro-batch and block, and count bytes, in hooks: PyTorch's schedules call the module."""
+        """Seed dropout by batch, micro-batch and block, and count bytes; by hooks, as PyTorch calls the module."""
         seeding = contextlib.ExitStack()
 
         def before(module: nn.Module, inputs: tuple[Tensor, ...]) -> None:

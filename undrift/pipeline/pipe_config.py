@@ -7,17 +7,8 @@ from dataclasses import dataclass
 from typing import Any, get_type_hints
 
 from undrift.core.errors import BadSetting
-from undrift.dataparallel.methods import parse_lam
-from undrift.jobs.config import (
-    JOB_CHOICES,
-    JobConfig,
-    check_choices,
-    check_numbers,
-    fields_of,
-    setting,
-    typed,
-    with_own_fields,
-)
+from undrift.dataparallel.parallel_config import MethodConfig
+from undrift.jobs.config import JOB_CHOICES, check_choices, check_numbers, fields_of, setting, typed, with_own_fields
 from undrift.pipeline.engines import METHODS
 from undrift.pipeline.schedule import Schedule
 
@@ -27,7 +18,7 @@ OWN = (*STORED, "replicas", "reduce", "ratio", "lam", "lr", "momentum", "nestero
 
 
 @dataclass(frozen=True)
-class PipeConfig(JobConfig):
+class PipeConfig(MethodConfig):
     """All settings of a pipeline run. Each field is a flag of `undrift pipe`."""
 
     method: str = setting("dsp", "how the blocks are trained")
@@ -39,23 +30,13 @@ class PipeConfig(JobConfig):
     reduce: str = setting(
         "mean", "combine replicas' gradients by mean, or def (undrift dataparallel) with --ratio, --lam"
     )
-    ratio: float = setting(64.0, "R of --reduce def: ceil(d / R) of a block's d numbers are sent")
-    lam: str = setting("0.3", "lambda of --reduce def, in [0, 1], or auto")
     batch: int = setting(128, "samples in a batch of each replica")
-    steps: int = setting(0, "batches in a round; 0: a pass over the training samples")
-    lr: float = setting(0.1, "alpha")
-    momentum: float = setting(0.9, "beta")
     nesterov: bool = setting(False, "Nesterov's momentum instead of heavy ball")
-    weight_decay: float = setting(0.0, "added to the gradient")
     differences: bool = setting(False, "record each block's distance from backpropagation's gradient once a round")
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_numbers(
-            self,
-            least=dict(blocks=0, micro=1, replicas=1, batch=1, steps=0),
-            not_negative=("lr", "momentum", "weight_decay"),
-        )
+        check_numbers(self, least=dict(blocks=0, micro=1, replicas=1))
         check_choices(self, CHOICES)
         if self.execution != "auto":
             raise BadSetting(f"blocks are neither stacked nor pooled; leave --execution at auto, not {self.execution}")
@@ -71,11 +52,8 @@ class PipeConfig(JobConfig):
             raise BadSetting("bp trains the model whole; use bp-k for backpropagation through blocks")
         if self.method in ("gpipe", "1f1b") and self.batch % self.micro:
             raise BadSetting(f"a batch of {self.batch} does not divide into {self.micro} equal micro-batches")
-        parse_lam(self.lam)
         if self.reduce == "def" and (self.nesterov or self.method in ("gpipe", "1f1b", "dni")):
-            raise BadSetting(
-                "reduce def has heavy-ball momentum and one update a batch; use mean with nesterov, gpipe, 1f1b, dni"
-            )
+            raise BadSetting("reduce def allows neither nesterov nor gpipe, 1f1b and dni; use mean with them")
         if self.differences and (self.method in ("gpipe", "1f1b") or self.replicas > 1):
             raise BadSetting("differences are of one replica's stale gradients; use one replica and another method")
 

@@ -49,7 +49,7 @@ class Processes:
         self.cut_more: Callable[[], None] = lambda: None  # set by other users of the groups
 
     def step(self, inputs: Tensor | None, targets: Tensor | None, probe: bool = False) -> Tensor | None:
-        """Feed a batch and do one timestamp. The first rank uses the inputs, the last one the targets; it has the loss."""
+        """Feed a batch for one timestamp. The first rank uses the inputs, the last one the targets and has the loss."""
         n = self.clock.first + self.clock.fed
         last = self.outputs is None
         if self.arriving is None or last:

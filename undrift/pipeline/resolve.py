@@ -61,7 +61,5 @@ def timeline(config: PipeConfig, batches: int) -> str:
     if batches < 1:
         raise BadSetting(f"schedule must be at least 1 batch, not {batches}")
     if config.method in ("gpipe", "1f1b"):
-        raise BadSetting(
-            f"{config.method} follows PyTorch's own schedule, which has no timeline to print; try another method, such as dsp"
-        )
+        raise BadSetting(f"{config.method} follows PyTorch's own schedule, which has no timeline; try another method")
     return schedule_of(config.method, count_blocks(config), config.queues).text(batches)

@@ -178,10 +178,10 @@ def distance(one: tuple[int, ...], other: tuple[int, ...]) -> int:
 def nearest_falling(m: tuple[int, ...], least: list[int], wishes: list[int]) -> tuple[int, ...]:
     """The x >= 0 with gaps x_k - x_{k+1} >= least_k that minimises sum |x_k - m_k| + sum (wishes_k - gap_k)_+.
 
-    Isotonic regression by dynamic programming: f_k(x), the smallest sum over blocks k, k+1, .. with x_k = x, is convex and
-    piecewise linear. `corners` holds where its slope rises; the last corner is its smallest minimiser. From block k + 1
-    only falling slopes remain, since a larger gap is free: the part of slope -1 moves by wishes_k, steeper ones by least_k.
-    Then |x - m_k| adds its corner twice, and everything right of the minimum is dropped.
+    Isotonic regression by dynamic programming: f_k(x), the smallest sum over blocks k, k+1, .. with x_k = x, is convex
+    and piecewise linear. `corners` holds where its slope rises; the last corner is its smallest minimiser. From block
+    k + 1 only falling slopes remain, since a larger gap is free: the part of slope -1 moves by wishes_k, steeper ones by
+    least_k. Then |x - m_k| adds its corner twice, and everything right of the minimum is dropped.
     """
     corners: list[int] = []
     lowest, floors, slopes = 0, [], []

@@ -3,8 +3,8 @@
     y = x - alpha G,  y^s = x - s alpha G,  x <- y + beta (y^s - y^s_previous),  y^s_previous = x^0 at first
 
 s = 0 is heavy ball and s = 1 Nesterov's method; at a constant rate they equal torch.optim.SGD with momentum and
-nesterov. s = 1 / (1 - beta) is plain SGD with the rate alpha / (1 - beta). When the rate changes, torch scales the whole
-momentum by the new rate, while SUM keeps the past rates in it.
+nesterov. s = 1 / (1 - beta) is plain SGD with the rate alpha / (1 - beta). When the rate changes, torch scales the
+whole momentum by the new rate, while SUM keeps the past rates in it.
 """
 
 from __future__ import annotations
