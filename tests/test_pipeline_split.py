@@ -18,7 +18,7 @@ from undrift.pipeline import DSP
 from undrift.pipeline.split import ModelPart, balance_model, cut_model, layer_times, layers_of, min_max_cuts
 
 
-def named(part: ModelPart) -> dict[str, Tensor]:
+def whole_state(part: ModelPart) -> dict[str, Tensor]:
     """The part's state under the whole model's names."""
     return {part.whole_name(name): tensor for name, tensor in part.module.state_dict().items()}
 
@@ -52,7 +52,7 @@ def test_a_cut_network_is_the_network() -> None:
     for part in cut:
         h = part.module(h)
     assert torch.equal(h, model(inputs))
-    named = {name: tensor for part in cut for name, tensor in named(part).items()}
+    named = {name: tensor for part in cut for name, tensor in whole_state(part).items()}
     state = model.state_dict()
     assert list(named) == list(state)
     assert all(torch.equal(named[name], state[name]) for name in state)
@@ -119,7 +119,7 @@ def test_dsp_keeps_what_it_measured() -> None:
 def test_a_list_of_modules_is_a_list_of_blocks() -> None:
     cut = cut_model([nn.Linear(2, 3), nn.Sequential(nn.ReLU(), nn.Linear(3, 1))])
     assert [part.layers for part in cut] == [("0",), ("1",)]
-    assert list(named(cut[1])) == ["1.1.weight", "1.1.bias"]
+    assert list(whole_state(cut[1])) == ["1.1.weight", "1.1.bias"]
     with pytest.raises(BadSetting, match="cut already"):
         cut_model([nn.Linear(2, 3)], cuts=[1])
 

@@ -8,6 +8,7 @@ be summed in place, and no index is sent. Top-K keeps each worker's own largest 
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -114,14 +115,12 @@ class RandomBlock(SharedPlaces):
 
     def places(self, t: int, device: torch.device) -> list[Place]:
         places: list[Place] = []
-        begin = 0
-        for number, n in enumerate(self.parts):
+        for number, (begin, n) in enumerate(stretches(self.parts)):
             b = count_kept(n, self.ratio)
             s = stream(self.seed, Purpose.KEPT, t, number) * n >> 64 if b < n else 0  # uniform in 0 .. n - 1
             places.append(slice(begin + s, begin + min(s + b, n)))
             if s + b > n:
                 places.append(slice(begin, begin + s + b - n))
-            begin += n
         return places
 
 
@@ -149,11 +148,10 @@ class RandomEntries(SharedPlaces):
     seed: int
 
     def places(self, t: int, device: torch.device) -> list[Place]:
-        drawn, begin = [], 0
-        for number, n in enumerate(self.parts):
+        drawn = []
+        for number, (begin, n) in enumerate(stretches(self.parts)):
             random = np.random.Generator(np.random.PCG64(stream(self.seed, Purpose.KEPT, t, number)))
             drawn.append(begin + np.sort(random.choice(n, count_kept(n, self.ratio), replace=False, shuffle=False)))
-            begin += n
         return [torch.from_numpy(np.concatenate(drawn)).to(device)]
 
 
@@ -166,11 +164,10 @@ class LargestEntries:
 
     def places(self, v: Tensor) -> Tensor:
         """[..., k] the entries of v [..., d] that are kept, in rising order; padding at the end of v never is."""
-        places, begin = [], 0
-        for part in v[..., : sum(self.parts)].split(list(self.parts), -1):
-            largest = part.abs().topk(count_kept(part.shape[-1], self.ratio), -1, sorted=False).indices
+        places = []
+        for begin, n in stretches(self.parts):
+            largest = v[..., begin : begin + n].abs().topk(count_kept(n, self.ratio), -1, sorted=False).indices
             places.append(begin + largest.sort(-1).values)
-            begin += part.shape[-1]
         return torch.cat(places, -1)
 
     def exchange(
@@ -206,6 +203,11 @@ def make_compressor(name: str, block: str, ratio: float, seed: int, sizes: Seque
     return RandomBlock(parts, ratio, seed) if name == "rbgs" else RandomEntries(parts, ratio, seed)
 
 
+def stretches(lengths: Sequence[int]) -> Iterator[tuple[int, int]]:
+    """The beginning and the length of each stretch."""
+    return zip(itertools.accumulate(lengths, initial=0), lengths, strict=False)
+
+
 def count_kept(n: int, ratio: float) -> int:
     """b = ceil(n / R), the number of entries that are kept of n.
 
@@ -228,14 +230,14 @@ def gaps(blocks: Iterable[slice], size: int) -> Iterator[slice]:
         end = block.stop
 
 
-def overlaps(part: slice, stretches: Iterable[slice]) -> Iterator[slice]:
-    """The overlaps of a part with some stretches.
+def overlaps(part: slice, others: Iterable[slice]) -> Iterator[slice]:
+    """The overlaps of a part with others.
 
     >>> list(overlaps(slice(3, 7), [slice(0, 4), slice(5, 9), slice(8, 9)]))
     [slice(3, 4, None), slice(5, 7, None)]
     """
-    for stretch in stretches:
-        begin, end = max(part.start, stretch.start), min(part.stop, stretch.stop)
+    for other in others:
+        begin, end = max(part.start, other.start), min(part.stop, other.stop)
         if begin < end:
             yield slice(begin, end)
 

@@ -66,7 +66,7 @@ def resolve(config: ParallelConfig) -> ParallelConfig:
     processes = ranks.count()
     if processes > 1 and config.workers not in (0, processes):
         raise BadSetting(
-            f"torchrun started {processes} processes for {config.workers} workers; start as many, or leave --workers out"
+            f"torchrun started {processes} processes for {config.workers} workers; start as many, or drop --workers"
         )
     execution = config.execution
     if execution == "auto":  # on a CPU stacked convolutions are slow, and pool gives the bits of real ranks

@@ -32,6 +32,7 @@ class CompressedOptimizer(torch.optim.Optimizer):
     """The base of the five optimisers, each of which names its method."""
 
     method: Detached | EF21Method
+    flat: Flat  # the parameters, complete after the base class's constructor
 
     def __init__(
         self,
@@ -51,7 +52,6 @@ class CompressedOptimizer(torch.optim.Optimizer):
         for name, value in rates.items():
             if not 0.0 <= value < float("inf"):
                 raise BadSetting(f"{name} must be a number of at least 0, not {value}")
-        self.flat: Flat | None = None
         if params is None:
             params = [p for p in model.parameters() if p.requires_grad] if isinstance(model, nn.Module) else model
         super().__init__(params, dict(rates))
@@ -78,7 +78,6 @@ class CompressedOptimizer(torch.optim.Optimizer):
     @torch.no_grad()
     def begin(self) -> None:
         """Start all ranks from rank 0's parameters."""
-        assert self.flat is not None
         self.flat.read(self.vectors.x)
         self.workers.copy_from_first(self.vectors.x)
         self.flat.write(self.vectors.x)
@@ -92,7 +91,7 @@ class CompressedOptimizer(torch.optim.Optimizer):
             self.begin()  # the model may be loaded after the optimizer is made
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        if self.flat is not None:
+        if hasattr(self, "flat"):
             raise BadSetting("parameters cannot be added later: their errors are one vector; make a new optimizer")
         super().add_param_group(param_group)
 
@@ -109,7 +108,6 @@ class CompressedOptimizer(torch.optim.Optimizer):
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
         """One iteration with the gradients that the parameters hold."""
-        assert self.flat is not None
         if self.shown:
             raise BadSetting("step() inside evaluating() would train other weights; leave the with block first")
         if Ranks(self.workers.group).count != self.workers.count:
@@ -134,7 +132,6 @@ class CompressedOptimizer(torch.optim.Optimizer):
 
     def move_to_point(self, stretches: Sequence[slice] | None = None) -> None:
         """Move the parameters, or some stretches of them, to the point of the next gradient."""
-        assert self.flat is not None
         if self.flat.direct:  # in one pass over memory
             for part, p in self.flat.stretches():
                 for s in [part] if stretches is None else overlaps(part, stretches):
@@ -153,7 +150,6 @@ class CompressedOptimizer(torch.optim.Optimizer):
             raise UnknownName("name of the weights", which, POINTS)
         if self.shown:
             raise BadSetting(f"the parameters are those of evaluating({self.shown!r}) already")
-        assert self.flat is not None
         self.settle()
         with torch.no_grad():
             self.flat.write(self.method.model(self.vectors, self.workers, POINTS.get(which, "")))
@@ -181,7 +177,6 @@ class CompressedOptimizer(torch.optim.Optimizer):
         return self._join_state(own)
 
     def _join_state(self, own: dict[str, Tensor]) -> dict[str, Any]:
-        assert self.flat is not None
         if self.t == 0:
             self.flat.read(self.vectors.x)  # the model may be loaded after the optimizer is made
         shared = {n: v.clone() for n, v in self.vectors._asdict().items() if n not in self.method.own}

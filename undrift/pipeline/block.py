@@ -58,13 +58,18 @@ class PipelineBlock:
     def forward(self, n: int, h: Tensor, target: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
         """The output for batch n under the current parameters, and the loss in the last block."""
         version = h._version
-        if self.m == 0:
-            out, loss = self.forward_with_graph(n, h, target)
+        loss = None
+        if self.m == 0:  # forward and backward use the same parameters: one pass serves both
+            leaf = h.detach().requires_grad_(self.sends_error(h))
+            with self.seed_dropout(n, h.device):
+                out = self.module(leaf)
+            if self.loss is not None:
+                loss = self.loss(out, require_target(target))
+            self.graphs[n] = leaf, out if loss is None else loss
         else:
             with torch.no_grad(), self.seed_dropout(n, h.device):
                 out = self.module(h)
             self.inputs[n] = h
-            loss = None
             if self.loss is not None:
                 out.requires_grad_()
                 loss = self.loss(out, require_target(target))
@@ -75,15 +80,6 @@ class PipelineBlock:
                 "build its first layer with inplace=False, or cut the model elsewhere"
             )
         return out.detach(), None if loss is None else loss.detach()
-
-    def forward_with_graph(self, n: int, h: Tensor, target: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        """One pass for forward and backward, which use the same parameters."""
-        h = h.detach().requires_grad_(self.sends_error(h))
-        with self.seed_dropout(n, h.device):
-            out = self.module(h)
-        loss = None if self.loss is None else self.loss(out, require_target(target))
-        self.graphs[n] = h, out if loss is None else loss
-        return out, loss
 
     def backward(self, n: int, error: Tensor | None) -> Tensor | None:
         """Step along batch n's gradient; the gradient for the block below."""

@@ -30,9 +30,8 @@ def predictor(h: Tensor) -> nn.Sequential:
     def layer() -> nn.Module:
         return nn.Conv2d(width, width, 5, padding=2) if image else nn.Linear(width, width)
 
-    def norm() -> nn.Module:
-        kind = nn.BatchNorm2d if image else nn.BatchNorm1d
-        return kind(width, track_running_stats=False)  # phi is used in training only
+    def norm() -> nn.Module:  # without statistics: phi is used in training only
+        return (nn.BatchNorm2d if image else nn.BatchNorm1d)(width, track_running_stats=False)
 
     last = layer()
     for parameter in last.parameters():

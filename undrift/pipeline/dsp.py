@@ -17,7 +17,7 @@ from undrift.core.errors import BadSetting
 from undrift.pipeline.block import Loss, MakeOptimizer, PipelineBlock, Rate
 from undrift.pipeline.engines import build_engine
 from undrift.pipeline.schedule import Schedule
-from undrift.pipeline.split import Balance, ModelPart, balance_model, cut_model, join_parts
+from undrift.pipeline.split import Balance, Cuts, Model, ModelPart, balance_model, cut_model, join_parts
 
 Batch = tuple[Tensor, Tensor]
 T = TypeVar("T")
@@ -43,8 +43,8 @@ class DSP:
 
     def __init__(
         self,
-        model: nn.Module | Sequence[nn.Module],
-        cuts: Sequence[int | str] | None = None,
+        model: Model,
+        cuts: Cuts = None,
         blocks: int | None = None,
         p: Sequence[int] | None = None,
         m: Sequence[int] | None = None,
@@ -117,12 +117,7 @@ class DSP:
 
 
 def split(
-    model: nn.Module | Sequence[nn.Module],
-    cuts: Sequence[int | str] | None,
-    blocks: int | None,
-    sample: Batch | None,
-    loss: Loss,
-    device: torch.device,
+    model: Model, cuts: Cuts, blocks: int | None, sample: Batch | None, loss: Loss, device: torch.device
 ) -> tuple[list[ModelPart], Balance | None]:
     """Cut the model as given, or measure it and return the balance too."""
     if not isinstance(model, nn.Module) or cuts is not None:

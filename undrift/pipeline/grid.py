@@ -31,9 +31,8 @@ class Grid:
         """Create the groups; all processes must call this."""
         world, rank = ranks.count(), ranks.rank()
         if world != blocks * replicas:
-            times = f"{replicas} replicas of " if replicas > 1 else ""
             raise BadSetting(
-                f"{times}{blocks} blocks need {blocks * replicas} processes, and there are {world}; "
+                f"{replicas} x {blocks} blocks need {blocks * replicas} processes, and there are {world}; "
                 f"start with torchrun --nproc-per-node {blocks * replicas}, or without torchrun for a simulation"
             )
         rows = [[d * blocks + k for k in range(blocks)] for d in range(replicas)]

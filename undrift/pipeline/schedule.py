@@ -180,8 +180,8 @@ def nearest_falling(m: tuple[int, ...], least: list[int], wishes: list[int]) -> 
 
     Isotonic regression by dynamic programming: f_k(x), the smallest sum over blocks k, k+1, .. with x_k = x, is convex
     and piecewise linear. `corners` holds where its slope rises; the last corner is its smallest minimiser. From block
-    k + 1 only falling slopes remain, since a larger gap is free: the part of slope -1 moves by wishes_k, steeper ones by
-    least_k. Then |x - m_k| adds its corner twice, and everything right of the minimum is dropped.
+    k + 1 only falling slopes remain, since a larger gap is free: the part of slope -1 moves by wishes_k, steeper ones
+    by least_k. Then |x - m_k| adds its corner twice, and everything right of the minimum is dropped.
     """
     corners: list[int] = []
     lowest, floors, slopes = 0, [], []

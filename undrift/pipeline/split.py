@@ -15,6 +15,9 @@ from undrift.core import ranks
 from undrift.core.errors import BadSetting
 from undrift.pipeline.block import Loss
 
+Model = nn.Module | Sequence[nn.Module]
+Cuts = Sequence[int | str] | None
+
 
 @dataclass(frozen=True)
 class ModelPart:
@@ -52,7 +55,7 @@ def layers_of(model: nn.Module, name: str = "") -> list[tuple[str, nn.Module]]:
     return [(name.removesuffix("."), model)]
 
 
-def cut_model(model: nn.Module | Sequence[nn.Module], cuts: Sequence[int | str] | None = None) -> list[ModelPart]:
+def cut_model(model: Model, cuts: Cuts = None) -> list[ModelPart]:
     """Cut a model where a layer begins a block, by its name or its number in `layers_of`; a list holds blocks already.
 
     >>> model = nn.Sequential(nn.Linear(2, 3), nn.ReLU(), nn.Linear(3, 2))

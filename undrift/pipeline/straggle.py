@@ -69,13 +69,3 @@ def increase(schedule: Schedule, slowdown: float, batches: int = 2000, seed: int
     slow = draw.random((schedule.blocks, length)) < chance
     factors = np.where(slow, 1 + slowdown / 100, 1.0)
     return 100 * (finishing_time(schedule, factors) / finishing_time(schedule, np.ones_like(factors)) - 1)
-
-
-def table(batches: int = 2000, seeds: int = 5) -> list[tuple[str, list[float], tuple[float, ...]]]:
-    """For each row of Table 2: the queue lengths, the simulated increases and the thesis'."""
-    rows: list[tuple[str, list[float], tuple[float, ...]]] = []
-    for queues, published in THESIS.items():
-        schedule = Schedule.parse(queues)
-        runs = [[increase(schedule, slowdown, batches, seed) for seed in range(seeds)] for slowdown in SLOWDOWNS]
-        rows.append((queues, [float(np.mean(increases)) for increases in runs], published))
-    return rows
