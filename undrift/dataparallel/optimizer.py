@@ -204,9 +204,7 @@ class CompressedOptimizer(torch.optim.Optimizer):
                     "whole_state_dict(), or on every rank load its own file"
                 )
             if state[keys[0]].shape != vector.shape:
-                raise BadRunFolder(
-                    f"{name} is {list(state[keys[0]].shape)} in the checkpoint, not {list(vector.shape)}"
-                )
+                raise BadRunFolder(f"the stored {name} is {list(state[keys[0]].shape)}, not {list(vector.shape)}")
         super().load_state_dict({"state": {}, "param_groups": state_dict["param_groups"]})
         for name, keys in places.items():  # only now: a refused checkpoint changes nothing
             vector = getattr(self.vectors, name)
@@ -232,9 +230,7 @@ class Flat:
     def from_parameters(cls, params: list[nn.Parameter]) -> Flat:
         devices = {p.device for p in params}
         if len(devices) > 1:
-            raise BadSetting(
-                f"the parameters lie on several devices ({', '.join(map(str, devices))}); move them to one"
-            )
+            raise BadSetting(f"move the parameters to one device, they are on {', '.join(map(str, devices))}")
         if any(p.is_complex() for p in params):
             raise BadSetting("a parameter is complex; use its real and imaginary parts instead (torch.view_as_real)")
         wide = torch.float64 if any(p.dtype == torch.float64 for p in params) else torch.float32

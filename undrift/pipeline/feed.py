@@ -23,9 +23,7 @@ class Feed:
         self.data, self.batch, self.replicas, self.seed, self.dtype = data, batch, replicas, seed, dtype
         self.per_pass = len(data.members) // (batch * replicas)
         if not self.per_pass:
-            raise BadSetting(
-                f"{replicas} x {batch} samples are needed at a time, and there are {len(data.members)}; lower batch"
-            )
+            raise BadSetting(f"{len(data.members)} samples do not fill {replicas} x {batch}; lower batch or replicas")
         self.order: tuple[int, Tensor] = (-1, data.members)
 
     def rows(self, n: int, replica: int) -> Tensor:

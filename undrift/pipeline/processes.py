@@ -41,6 +41,8 @@ class Processes:
         if not last:
             self.outputs = Outbox(grid.rank_of(k + 1), grid.activations, 1 + schedule.p[k])
             self.errors = Inbox(grid.rank_of(k + 1), grid.gradients, 1 + schedule.q[k + 1], device)
+        self.inboxes = [inbox for inbox in (self.arriving, self.errors) if inbox is not None]
+        self.outboxes = [outbox for outbox in (self.outputs, self.sent_errors) if outbox is not None]
         self.waiting: dict[int, Batch] = {}  # batches that this block has not forwarded yet
         self.probes: dict[int, Probe] = {}
         self.probed: set[int] = set()
@@ -132,11 +134,10 @@ class Processes:
     def measure(self) -> None:
         """Measure what this process stores of batches under way: inputs, posted receives, unfinished sends."""
         stored = self.block.stored_tensors() + [t for pair in self.waiting.values() for t in pair if t is not None]
-        for inbox in (self.arriving, self.errors):
-            if inbox is not None:
-                stored += [*inbox.received.values(), *(buffer for _, buffer in inbox.posted.values())]
-        for outbox in (self.outputs, self.sent_errors):
-            stored += [tensor for _, tensor in outbox.under_way] if outbox is not None else []
+        for inbox in self.inboxes:
+            stored += [*inbox.received.values(), *(buffer for _, buffer in inbox.posted.values())]
+        for outbox in self.outboxes:
+            stored += [tensor for _, tensor in outbox.under_way]
         self.stored[self.k] = max(self.stored[self.k], count_bytes(stored))
 
     @property
@@ -158,9 +159,8 @@ class Processes:
         if self.errors is not None:
             sent = min(t - self.schedule.backward_lag[self.k + 1], clock.fed - 1)
             self.errors.drain(clock.first + sent, self.error_form)
-        for outbox in (self.outputs, self.sent_errors):
-            if outbox is not None:
-                outbox.finish()
+        for outbox in self.outboxes:
+            outbox.finish()
 
     def evaluate(self, batches: Iterable[Batch]) -> dict[str, float]:
         """Scores of the first replica's current parameters, on every rank."""
@@ -250,9 +250,8 @@ class Processes:
             raise
 
     def cut(self) -> None:
-        for link in (self.arriving, self.errors, self.outputs, self.sent_errors):
-            if link is not None:
-                link.cut()
+        for link in (*self.inboxes, *self.outboxes):
+            link.cut()
         self.cut_more()
         if self.grid.activations is not None:
             self.block.release()

@@ -85,10 +85,8 @@ class PipelineTraining(InMemory):
         schedule = schedule_of(config.method, config.blocks, config.queues)
         self.probe = self.steps - 1 - schedule.backward_lag[0]  # the last batch whose backward ends within the round
         if config.differences and self.probe < 0:
-            raise BadSetting(
-                f"differences need rounds of more than {schedule.backward_lag[0]} batches, the length of the queues, "
-                f"not {self.steps}; raise steps"
-            )
+            lag = schedule.backward_lag[0]
+            raise BadSetting(f"differences need rounds of more than {lag} batches, not {self.steps}; raise steps")
         self.parts = cut_model(model, parse_cuts(config.cuts))
 
         def optimizer(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
@@ -138,14 +136,9 @@ class PipelineTraining(InMemory):
             if batch_loss is not None:
                 loss, losses = loss + batch_loss, losses + 1
         self.t += 1
-        each = gather_facts(
-            {
-                "bytes": (engine.bytes_up - before[0], engine.bytes_down - before[1]),
-                "loss": (float(loss), losses),
-                "stored": engine.stored,
-                "differences": engine.differences,
-            }
-        )
+        sent = engine.bytes_up - before[0], engine.bytes_down - before[1]
+        facts = {"bytes": sent, "loss": (float(loss), losses)}
+        each = gather_facts(facts | {"stored": engine.stored, "differences": engine.differences})
         count = sum(facts["loss"][1] for facts in each)
         more = self.evaluate() if last or self.t % self.config.eval_every == 0 else {}
         stored = [max(facts["stored"][k] for facts in each) for k in range(len(engine.stored))]
