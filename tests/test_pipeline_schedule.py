@@ -8,9 +8,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.reference.timeline import check
 from undrift.core.errors import BadSetting
 from undrift.pipeline import Schedule
-from undrift.pipeline.schedule import BlockWork, broken_rule, check, nearest
+from undrift.pipeline.schedule import BlockWork, broken_rule, nearest
 
 GOLDEN = Path(__file__).parent / "golden" / "schedules"
 # queue lengths: q, F, B as the thesis' rules give them, worked out by hand

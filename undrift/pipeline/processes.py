@@ -250,7 +250,8 @@ class Processes:
             raise
 
     def cut(self) -> None:
-        for link in (*self.inboxes, *self.outboxes):
+        links: list[Inbox | Outbox] = [*self.inboxes, *self.outboxes]
+        for link in links:
             link.cut()
         self.cut_more()
         if self.grid.activations is not None:
