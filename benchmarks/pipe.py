@@ -38,13 +38,13 @@ from torch import Tensor, nn
 
 from undrift.core import ranks
 from undrift.models._resnet import cifar_resnet
-from undrift.pipeline.block import Block
-from undrift.pipeline.methods import METHODS, engine, schedule_of
+from undrift.pipeline.block import PipelineBlock
+from undrift.pipeline.engines import METHODS, build_engine, schedule_of
 from undrift.pipeline.micro import MicroBatches
 from undrift.pipeline.processes import Processes
 from undrift.pipeline.schedule import Schedule
 from undrift.pipeline.simulator import Simulator
-from undrift.pipeline.split import balanced, layers_of, parts
+from undrift.pipeline.split import balance_model, cut_model, layers_of
 
 CPU = torch.device("cpu")
 SIZES = {"mlp": (16, 128), "resnet20": (8, 64), "resnet56": (8, 64)}  # small and large batches
@@ -86,7 +86,7 @@ class Contestant:
         method, _, how = name.partition(" ")
         self.alone = method == "bp"
         self.micro = int(how.removeprefix("M=")) if how.startswith("M=") else 0
-        cut = parts(network(model), [] if self.alone else cuts)
+        cut = cut_model(network(model), [] if self.alone else cuts)
         schedule = schedule_of(method, len(cut), how if ";" in how else "")
         self.fill = schedule.backward_lag[0] + 2
         kind = METHODS[method].block
@@ -94,12 +94,12 @@ class Contestant:
             self.engine: Any = Simulator([kind(cut[0].module, 0, 0, sgd, F.cross_entropy)], schedule, CPU)
             self.watch(self.engine.blocks[0])
             return
-        found = engine(kind, cut, schedule, sgd, F.cross_entropy, None, 0, CPU)
+        found = build_engine(kind, cut, schedule, sgd, F.cross_entropy, None, 0, CPU)
         assert isinstance(found, Processes)
         self.engine = MicroBatches(found, method, self.micro, F.cross_entropy) if self.micro else found
         self.watch(found.block)
 
-    def watch(self, block: Block) -> None:
+    def watch(self, block: PipelineBlock) -> None:
         for target, names in ((block, ("forward", "backward")), (block, ("update",) if self.micro else ())):
             for each in names:
                 setattr(target, each, self.timed(getattr(target, each)))
@@ -181,7 +181,7 @@ def race(
         count = len(layers_of(network(model)))
         cuts = [count * k // blocks for k in range(1, blocks)]
     else:
-        cuts = list(balanced(network(model), blocks, *batch, F.cross_entropy, times=9).cuts)
+        cuts = list(balance_model(network(model), blocks, *batch, F.cross_entropy, times=9).cuts)
     rows, running = [], []
     for name in contestants(blocks, size):
         if name.startswith("1f1b") and int(name.partition("=")[2]) < blocks:

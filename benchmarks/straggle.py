@@ -26,12 +26,12 @@ from torch import Tensor, nn
 
 from undrift.core import ranks
 from undrift.core.streams import Purpose, stream
-from undrift.pipeline.block import Block
-from undrift.pipeline.methods import engine, schedule_of
+from undrift.pipeline.block import PipelineBlock
+from undrift.pipeline.engines import build_engine, schedule_of
 from undrift.pipeline.micro import MicroBatches
 from undrift.pipeline.processes import Processes
 from undrift.pipeline.schedule import Schedule
-from undrift.pipeline.split import parts
+from undrift.pipeline.split import cut_model
 from undrift.pipeline.straggle import CHANCE, SLOWDOWNS, THESIS, increase
 
 BLOCKS, SECONDS, MICRO = 3, 0.030, 3
@@ -80,10 +80,10 @@ def measure(name: str, slowdown: float, batches: int) -> float:
     for k in range(BLOCKS):
         devices.append(Device(k, micro))
         model.append(nn.Linear(16, 16)).append(devices[-1])
-    cut = parts(model, [2, 4])
+    cut = cut_model(model, [2, 4])
     schedule = Schedule.bp(BLOCKS) if micro > 1 else schedule_of(method, BLOCKS, how)
-    found = engine(
-        Block, cut, schedule, lambda p: torch.optim.SGD(p, 0.01), F.cross_entropy, None, 0, torch.device("cpu")
+    found = build_engine(
+        PipelineBlock, cut, schedule, lambda p: torch.optim.SGD(p, 0.01), F.cross_entropy, None, 0, torch.device("cpu")
     )
     assert isinstance(found, Processes)
     run: Any = MicroBatches(found, method, micro, F.cross_entropy) if micro > 1 else found

@@ -16,9 +16,9 @@ from torch import Tensor, nn
 import undrift
 from undrift.core import ranks
 from undrift.pipeline import SUM
-from undrift.pipeline.methods import METHODS, Engine, engine, schedule_of
+from undrift.pipeline.engines import METHODS, Engine, build_engine, schedule_of
 from undrift.pipeline.micro import MicroBatches
-from undrift.pipeline.split import Part
+from undrift.pipeline.split import ModelPart
 
 BATCHES, STOP, FLUSH = 22, 9, 17  # a state is taken after STOP batches, and the queues are emptied after FLUSH
 CASES = [
@@ -113,8 +113,8 @@ def build(case: str, blocks: int, replicas: int = 1) -> Engine:
     joint = {"joint": Joint, "def": detached, "def 1": uncompressed}.get(how)
     plain = plain or how.startswith("def")
     made = modules(blocks, plain, dtype)
-    split = [Part(nn.Sequential(module), (str(k),)) for k, module in enumerate(made)]
-    found = engine(kind, split, schedule, optimizer, F.cross_entropy, rate, 0, cpu, replicas, joint)
+    split = [ModelPart(nn.Sequential(module), (str(k),)) for k, module in enumerate(made)]
+    found = build_engine(kind, split, schedule, optimizer, F.cross_entropy, rate, 0, cpu, replicas, joint)
     return MicroBatches(found, method, micro, F.cross_entropy) if micro else found
 
 

@@ -17,11 +17,12 @@ from undrift import cli
 from undrift.core.errors import BadSetting, UndriftError
 from undrift.core.schedule import Schedule
 from undrift.dataparallel import command as parallel
+from undrift.dataparallel.training import ParallelTraining
 from undrift.deploy import settings as deployment
 from undrift.jobs import course, start
 from undrift.jobs.config import JobConfig, RunConfig
 from undrift.jobs.protocol import Run
-from undrift.pipeline import settings as pipeline
+from undrift.pipeline import pipe_config as pipeline
 from undrift.pipeline.train import run_pipe
 from undrift.simulate.simulation import Settings
 
@@ -86,7 +87,7 @@ def test_rates_are_one_schedule() -> None:
     pipe = pipeline.PipeConfig(lr=4.0, **how)
     assert [pipe.rate(n, 4) for n in (0, 3, 7, 8)] == [0.5, 2.0, 2.0, 4.0 * 0.25 * 0.1]
     config = parallel.resolve(parallel.from_mapping(SMALL | how | {"lr": 4.0}))
-    training = parallel.build_training(config)
+    training = ParallelTraining(config)
     assert [training.rate(n) for n in (0, 1)] == [0.0, 1.0]
     assert config.schedule == Schedule(2.0, 0.5, (2,), 0.1)
 

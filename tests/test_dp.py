@@ -37,10 +37,10 @@ from tests.dp_cases import (
 )
 from tests.reference import dp as plain
 from undrift import cli
-from undrift.compress import Exchanged, LargestEntries, kept, make_compressor
+from undrift.compress import Exchanged, LargestEntries, count_kept, make_compressor
 from undrift.core.errors import BadRunFolder, BadSetting, UnknownName
-from undrift.dataparallel.def_ import Detached, Rates
-from undrift.dataparallel.workers import Ranks, Stacked
+from undrift.dataparallel.def_ import Detached, GroupRates
+from undrift.dataparallel.workers import Ranks, SimulatedWorkers
 
 ROOT = Path(__file__).parent.parent
 SIZES = [p.numel() for p in network().parameters()]
@@ -175,7 +175,7 @@ def test_the_error_identity(on_ranks: Outcome, workers: int) -> None:
 
 
 def test_bytes_are_those_of_the_block(on_ranks: Outcome) -> None:
-    b, d = kept(sum(SIZES), 7), sum(SIZES)
+    b, d = count_kept(sum(SIZES), 7), sum(SIZES)
     for workers, ranks in on_ranks.items():
         each = 8 * 2 * b * (workers - 1)  # 8 bytes a number in float64: 16 b (W - 1) / W on each of W ranks
         assert ranks[0]["def"]["sent"].tolist() == [each] * STEPS
@@ -190,7 +190,7 @@ def test_bytes_on_the_socket(on_ranks: Outcome) -> None:
     if on_ranks[2][0]["socket"] is None:
         pytest.skip("only root may give the ranks a loopback device of their own")
     seen = on_ranks[2][0]["socket"]
-    assert seen["counted"] == 20 * 8 * kept(seen["parameters"], 16)  # 8 b (W - 1) / W in float32, W ranks
+    assert seen["counted"] == 20 * 8 * count_kept(seen["parameters"], 16)  # 8 b (W - 1) / W in float32, W ranks
     assert 1.0 <= seen["socket"] / seen["counted"] < 1.03
 
 
@@ -263,12 +263,12 @@ def test_simulated_workers_equal_real_ranks(on_ranks: Outcome) -> None:
             made = make_compressor(
                 settings.get("compressor", "rbgs"), settings.get("block", "flat"), 7, SHARED["seed"], SIZES
             )
-            together = Stacked(workers)
+            together = SimulatedWorkers(workers)
             state = method.start(vector(network()), together)
             z = state.x.expand(workers, -1).clone()
             for t in range(STEPS):
                 g = torch.stack([gradient(t, k, z[k], 0.0) for k in range(workers)]).add_(z, alpha=DECAY)
-                method.step(state, g, [Rates(slice(0, sum(SIZES)), LR, MOMENTUM)], t, made, together)
+                method.step(state, g, [GroupRates(slice(0, sum(SIZES)), LR, MOMENTUM)], t, made, together)
                 method.point(state, z)
                 seen, wanted = state.x, ranks[0][case]["x"][t]
                 assert apart(seen, wanted) < 1e-12
@@ -307,7 +307,7 @@ def test_undrift_dp_on_real_ranks_equals_simulated_workers(
         for name, value in mine.items():
             assert value == theirs_[name] or value == pytest.approx(theirs_[name], rel=1e-10), name
     d = sum(tensor.numel() for tensor in model.values())
-    assert {r["bytes_up"] for r in records} == {5 * 8 * 2 * (workers - 1) * kept(d, 16)}
+    assert {r["bytes_up"] for r in records} == {5 * 8 * 2 * (workers - 1) * count_kept(d, 16)}
     assert records[-1]["accuracy"] == records[-1]["y_accuracy"] and records[0]["accuracy"] is None
 
 
@@ -351,14 +351,14 @@ def test_one_worker_with_a_scaling_compressor_averages_iterates() -> None:
     z = state.x.clone()
     y = [state.x.clone(), *plain.sgd(state.x.clone(), gradient, 1, STEPS, LR, 0.0)]
     for t in range(STEPS):
-        method.step(state, gradient(t, 0, z), [Rates(slice(0, len(z)), LR, 0.0)], t, Scaled(delta), alone)
+        method.step(state, gradient(t, 0, z), [GroupRates(slice(0, len(z)), LR, 0.0)], t, Scaled(delta), alone)
         method.point(state, z)
         weights = [(1 - delta) ** (t + 1)] + [delta * (1 - delta) ** (t + 1 - s) for s in range(1, t + 2)]
         assert apart(state.x, sum(w * v for w, v in zip(weights, y, strict=False))) < 1e-13
 
 
 def test_averaged_errors_are_equal_and_keep_y() -> None:
-    method, together = Detached(1.0, "x", average_every=4), Stacked(3)
+    method, together = Detached(1.0, "x", average_every=4), SimulatedWorkers(3)
     state = method.start(vector(network()), together)
     made = make_compressor("rbgs", "flat", 7, 0, SIZES)
     z, momenta = state.x.expand(3, -1).clone(), torch.zeros(3, sum(SIZES), dtype=torch.float64)
@@ -366,10 +366,10 @@ def test_averaged_errors_are_equal_and_keep_y() -> None:
     for t in range(8):
         g = torch.stack([gradient(t, k, z[k]) for k in range(3)])
         momenta = MOMENTUM * momenta + g
-        method.step(state, g, [Rates(slice(0, sum(SIZES)), LR, MOMENTUM)], t, made, together)
+        method.step(state, g, [GroupRates(slice(0, sum(SIZES)), LR, MOMENTUM)], t, made, together)
         method.point(state, z)
         y = y - LR * momenta.mean(0)
-        assert apart(method.returned(state, together, "y"), y) < 1e-13
+        assert apart(method.model(state, together, "y"), y) < 1e-13
         assert torch.equal(state.e[0], state.e[1]) == ((t + 1) % 4 == 0)
 
 
@@ -384,7 +384,7 @@ def masked(compressor: Any, v: Tensor, t: int) -> Tensor:
 def test_shared_places_are_a_linear_projection(name: str, block: str) -> None:
     made = make_compressor(name, block, 4, 1, SIZES)
     u, v = torch.randn(2, sum(SIZES), dtype=torch.float64)
-    count = sum(kept(n, 4) for n in (SIZES if block == "tensor" else [sum(SIZES)]))
+    count = sum(count_kept(n, 4) for n in (SIZES if block == "tensor" else [sum(SIZES)]))
     for t in range(30):
         c = functools.partial(masked, made, t=t)
         assert torch.equal(c(c(u)), c(u)), "idempotent"
@@ -429,13 +429,13 @@ def test_lambda_auto_finds_the_common_part() -> None:
     d, workers = 20_000, 4
     made, method = make_compressor("rbgs", "flat", 5, 0, [d]), Detached("auto")
     for noise, wanted in ((0.0, 1.0), (1.0, 1 / workers), (0.5, None)):
-        together = Stacked(workers)
+        together = SimulatedWorkers(workers)
         state = method.start(torch.zeros(d), together)
         random = torch.Generator().manual_seed(0)
         for t in range(30):
             common = torch.randn(d, generator=random)
             g = (1 - noise) * common + noise * torch.randn(workers, d, generator=random)
-            method.step(state, g, [Rates(slice(0, d), 0.1, 0.0)], t, made, together)
+            method.step(state, g, [GroupRates(slice(0, d), 0.1, 0.0)], t, made, together)
         lam = method.estimate(state)
         mean = state.e.mean(0)
         best = (state.e @ mean).unsqueeze(-1) / state.e.square().sum(-1, keepdim=True)  # of the whole errors

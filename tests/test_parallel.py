@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from undrift import cli
 from undrift.core.errors import BadRunFolder, BadSetting, UndriftError, UnknownName
 from undrift.data.dataset import Dataset
-from undrift.dataparallel.command import build_training, from_mapping, resolve, run_parallel
+from undrift.dataparallel.command import from_mapping, resolve, run_parallel
+from undrift.dataparallel.training import ParallelTraining
 from undrift.jobs.course import Result
 from undrift.jobs.folder import RunFolder
 from undrift.jobs.sweep import plan
@@ -35,7 +36,7 @@ def test_what_is_compiled_is_the_iteration_as_written(monkeypatch: pytest.Monkey
     traced: list[Any] = []
     monkeypatch.setattr(torch, "compile", lambda graph, **how: traced.append(graph) or graph)
     how = {"model": "tests.test_parallel:normed", "dataset": "tests.test_parallel:pictures", "execution": "stacked"}
-    plain, compiled = (build_training(resolve(from_mapping(SMALL | how | {"replay": True}))) for _ in range(2))
+    plain, compiled = (ParallelTraining(resolve(from_mapping(SMALL | how | {"replay": True}))) for _ in range(2))
     compiled.compile = True  # which on a CPU is never asked for
     for training in (plain, compiled):
         training.rounds(2)
@@ -84,7 +85,7 @@ def test_every_method_learns_and_methods_differ() -> None:
 
 
 def test_workers_share_every_pass_and_another_pass_is_dealt_anew() -> None:
-    training = build_training(resolve(from_mapping({"workers": 3, "batch": 5})))
+    training = ParallelTraining(resolve(from_mapping({"workers": 3, "batch": 5})))
     members = set(training.data.members.tolist())
     first = torch.stack([training.rows(t) for t in range(training.per_pass)])
     assert first.shape[1:] == (3, 5) and len(set(first.flatten().tolist())) == first.numel()

@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 
 from undrift import cli
 from undrift.core.errors import BadRunFolder, BadSetting, UnknownName
-from undrift.pipeline.methods import METHODS
+from undrift.pipeline.engines import METHODS
 from undrift.pipeline.train import run_pipe
 
 ROOT = Path(__file__).parent.parent

@@ -16,10 +16,10 @@ from tests.reference.dsp import Reference
 from undrift.core.errors import BadSetting
 from undrift.core.streams import Purpose, stream
 from undrift.pipeline import DSP, SUM, Schedule
-from undrift.pipeline.block import Block
+from undrift.pipeline.block import PipelineBlock
 from undrift.pipeline.ddg import StashingBlock
 from undrift.pipeline.dni import SyntheticBlock, predictor
-from undrift.pipeline.methods import METHODS
+from undrift.pipeline.engines import METHODS
 from undrift.pipeline.simulator import Simulator
 
 CPU = torch.device("cpu")
@@ -27,7 +27,7 @@ QUEUES = ["0,0,0;0,0,0", "0,0,0;2,1,0", "1,1,0;4,2,0", "2,2,0;6,3,0", "3,3,0;10,
 
 
 def simulator(
-    made: list[nn.Module], queues: str, optimizer: Any = sgd, kind: type[Block] = Block, **options: Any
+    made: list[nn.Module], queues: str, optimizer: Any = sgd, kind: type[PipelineBlock] = PipelineBlock, **options: Any
 ) -> Simulator:
     schedule, last = Schedule.parse(queues), len(made) - 1
     blocks = [
@@ -153,7 +153,7 @@ def test_the_order_of_blocks_in_a_timestamp_does_not_matter(queues: str) -> None
 
     schedule = Schedule.parse(queues)
     losses = [None, None, F.cross_entropy]
-    blocks = [Block(module, k, schedule.m[k], sgd, losses[k], rate) for k, module in enumerate(made)]
+    blocks = [PipelineBlock(module, k, schedule.m[k], sgd, losses[k], rate) for k, module in enumerate(made)]
     fed(Reversed(blocks, schedule, CPU), batches())
     assert torch.equal(flat(made), flat(fed_modules(queues)))
 
@@ -369,13 +369,15 @@ def test_sum_with_a_large_s_is_sgd_and_with_changing_rates_is_equation_1_4() -> 
 @pytest.mark.parametrize(
     ("queues", "above", "kind"),
     [
-        ("1,1,0;4,2,0", "1,0;2,0", Block),
-        ("0,0,0;2,1,0", "0,0;1,0", Block),
-        ("0,0,0;0,0,0", "0,0;0,0", Block),
+        ("1,1,0;4,2,0", "1,0;2,0", PipelineBlock),
+        ("0,0,0;2,1,0", "0,0;1,0", PipelineBlock),
+        ("0,0,0;0,0,0", "0,0;0,0", PipelineBlock),
         ("0,0,0;2,1,0", "0,0;1,0", StashingBlock),
     ],
 )
-def test_a_first_block_with_nothing_to_train_is_passed_through(queues: str, above: str, kind: type[Block]) -> None:
+def test_a_first_block_with_nothing_to_train_is_passed_through(
+    queues: str, above: str, kind: type[PipelineBlock]
+) -> None:
     """A layer without parameters, and one that is frozen: the blocks above train as if they were alone."""
     frozen = nn.Linear(6, 6).double().requires_grad_(False)
     data = batches()

@@ -8,9 +8,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.reference.timeline import check
 from undrift.core.errors import BadSetting
 from undrift.pipeline import Schedule
-from undrift.pipeline.schedule import Work, broken_rule, check, nearest
+from undrift.pipeline.schedule import BlockWork, broken_rule, nearest
 
 GOLDEN = Path(__file__).parent / "golden" / "schedules"
 # queue lengths: q, F, B as the thesis' rules give them, worked out by hand
@@ -36,7 +37,10 @@ def test_what_follows_from_the_thesis_queue_lengths(text: str) -> None:
 
 @pytest.mark.parametrize("name", STORED)
 def test_stored_tables(name: str) -> None:
-    assert (GOLDEN / f"{name}.csv").read_text() == Schedule.parse(STORED[name]).csv(8)
+    schedule = Schedule.parse(STORED[name])
+    rows = [["t", *(f"block{k}" for k in range(schedule.blocks))]]
+    rows += [[str(t), *map(str, row)] for t, row in enumerate(schedule.table(8))]
+    assert (GOLDEN / f"{name}.csv").read_text() == "".join(",".join(row) + "\n" for row in rows)
 
 
 def test_nothing_else_is_stored() -> None:
@@ -50,9 +54,9 @@ def test_the_timeline_of_figure_2() -> None:
     for t, row in enumerate(rows):
         cells = [None if cell in "- " else int(cell) for cell in row]
         assert [number for work in table[t] for number in work] == cells, t
-    assert table[10] == [Work(10, 6), Work(9, 7), Work(8, 8)]
-    assert table[20] == [Work(None, 16), Work(19, 17), Work(18, 18)]
-    assert table[23] == [Work(None, 19), Work(None, None), Work(None, None)]
+    assert table[10] == [BlockWork(10, 6), BlockWork(9, 7), BlockWork(8, 8)]
+    assert table[20] == [BlockWork(None, 16), BlockWork(19, 17), BlockWork(18, 18)]
+    assert table[23] == [BlockWork(None, 19), BlockWork(None, None), BlockWork(None, None)]
     assert len(table) == 24
 
 
@@ -85,9 +89,9 @@ def test_a_changed_table_is_refused() -> None:
     for t in range(8):
         for k in range(3):
             table = schedule.table(6)
-            if table[t][k] == Work(None, None):
+            if table[t][k] == BlockWork(None, None):
                 continue
-            table[t][k] = Work(None, None)
+            table[t][k] = BlockWork(None, None)
             with pytest.raises(BadSetting):
                 check(table, 6, schedule)
             table = schedule.table(6)
@@ -95,7 +99,11 @@ def test_a_changed_table_is_refused() -> None:
             with pytest.raises(BadSetting):
                 check(table, 6, schedule)
     early = schedule.table(6)
-    early[1] = [Work(1, None), Work(0, None), Work(0, 0)]  # block 2 cannot have what block 1 makes at the same time
+    early[1] = [
+        BlockWork(1, None),
+        BlockWork(0, None),
+        BlockWork(0, 0),
+    ]  # too early for block 2
     with pytest.raises(BadSetting, match="timestamp 1, block 2: batch 0 is forwarded, but is not the next one here"):
         check(early, 6, schedule)
 

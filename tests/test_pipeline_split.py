@@ -15,7 +15,12 @@ from torch import Tensor, nn
 from undrift.core.errors import BadSetting
 from undrift.models import resnet20
 from undrift.pipeline import DSP
-from undrift.pipeline.split import balanced, layer_times, layers_of, min_max_cuts, parts
+from undrift.pipeline.split import ModelPart, balance_model, cut_model, layer_times, layers_of, min_max_cuts
+
+
+def whole_state(part: ModelPart) -> dict[str, Tensor]:
+    """The part's state under the whole model's names."""
+    return {part.whole_name(name): tensor for name, tensor in part.module.state_dict().items()}
 
 
 def test_min_max_cuts_are_as_good_as_trying_all() -> None:
@@ -41,13 +46,13 @@ def test_a_cut_network_is_the_network() -> None:
     model = resnet20.build((3, 8, 8), 10).double()
     names = [name for name, _ in layers_of(model)]
     assert names[0] == "stem.0" and names[-1] == "head" and "stage2.0" in names
-    cut = parts(model, cuts=["stage1.2", "stage3"])
+    cut = cut_model(model, cuts=["stage1.2", "stage3"])
     assert [part.layers[0] for part in cut] == ["stem.0", "stage1.2", "stage3.0"]
     h = inputs = torch.randn(4, 3, 8, 8, dtype=torch.float64)
     for part in cut:
         h = part.module(h)
     assert torch.equal(h, model(inputs))
-    named = {name: tensor for part in cut for name, tensor in part.named().items()}
+    named = {name: tensor for part in cut for name, tensor in whole_state(part).items()}
     state = model.state_dict()
     assert list(named) == list(state)
     assert all(torch.equal(named[name], state[name]) for name in state)
@@ -73,12 +78,12 @@ def test_the_balance_follows_the_layers_times() -> None:
     model = nn.Sequential(nn.Linear(4, 4), Slow(0.01), Slow(0.04), Slow(0.01), nn.BatchNorm1d(4), nn.Linear(4, 2))
     before = copy.deepcopy(model.state_dict())
     batch = torch.randn(8, 4), torch.randint(2, (8,))
-    found = balanced(model, 3, *batch, F.cross_entropy, replays=False, times=3)
+    found = balance_model(model, 3, *batch, F.cross_entropy, replays=False, times=3)
     assert found.cuts == (2, 3)
     assert found.names == ("0", "2", "3")
     assert found.seconds[1] > 0.04
     assert 0.0 < found.share < 0.75
-    replaying = balanced(model, 3, *batch, F.cross_entropy, times=3)
+    replaying = balance_model(model, 3, *batch, F.cross_entropy, times=3)
     assert replaying.cuts == (1, 2)
     assert replaying.seconds[1] > 0.02  # its forward twice
     said = str(found)
@@ -112,21 +117,21 @@ def test_dsp_keeps_what_it_measured() -> None:
 
 
 def test_a_list_of_modules_is_a_list_of_blocks() -> None:
-    cut = parts([nn.Linear(2, 3), nn.Sequential(nn.ReLU(), nn.Linear(3, 1))])
+    cut = cut_model([nn.Linear(2, 3), nn.Sequential(nn.ReLU(), nn.Linear(3, 1))])
     assert [part.layers for part in cut] == [("0",), ("1",)]
-    assert list(cut[1].named()) == ["1.1.weight", "1.1.bias"]
+    assert list(whole_state(cut[1])) == ["1.1.weight", "1.1.bias"]
     with pytest.raises(BadSetting, match="cut already"):
-        parts([nn.Linear(2, 3)], cuts=[1])
+        cut_model([nn.Linear(2, 3)], cuts=[1])
 
 
 def test_what_cannot_be_cut_is_refused() -> None:
     with pytest.raises(BadSetting, match=r"an nn.Sequential, not Linear"):
-        parts(nn.Linear(2, 2), cuts=[1])
+        cut_model(nn.Linear(2, 2), cuts=[1])
     shared = nn.Linear(3, 3)
     with pytest.raises(BadSetting, match="layer 2 shares a tensor"):
-        parts(nn.Sequential(shared, nn.ReLU(), shared), cuts=[1])
-    assert len(parts(nn.Sequential(shared, nn.ReLU(), shared, nn.ReLU()), cuts=[3])) == 2
+        cut_model(nn.Sequential(shared, nn.ReLU(), shared), cuts=[1])
+    assert len(cut_model(nn.Sequential(shared, nn.ReLU(), shared, nn.ReLU()), cuts=[3])) == 2
     with pytest.raises(BadSetting, match="2 layers cannot be cut into 3"):
-        balanced(
+        balance_model(
             nn.Sequential(nn.Linear(2, 2), nn.ReLU()), 3, torch.zeros(1, 2), torch.zeros(1).long(), F.cross_entropy
         )

@@ -23,7 +23,7 @@ from undrift.core.errors import BadSetting, LostRank, UndriftError, UnknownName
 from undrift.dataparallel import command as parallel
 from undrift.deploy import settings as deployment
 from undrift.jobs.config import CHOICES, FIELDS, TYPES, from_toml, parse_value, read_toml
-from undrift.pipeline import settings as pipeline
+from undrift.pipeline import pipe_config as pipeline
 
 KINDS = ("algorithms", "methods", "datasets", "models", "partitions")
 

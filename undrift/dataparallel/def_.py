@@ -1,8 +1,8 @@
-"""Detached error feedback: the error of compression is fed back twice, with a weight of its own where gradients are taken.
+"""Detached error feedback: the error of compression is fed back twice, with its own weight where gradients are taken.
 
 An Xu: New Efficient and Privacy-Preserving Methods for Distributed Training, thesis, University of Pittsburgh, 2023,
-chapter 2, Algorithm 1, with momentum as in its experiments.
-All workers hold the same x. Worker k has a momentum m_k and an error e_k, in units of the parameters. In each iteration:
+chapter 2, Algorithm 1, with momentum as in its experiments. All workers hold the same x. Worker k has a momentum m_k
+and an error e_k, in units of the parameters. In each iteration:
 
     z_k = x - lambda e_k                    where the gradient is taken
     m_k <- mu m_k + g(z_k)                  weight decay belongs to g and is taken at z_k
@@ -24,30 +24,33 @@ from typing import ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
-from undrift.compress import Compressor, Exchanged, Fill, LargestEntries, common
+from undrift.compress import Compressor, Fill, LargestEntries, overlaps, skip
 from undrift.core.errors import BadSetting
 from undrift.core.vec import dot
 from undrift.dataparallel.workers import Workers
 
 ALL = slice(None)
-MEMORY = 0.99  # of the running products behind lambda = "auto"
+MEMORY = 0.99  # decay of the running products for lambda = "auto"
 
 
-class Rates(NamedTuple):
-    """The settings of a parameter group, which is a stretch of the vectors."""
+class GroupRates(NamedTuple):
+    """The rates of a parameter group, which is a stretch of the vectors."""
 
     part: slice
     lr: float  # eta
     momentum: float  # mu
 
 
-class Errors(NamedTuple):
-    """What is kept between iterations; all of it is written in place."""
+Rates = Sequence[GroupRates]
 
-    x: Tensor  # [d] the same bits on all workers
+
+class Errors(NamedTuple):
+    """The state between iterations, updated in place."""
+
+    x: Tensor  # [d] equal bits on all workers
     m: Tensor  # [..., d]
     e: Tensor  # [..., d]
-    products: Tensor  # [..., 2] running <mean p, p_k> and |p_k|^2 of the blocks exchanged, for lambda = "auto"
+    products: Tensor  # [..., 2] running <mean p, p_k> and |p_k|^2 of the exchanged blocks, for lambda = "auto"
 
 
 @dataclass(frozen=True)
@@ -56,16 +59,14 @@ class Detached:
 
     lam: float | str = 0.3  # lambda, or "auto"
     returns: str = "y"  # or x
-    average_every: int = 0  # iterations between averagings of the errors (SAEF's tau); 0: never
+    average_every: int = 0  # average the errors every so many iterations (SAEF's tau); 0: never
 
-    own: ClassVar[tuple[str, ...]] = ("m", "e", "products")  # what each worker has for itself; x is shared
+    own: ClassVar[tuple[str, ...]] = ("m", "e", "products")  # differ between workers; x does not
 
     def check(self, compressor: Compressor) -> None:
         if self.lam == "auto":
             if isinstance(compressor, LargestEntries):
-                raise BadSetting(
-                    "lam auto compares the workers' blocks, but topk keeps others on each; use rbgs or randk"
-                )
+                raise BadSetting("lam auto compares the workers' blocks, but topk's differ; use rbgs or randk")
         elif not isinstance(self.lam, int | float) or not 0.0 <= self.lam <= 1.0:
             raise BadSetting(f"lam must lie in [0, 1] or be 'auto', not {self.lam!r}; 0.3 is the paper's")
 
@@ -74,56 +75,45 @@ class Detached:
         return Errors(x, zeros, zeros.clone(), x.new_zeros(*workers.lead, 2))
 
     def step(
-        self,
-        state: Errors,
-        g: Tensor,
-        rates: Sequence[Rates],
-        t: int,
-        compressor: Compressor,
-        workers: Workers,
-        meanwhile: Fill | None = None,
+        self, state: Errors, g: Tensor, rates: Rates, t: int, C: Compressor, workers: Workers, early: Fill = skip
     ) -> None:
-        """One iteration, given the gradients g [..., d] at z_k.
-
-        `meanwhile` is called for stretches of z_k that do not depend on what is still on its way.
-        """
+        """One iteration with the gradients g [..., d] at z_k; `early` takes stretches of z_k known before the end."""
         x, m, e, products = state
 
         def feed(stretches: Sequence[slice]) -> None:
             for part, lr, momentum in rates:
-                for s in common(part, stretches):
+                for s in overlaps(part, stretches):
                     torch.add(g[..., s], m[..., s], alpha=momentum, out=m[..., s])  # m_k <- mu m_k + g_k
-                    e[..., s].add_(m[..., s], alpha=lr)  # p_k = eta m_k + e_k, in the place of e_k
+                    e[..., s].add_(m[..., s], alpha=lr)  # p_k = eta m_k + e_k, stored in e_k
 
         def feed_rest(stretches: Sequence[slice]) -> None:
             feed(stretches)
-            if meanwhile is not None and self.lam != "auto" and not self.average_every:
-                meanwhile(stretches)
+            if self.lam != "auto" and not self.average_every:
+                early(stretches)
 
-        c = compressor.exchange(e, t, workers, feed, feed_rest, self.lam == "auto")  # e_k <- p_k - C(p_k)
+        c = C.exchange(e, t, workers, feed, feed_rest, self.lam == "auto")  # e_k <- p_k - C(p_k)
         c.add_to(x, alpha=-1.0)  # x <- x - mean_k C(p_k)
-        if c.mine is not None:
-            products.mul_(MEMORY).add_(block_products(c), alpha=1.0 - MEMORY)
+        if c.kept is not None:
+            mean = torch.cat(c.values)
+            block_products = torch.cat([dot(mean, c.kept), dot(c.kept, c.kept)], -1)
+            products.mul_(MEMORY).add_(block_products, alpha=1.0 - MEMORY)
         if self.average_every and (t + 1) % self.average_every == 0:
             e.copy_(workers.mean(e.clone()))  # e_k <- mean_j e_j
 
     def point(self, state: Errors, out: Tensor, part: slice = ALL) -> Tensor:
-        """z_k = x - lambda e_k [..., d], or a part of it, written to `out`."""
+        """Write z_k = x - lambda e_k [..., d], or a part of it, to `out`."""
         x, e = state.x[part], state.e[..., part]
         if self.lam == "auto":
             return torch.addcmul(x, e, self.estimate(state), value=-1.0, out=out)
         return torch.sub(x, e, alpha=float(self.lam), out=out)
 
     def estimate(self, state: Errors) -> Tensor:
-        """[..., 1] lambda = <mean p, p_k> / |p_k|^2, which minimises |mean e - lambda e_k| as far as the blocks show it.
-
-        The running products come from what each worker holds after an exchange anyway: nothing more is sent.
-        """
+        """[..., 1] lambda = <mean p, p_k> / |p_k|^2, which minimises |mean e - lambda e_k| on the blocks."""
         along, square = state.products.split(1, -1)
         return torch.where(square > 0, along / square, 0.0).clamp(0.0, 1.0)
 
-    def returned(self, state: Errors, workers: Workers, which: str = "") -> Tensor:
-        """The model [d]: y = x - mean_k e_k, one exchange of d numbers, or x."""
+    def model(self, state: Errors, workers: Workers, which: str = "") -> Tensor:
+        """The model [d]: x, or y = x - mean_k e_k, which costs one exchange of d numbers."""
         if (which or self.returns) == "x":
             return state.x
         return state.x - workers.mean(state.e.clone())
@@ -131,10 +121,3 @@ class Detached:
     def facts(self, state: Errors) -> dict[str, Tensor]:
         """Numbers for the record."""
         return {"lambda": self.estimate(state).mean()} if self.lam == "auto" else {}
-
-
-def block_products(c: Exchanged) -> Tensor:
-    """[..., 2] <mean p, p_k> and |p_k|^2 over the block that was exchanged."""
-    assert c.mine is not None
-    mean = torch.cat(c.values)
-    return torch.cat([dot(mean, c.mine), dot(c.mine, c.mine)], -1)

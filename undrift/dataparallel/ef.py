@@ -1,10 +1,8 @@
-"""Error feedback: what compression dropped is added to the next update; gradients are taken at x.
+"""Error feedback adds what compression dropped to the next update: DEF with lambda = 0, and the model is x.
 
-Karimireddy, Rebjock, Stich, Jaggi: Error Feedback Fixes SignSGD and other Gradient Compression Schemes, ICML 2019; with
-each worker's own momentum as in Zheng, Huang, Kwok: Communication-Efficient Distributed Blockwise Momentum SGD with Error
-Feedback, NeurIPS 2019 (Differs: heavy-ball momentum, not Nesterov's, and errors in units of the parameters).
-
-It is detached error feedback with lambda = 0, and returns x.
+Karimireddy, Rebjock, Stich, Jaggi: Error Feedback Fixes SignSGD and other Gradient Compression Schemes, ICML 2019;
+with a momentum per worker as in Zheng, Huang, Kwok: Communication-Efficient Distributed Blockwise Momentum SGD with
+Error Feedback, NeurIPS 2019 (Differs: heavy-ball momentum, not Nesterov's, and errors in units of the parameters).
 """
 
 from __future__ import annotations

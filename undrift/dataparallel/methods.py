@@ -1,4 +1,4 @@
-"""The methods of `undrift dp` by name."""
+"""The methods of `undrift dataparallel` by name."""
 
 from __future__ import annotations
 
@@ -7,10 +7,9 @@ from dataclasses import replace
 from undrift.core.errors import BadSetting, UnknownName
 from undrift.dataparallel import def_, ef, ef21, psync, saef, sgd
 from undrift.dataparallel.def_ import Detached
-from undrift.dataparallel.ef21 import EF21Method
 from undrift.dataparallel.sgd import SGDMethod
 
-Method = Detached | EF21Method | SGDMethod
+Method = Detached | SGDMethod
 METHODS: dict[str, Method] = {
     "sgd": sgd.METHOD,
     "ef": ef.METHOD,
@@ -23,19 +22,20 @@ METHODS: dict[str, Method] = {
 FILES = {"sgd": sgd, "ef": ef, "saef": saef, "psync": psync, "ef21": ef21, "def": def_, "def-a": def_}
 
 
-def method(name: str, lam: str, average_every: int) -> Method:
-    """The method of that name; `lam` is for DEF and DEF-A, `average_every` for SAEF."""
+def make_method(name: str, lam: str, average_every: int) -> Method:
+    """Build a method; `lam` is for DEF and DEF-A, `average_every` for SAEF."""
     if name not in METHODS:
         raise UnknownName("method", name, METHODS)
     if average_every and name != "saef":
         raise BadSetting(f"average_every is SAEF's; {name} does not average errors")
-    found = METHODS[name]
-    if isinstance(found, Detached) and name.startswith("def"):
-        return replace(found, lam=number_or_auto(lam))
-    return replace(found, average_every=average_every) if isinstance(found, Detached) else found
+    method = METHODS[name]
+    if isinstance(method, Detached) and name.startswith("def"):
+        return replace(method, lam=parse_lam(lam))
+    return replace(method, average_every=average_every) if isinstance(method, Detached) else method
 
 
-def number_or_auto(lam: str) -> float | str:
+def parse_lam(lam: str) -> float | str:
+    """A number, or "auto"."""
     try:
         return lam if lam == "auto" else float(lam)
     except ValueError:

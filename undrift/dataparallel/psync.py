@@ -6,7 +6,7 @@ worker k has a model x_k and an error e'_k of the opposite sign:
     x_k <- x_k - eta m_k;   e'_k <- e'_k - eta m_k
     x_k <- x_k - C(e'_k) + mean_j C(e'_j);   e'_k <- e'_k - C(e'_k)
 
-With x_k = x - e_k it is detached error feedback with lambda = 1, line by line, and its model, the mean of the x_k, is y.
+With x_k = x - e_k this is detached error feedback with lambda = 1, and its model, the mean of the x_k, is y.
 """
 
 from __future__ import annotations

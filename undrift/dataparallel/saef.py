@@ -1,9 +1,7 @@
-"""Step-ahead error feedback: gradients are taken at x - e_k, and now and then the errors are averaged.
+"""Step-ahead error feedback takes gradients at x - e_k: DEF with lambda = 1, and the model is x.
 
-Xu, Huo, Huang: Step-Ahead Error Feedback for Distributed Training with Compressed Gradient, AAAI 2021.
-
-It is detached error feedback with lambda = 1, and returns x. Averaging the errors every tau iterations
-(`average_every`) costs d numbers each time; it is off by default, so that ratios compare.
+Xu, Huo, Huang: Step-Ahead Error Feedback for Distributed Training with Compressed Gradient, AAAI 2021. Averaging the
+errors every tau iterations (`average_every`) sends d numbers; it is off by default, so that ratios compare.
 """
 
 from __future__ import annotations

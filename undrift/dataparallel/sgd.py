@@ -1,23 +1,22 @@
-"""Momentum SGD on the mean of the workers' gradients, nothing compressed: what the other methods are measured against.
+"""Momentum SGD on the mean of the workers' gradients, uncompressed: the baseline of the other methods.
 
 m <- mu m + mean_k g_k(x);   x <- x - eta m
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 from torch import Tensor
 
-from undrift.compress import Compressor
+from undrift.compress import Compressor, Fill, skip
 from undrift.dataparallel.def_ import ALL, Rates
 from undrift.dataparallel.workers import Workers
 
 
-class Shared(NamedTuple):
-    """What is kept between iterations, the same on all workers; all of it is written in place."""
+class Momentum(NamedTuple):
+    """The state between iterations, equal on all workers and updated in place."""
 
     x: Tensor  # [d]
     m: Tensor  # [d]
@@ -25,34 +24,38 @@ class Shared(NamedTuple):
 
 @dataclass(frozen=True)
 class SGDMethod:
-    """The engine of SGD."""
+    """The engine of SGD, and the base of methods that take gradients at x and return x."""
 
     own: ClassVar[tuple[str, ...]] = ()
     returns: ClassVar[str] = "x"
 
     def check(self, compressor: Compressor) -> None:
-        """There is none."""
+        """Accept any compressor."""
 
-    def start(self, x: Tensor, workers: Workers) -> Shared:
-        return Shared(x, x.new_zeros(len(x)))
+    def start(self, x: Tensor, workers: Workers) -> Any:
+        return Momentum(x, x.new_zeros(len(x)))
 
     def step(
-        self, state: Shared, g: Tensor, rates: Sequence[Rates], t: int, compressor: Compressor, workers: Workers
+        self, state: Any, g: Tensor, rates: Rates, t: int, C: Compressor, workers: Workers, early: Fill = skip
     ) -> None:
-        x, m = state
-        mean = workers.mean(g)
-        for part, lr, momentum in rates:
-            m[part].mul_(momentum).add_(mean[part])
-            x[part].sub_(m[part], alpha=lr)
+        """One iteration with the gradients g [..., d] at x; `early` is not used."""
+        descend(state.x, state.m, workers.mean(g), rates)
 
-    def point(self, state: Shared, out: Tensor, part: slice = ALL) -> Tensor:
+    def point(self, state: Any, out: Tensor, part: slice = ALL) -> Tensor:
         return out.copy_(state.x[part])
 
-    def returned(self, state: Shared, workers: Workers, which: str = "") -> Tensor:
-        return state.x
+    def model(self, state: Any, workers: Workers, which: str = "") -> Tensor:
+        return state.x  # type: ignore[no-any-return]
 
-    def facts(self, state: Shared) -> dict[str, Tensor]:
+    def facts(self, state: Any) -> dict[str, Tensor]:
         return {}
+
+
+def descend(x: Tensor, m: Tensor, g: Tensor, rates: Rates) -> None:
+    """m <- mu m + g;   x <- x - eta m."""
+    for part, lr, momentum in rates:
+        m[part].mul_(momentum).add_(g[part])
+        x[part].sub_(m[part], alpha=lr)
 
 
 METHOD = SGDMethod()

@@ -1,8 +1,8 @@
-"""What W workers do together: simulated ones stacked in one process, or real ranks of a process group."""
+"""Collectives of W workers: simulated ones stacked in one process, or the ranks of a process group."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -10,10 +10,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import broadcast as copy_from
 
-from undrift.core.errors import LostRank
+from undrift.core.errors import BadSetting, LostRank
 
 
-class Stacked:
+class SimulatedWorkers:
     """Simulated workers: the first dimension of every vector [W, ...]."""
 
     def __init__(self, count: int) -> None:
@@ -39,10 +39,10 @@ class Ranks:
     """This process is one worker of a process group; without a group it is alone."""
 
     def __init__(self, group: dist.ProcessGroup | None = None) -> None:
-        self.joined = dist.is_available() and dist.is_initialized()
+        self.has_group = dist.is_available() and dist.is_initialized()
         self.group = group
-        self.count = dist.get_world_size(group) if self.joined else 1
-        self.rank = dist.get_rank(group) if self.joined else 0
+        self.count = dist.get_world_size(group) if self.has_group else 1
+        self.rank = dist.get_rank(group) if self.has_group else 0
         self.overlap = self.count > 1
         self.lead: tuple[int, ...] = ()
         self.sent = 0  # bytes that all workers sent, as a ring sends them
@@ -52,32 +52,32 @@ class Ranks:
 
     def mean_later(self, v: Tensor) -> Callable[[], Tensor]:
         self.sent += ring_all_reduce(v, self.count)
-        if not self.joined:
+        if not self.has_group:
             return lambda: v / self.count
-        whole = v.contiguous()
-        begun = self.together(lambda: dist.all_reduce(whole, group=self.group, async_op=True))
+        total = v.contiguous()
+        request = self.run(lambda: dist.all_reduce(total, group=self.group, async_op=True))
 
-        def finished() -> Tensor:
-            self.together(begun.wait)
-            return whole / self.count
+        def finish() -> Tensor:
+            self.run(request.wait)
+            return total / self.count
 
-        return finished
+        return finish
 
     def all_rows(self, v: Tensor) -> Tensor:
         self.sent += ring_all_gather(v, self.count)
-        if not self.joined:
+        if not self.has_group:
             return v.unsqueeze(0)
         rows = [torch.empty_like(v) for _ in range(self.count)]
-        self.together(lambda: dist.all_gather(rows, v.contiguous(), group=self.group))
+        self.run(lambda: dist.all_gather(rows, v.contiguous(), group=self.group))
         return torch.stack(rows)
 
-    def from_first(self, v: Tensor) -> None:
-        """Rank 0's values, in place."""
-        if self.joined:
-            self.together(lambda: copy_from(v, group=self.group, group_src=0))
+    def copy_from_first(self, v: Tensor) -> None:
+        """Overwrite v with rank 0's values."""
+        if self.has_group:
+            self.run(lambda: copy_from(v, group=self.group, group_src=0))
 
-    def together(self, collective: Callable[[], Any]) -> Any:
-        """What only all ranks can do; a rank that is gone is named as the reason."""
+    def run(self, collective: Callable[[], Any]) -> Any:
+        """Run a collective of all ranks; its failure means that a rank is lost."""
         try:
             return collective()
         except RuntimeError as error:
@@ -87,8 +87,23 @@ class Ranks:
                 "if one of them was ended, start all again from their last checkpoint"
             ) from error
 
+    def agree(self, facts: Mapping[str, object]) -> None:
+        """Raise on every rank where one differs from rank 0: it would not fail later, it would train nonsense."""
+        if not self.has_group:
+            return
+        everybody: list[Any] = [None] * self.count
+        self.run(lambda: dist.all_gather_object(everybody, dict(facts), group=self.group))
+        first = everybody[0]
+        for rank, other in enumerate(everybody):
+            for name in {**first, **other}:
+                if first.get(name) != other.get(name):
+                    raise BadSetting(
+                        f"the ranks disagree on {name}: it is {first.get(name, 'absent')} on rank 0 and "
+                        f"{other.get(name, 'absent')} on rank {rank}; give all the same settings, model and checkpoint"
+                    )
 
-Workers = Stacked | Ranks
+
+Workers = SimulatedWorkers | Ranks
 
 
 def ring_all_reduce(v: Tensor, workers: int) -> int:
@@ -97,5 +112,5 @@ def ring_all_reduce(v: Tensor, workers: int) -> int:
 
 
 def ring_all_gather(v: Tensor, workers: int) -> int:
-    """Bytes that all workers together send so that everybody has everybody's vector."""
+    """Bytes that all workers together send so that each has every vector."""
     return workers * (workers - 1) * v.numel() * v.element_size()

@@ -1,13 +1,12 @@
 """One block of a network that is trained with stale parameters: forward now, replay and backward m batches later.
 
-Eq. (1-6) of the thesis, seen from block k, with its parameters x_k as they are at the time of each call:
+Eq. (1-6) of the thesis for block k, with its parameters x_k at the time of each call:
 
-    forward(n)    h_{k+1} = f_k(h_k; x_k)                                    the input h_k is kept, no graph
-    backward(n)   rebuild f_k(h_k; x_k) from the kept input, then
+    forward(n)    h_{k+1} = f_k(h_k; x_k)                                    keeps the input h_k, no graph
+    backward(n)   recompute f_k(h_k; x_k) from the kept input, then
                   G_{x_k} = J_x f_k^T e_{k+1},  e_k = J_h f_k^T e_{k+1}      and one step of the optimiser with G
 
-The loss gradient is taken where the last block forwards, at its forward-time output. A block without staleness (m = 0)
-keeps its graph and computes nothing twice.
+The loss gradient is taken at the last block's output in its forward. A block without staleness (m = 0) keeps its graph.
 """
 
 from __future__ import annotations
@@ -26,11 +25,11 @@ from undrift.core.streams import Purpose, stream
 Loss = Callable[[Tensor, Tensor], Tensor]
 MakeOptimizer = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 Rate = Callable[[int], float]  # the learning rate of a batch
-NUMBER = ":number"  # ends the name of an optimiser's state that is a plain number
+NUMBER = ":number"  # suffix of optimiser state that is a plain number
 
 
-class Block:
-    """Block k of a pipeline. `loss` is given to the last block only."""
+class PipelineBlock:
+    """Block k of a pipeline. Only the last block has a `loss`."""
 
     def __init__(
         self,
@@ -46,31 +45,34 @@ class Block:
         self.make_optimizer = optimizer
         self.trained = [p for p in module.parameters() if p.requires_grad]
         self.optimizer = optimizer(self.trained) if self.trained else None
-        self.inputs: dict[int, Tensor] = {}  # M_k: the inputs of batches that are not yet backwarded
-        self.graphs: dict[
-            int, tuple[Tensor, Tensor]
-        ] = {}  # with m = 0: input and output, or the loss, with their graph
+        self.inputs: dict[int, Tensor] = {}  # M_k: the inputs of batches before their backward
+        self.graphs: dict[int, tuple[Tensor, Tensor]] = {}  # if m = 0: input, and output or loss, with their graph
         self.loss_errors: dict[int, Tensor] = {}  # in the last block with m > 0: the loss gradient at the output
         self.norms = [layer for layer in module.modules() if isinstance(layer, _NormBase) and layer.track_running_stats]
-        self.reduce: Callable[[], None] = lambda: None  # joins the gradients of the block's replicas
+        self.reduce: Callable[[], None] = lambda: None  # averages the gradients of the block's replicas
         self.prepare()
 
     def prepare(self) -> None:
-        """What another kind of block keeps besides."""
+        """Set up what a subclass adds."""
 
     def forward(self, n: int, h: Tensor, target: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
-        """The output for batch n with the parameters of now, and the loss in the last block."""
+        """The output for batch n under the current parameters, and the loss in the last block."""
         version = h._version
-        if self.m == 0:
-            out, loss = self.forward_with_graph(n, h, target)
+        loss = None
+        if self.m == 0:  # forward and backward use the same parameters: one pass serves both
+            leaf = h.detach().requires_grad_(self.sends_error(h))
+            with self.seed_dropout(n, h.device):
+                out = self.module(leaf)
+            if self.loss is not None:
+                loss = self.loss(out, require_target(target))
+            self.graphs[n] = leaf, out if loss is None else loss
         else:
-            with torch.no_grad(), self.randomness(n, h.device):
+            with torch.no_grad(), self.seed_dropout(n, h.device):
                 out = self.module(h)
             self.inputs[n] = h
-            loss = None
             if self.loss is not None:
                 out.requires_grad_()
-                loss = self.loss(out, self.wanted(target))
+                loss = self.loss(out, require_target(target))
                 (self.loss_errors[n],) = torch.autograd.grad(loss, out)
         if h._version != version:
             raise BadSetting(
@@ -79,56 +81,47 @@ class Block:
             )
         return out.detach(), None if loss is None else loss.detach()
 
-    def forward_with_graph(self, n: int, h: Tensor, target: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        """Where forward and backward use the same parameters, one pass serves both."""
-        h = h.detach().requires_grad_(self.sends_error(h))
-        with self.randomness(n, h.device):
-            out = self.module(h)
-        loss = None if self.loss is None else self.loss(out, self.wanted(target))
-        self.graphs[n] = h, out if loss is None else loss
-        return out, loss
-
     def backward(self, n: int, error: Tensor | None) -> Tensor | None:
-        """The gradient for the block below of batch n; afterwards the block's parameters have made their step."""
+        """Step along batch n's gradient; the gradient for the block below."""
         if self.m == 0:
             h, out = self.graphs.pop(n)
         else:
-            h, out = self.replayed(n)
+            h, out = self.replay(n)
             error = self.loss_errors.pop(n, error)
         if self.optimizer is not None:
             self.optimizer.zero_grad()
-        if out.requires_grad:  # not in a first block that has nothing to train
+        if out.requires_grad:  # false in a first block without parameters
             torch.autograd.backward(out, error)
         self.update(n)
         return h.grad
 
-    def replayed(self, n: int) -> tuple[Tensor, Tensor]:
-        """Batch n's kept input and its output under the parameters of now, with a graph; statistics are not tracked again."""
+    def replay(self, n: int) -> tuple[Tensor, Tensor]:
+        """Batch n's kept input and its output under the current parameters, with a graph."""
         kept = self.inputs.pop(n)
         h = kept.detach().requires_grad_(self.sends_error(kept))
-        with self.randomness(n, h.device), self.untracked():
+        with self.seed_dropout(n, h.device), self.freeze_statistics():  # the forward has tracked them
             return h, self.module(h)
 
     def update(self, n: int) -> None:
         """One step of the optimiser with the gradients of batch n, at batch n's rate."""
         self.reduce()
         if self.optimizer is not None:
-            if self.rate is not None:
-                for group in self.optimizer.param_groups:
-                    group["lr"] = self.rate(n)
-            self.optimizer.step()
+            self.step(self.optimizer, n)
+
+    def step(self, optimizer: torch.optim.Optimizer, n: int) -> None:
+        """One step of an optimiser at batch n's rate."""
+        if self.rate is not None:
+            for group in optimizer.param_groups:
+                group["lr"] = self.rate(n)
+        optimizer.step()
 
     def sends_error(self, h: Tensor) -> bool:
         return self.k > 0 and h.is_floating_point()
 
-    def wanted(self, target: Tensor | None) -> Tensor:
-        assert target is not None, "the last block is given the targets"
-        return target
-
     @contextlib.contextmanager
-    def randomness(self, n: int, device: torch.device) -> Iterator[None]:
-        """Dropout draws the same mask whenever batch n passes this block, in whatever process."""
-        # fork_rng and manual_seed look at every kind of device and take a hundred times as long
+    def seed_dropout(self, n: int, device: torch.device) -> Iterator[None]:
+        """Draw the same dropout mask whenever batch n passes this block, in any process."""
+        # fork_rng and manual_seed visit every kind of device and take a hundred times as long
         generator = torch.default_generator
         if device.type == "cuda":
             generator = torch.cuda.default_generators[device.index or 0]
@@ -140,8 +133,8 @@ class Block:
             generator.set_state(before)
 
     @contextlib.contextmanager
-    def untracked(self) -> Iterator[None]:
-        """BatchNorm normalises by the batch and leaves its running statistics alone."""
+    def freeze_statistics(self) -> Iterator[None]:
+        """Let BatchNorm normalise by the batch without updating its running statistics."""
         for layer in self.norms:
             layer.track_running_stats = False
         try:
@@ -150,61 +143,62 @@ class Block:
             for layer in self.norms:
                 layer.track_running_stats = True
 
-    def shown(self) -> contextlib.AbstractContextManager[None]:
-        """The parameters as those to test and to save, where the optimiser keeps others for its gradients."""
+    def show_weights(self) -> contextlib.AbstractContextManager[None]:
+        """Set the parameters to those to test and save, where the optimiser takes gradients elsewhere."""
         return getattr(self.optimizer, "evaluating", contextlib.nullcontext)()
 
-    def held(self) -> list[Tensor]:
-        """What the block keeps of batches under way: stored inputs, and loss gradients."""
+    def stored_tensors(self) -> list[Tensor]:
+        """The tensors of batches under way: inputs and loss gradients."""
         return [*self.inputs.values(), *self.loss_errors.values(), *(h for h, _ in self.graphs.values())]
 
-    def let_go(self) -> None:
-        """Forget the optimiser, which may hold a connection to other ranks open."""
+    def release(self) -> None:
+        """Drop the optimiser, which may keep a connection to other ranks open."""
         self.optimizer, self.reduce = None, lambda: None
         del self.make_optimizer
 
     def tensors(self) -> dict[str, Tensor]:
-        """All that the block's future depends on, between two timestamps."""
+        """The block's state between two timestamps."""
         named = {f"module.{name}": tensor for name, tensor in self.module.state_dict().items()}
         named |= optimizer_tensors(self.optimizer, "optimizer.")
         named |= {f"input.{n}": tensor for n, tensor in self.inputs.items()}
         return named | {f"loss_error.{n}": tensor for n, tensor in self.loss_errors.items()}
 
     def restore(self, tensors: dict[str, Tensor]) -> None:
-        """Take over what `tensors` returned."""
-        self.module.load_state_dict(below("module.", tensors))
-        restore_optimizer(self.optimizer, below("optimizer.", tensors))
+        """Load what `tensors` returned."""
+        self.module.load_state_dict(strip_prefix("module.", tensors))
+        restore_optimizer(self.optimizer, strip_prefix("optimizer.", tensors))
         self.inputs = by_batch("input.", tensors)
         self.loss_errors = by_batch("loss_error.", tensors)
 
 
-def below(prefix: str, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The tensors whose names begin with a prefix, under the rest of their names."""
+def strip_prefix(prefix: str, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The tensors whose names begin with a prefix, without it."""
     return {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
 
 
-def fresh(tensor: Tensor, device: torch.device) -> Tensor:
-    """A copy in memory of its own: a tensor read from a file may lie at an odd address, for which BLAS rounds otherwise."""
-    return tensor.to(device, copy=True)
+def copy_tensors(prefix: str, tensors: dict[str, Tensor], device: torch.device) -> dict[str, Tensor]:
+    """Copies of the tensors below a prefix: one read from a file may be unaligned, which changes how BLAS rounds."""
+    return {name: tensor.to(device, copy=True) for name, tensor in strip_prefix(prefix, tensors).items()}
 
 
-def size(held: list[Tensor]) -> tuple[int, int]:
-    """How many tensors and how many bytes; one that is held in two places is one."""
-    each = {id(tensor): tensor.nbytes for tensor in held}
-    return len(each), sum(each.values())
+def count_bytes(tensors: list[Tensor]) -> tuple[int, int]:
+    """The number of different tensors, and their bytes."""
+    sizes = {id(tensor): tensor.nbytes for tensor in tensors}
+    return len(sizes), sum(sizes.values())
+
+
+def require_target(target: Tensor | None) -> Tensor:
+    assert target is not None, "the last block is given the targets"
+    return target
 
 
 def by_batch(prefix: str, tensors: dict[str, Tensor]) -> dict[int, Tensor]:
     """The tensors named prefix + batch number, oldest first."""
-    return dict(sorted((int(n), tensor) for n, tensor in below(prefix, tensors).items()))
+    return dict(sorted((int(n), tensor) for n, tensor in strip_prefix(prefix, tensors).items()))
 
 
 def optimizer_tensors(optimizer: torch.optim.Optimizer | None, prefix: str) -> dict[str, Tensor]:
-    """An optimiser's state under names of its own: a number becomes a tensor that is named as one, text is no state.
-
-    torch's optimisers keep tensors for each parameter, numbered; one that exchanges numbers with other ranks may keep vectors
-    of all parameters.
-    """
+    """An optimiser's state, by parameter in torch's and by vector in ours; numbers become tensors, text is left out."""
     named: dict[str, Tensor] = {}
     for place, values in ({} if optimizer is None else optimizer.state_dict()["state"]).items():
         for name, value in values.items() if isinstance(values, dict) else (("", values),):
@@ -212,12 +206,13 @@ def optimizer_tensors(optimizer: torch.optim.Optimizer | None, prefix: str) -> d
             if isinstance(value, Tensor):
                 named[key] = value
             elif isinstance(value, int | float):
-                kept = torch.tensor(value, dtype=torch.float64 if isinstance(value, float) else None)
-                named[key + (NUMBER if name else "")] = kept
+                dtype = torch.float64 if isinstance(value, float) else None
+                named[key + (NUMBER if name else "")] = torch.tensor(value, dtype=dtype)
     return named
 
 
 def restore_optimizer(optimizer: torch.optim.Optimizer | None, tensors: dict[str, Tensor]) -> None:
+    """Load what `optimizer_tensors` returned."""
     if optimizer is None:
         return
     state: dict[Any, Any] = {}

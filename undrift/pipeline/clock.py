@@ -1,4 +1,4 @@
-"""Where a pipeline stands in its schedule."""
+"""The position of a pipeline in its schedule."""
 
 from __future__ import annotations
 
@@ -8,32 +8,30 @@ import torch
 from torch import Tensor
 
 from undrift.core.errors import BadSetting
-from undrift.pipeline.schedule import Schedule, Work, written
+from undrift.pipeline.schedule import BlockWork, Schedule, format_queues
 
 
 @dataclass
 class Clock:
-    """Timestamps since the queues were last empty; batches keep one numbering from the very beginning."""
+    """Timestamps since the queues were last empty; batch numbers count from the very beginning."""
 
     schedule: Schedule
     t: int = 0
-    fed: int = 0  # batches since the queues were last empty
+    fed: int = 0  # batches since then
     first: int = 0  # the number of the first of them
 
-    def work(self, k: int) -> Work:
-        """What block k does now, by the batches' own numbers."""
-        forward, backward = self.schedule.work(k, self.t, self.fed)
-        return Work(
-            None if forward is None else self.first + forward, None if backward is None else self.first + backward
-        )
+    def work(self, k: int) -> BlockWork:
+        """The work of block k now, by batch number."""
+        batches = self.schedule.work(k, self.t, self.fed)
+        return BlockWork(*(None if n is None else self.first + n for n in batches))
 
     @property
     def idle(self) -> bool:
-        """Whether every batch that was fed is through."""
+        """Whether every batch has passed all blocks."""
         return self.t >= self.fed + (self.schedule.m[0] if self.fed else 0)
 
     def restart(self) -> None:
-        """The queues are empty: the schedule begins anew."""
+        """Begin the schedule anew with empty queues."""
         self.first, self.t, self.fed = self.first + self.fed, 0, 0
 
     def tensors(self) -> dict[str, Tensor]:
@@ -41,15 +39,15 @@ class Clock:
         return {"clock": torch.tensor([self.t, self.fed, self.first]), "queues": queues}
 
     def restore(self, tensors: dict[str, Tensor]) -> None:
-        """Refuses a state of other queues: its batches are not where these would look for them."""
+        """Load `tensors`, and refuse those of other queues, whose batches are in other places."""
         if "clock" not in tensors:
             raise BadSetting("this is no state of a pipeline; give what state_dict() returned")
         own = [list(self.schedule.p), list(self.schedule.m)]
-        stored = tensors["queues"].tolist() if "queues" in tensors else own  # an older state does not say
+        stored = tensors["queues"].tolist() if "queues" in tensors else own  # absent in older states
         if stored != own:
             p, m = (tuple(lengths) for lengths in stored)
             raise BadSetting(
-                f"the state is of {len(m)} blocks with the queue lengths {written(p, m)}, and this pipeline has "
+                f"the state is of {len(m)} blocks with the queue lengths {format_queues(p, m)}, and this pipeline has "
                 f"{self.schedule.blocks} with {self.schedule}; build it with those of the state"
             )
         self.t, self.fed, self.first = tensors["clock"].tolist()

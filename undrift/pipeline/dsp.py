@@ -14,10 +14,10 @@ from torch import Tensor, nn
 
 from undrift.core import ranks
 from undrift.core.errors import BadSetting
-from undrift.pipeline.block import Block, Loss, MakeOptimizer, Rate
-from undrift.pipeline.methods import engine
+from undrift.pipeline.block import Loss, MakeOptimizer, PipelineBlock, Rate
+from undrift.pipeline.engines import build_engine
 from undrift.pipeline.schedule import Schedule
-from undrift.pipeline.split import Balance, Part, balanced, parts
+from undrift.pipeline.split import Balance, Cuts, Model, ModelPart, balance_model, cut_model, join_parts
 
 Batch = tuple[Tensor, Tensor]
 T = TypeVar("T")
@@ -27,11 +27,10 @@ T = TypeVar("T")
 class DSP:
     """A model under training. In one process it is a simulation; under torchrun each of K processes trains its block.
 
-    `model` is an nn.Sequential, cut at the layers `cuts` or into `blocks` of equal cost (then `sample`, a batch, is timed),
-    or a list of modules, one a block. `p` and `m` are the thesis' queue lengths; without them the shortest with which no
-    block waits. `optimizer` makes an optimiser for a list of parameters; `rate` gives the learning rate of batch n.
-    The model's own parameters are trained, those of this process's blocks. Where layers were timed, print(dsp.balance) shows
-    where the model was cut and what each block costs.
+    `model` is a list of modules, one per block, or an nn.Sequential to cut at the layers `cuts` or into `blocks` of
+    equal cost, timed on a batch `sample`: print(dsp.balance) shows the result. The model's own parameters are trained.
+    `p` and `m` are the thesis' queue lengths, by default the shortest with which no block waits. `optimizer` makes an
+    optimiser for a list of parameters; `rate` gives the learning rate of batch n.
 
     >>> model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
     >>> dsp = DSP(model, cuts=[2], p=(1, 0), m=(2, 0), optimizer=lambda params: torch.optim.SGD(params, lr=0.1))
@@ -44,8 +43,8 @@ class DSP:
 
     def __init__(
         self,
-        model: nn.Module | Sequence[nn.Module],
-        cuts: Sequence[int | str] | None = None,
+        model: Model,
+        cuts: Cuts = None,
         blocks: int | None = None,
         p: Sequence[int] | None = None,
         m: Sequence[int] | None = None,
@@ -56,11 +55,8 @@ class DSP:
         seed: int = 0,
         device: torch.device | str = "cpu",
     ) -> None:
-        if not callable(optimizer):  # nothing, or one optimiser, where each block needs its own
-            raise BadSetting(
-                "say how to train each block, with a function that makes an optimiser: "
-                "optimizer=lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9)"
-            )
+        if not callable(optimizer):  # None, or one optimiser, where each block needs its own
+            raise BadSetting("give what makes an optimiser: optimizer=lambda params: torch.optim.SGD(params, lr=0.1)")
         with ranks.joined():
             self.device = ranks.device_of_rank(torch.device(device))
             self.parts, self.balance = split(model, cuts, blocks, sample, loss, self.device)
@@ -70,25 +66,24 @@ class DSP:
             self.schedule = Schedule.shortest(count) if p is None or m is None else Schedule(tuple(p), tuple(m))
             if self.schedule.blocks != count:
                 raise BadSetting(f"the queue lengths are for {self.schedule.blocks} blocks, and the model has {count}")
-            self.engine = engine(Block, self.parts, self.schedule, optimizer, loss, rate, seed, self.device)
-        self.half_way = False  # whether a step failed, with its batch in some blocks and not in others
+            self.engine = build_engine(
+                PipelineBlock, self.parts, self.schedule, optimizer, loss, rate, seed, self.device
+            )
+        self.half_way = False  # whether a step failed, so that its batch has passed only some blocks
 
     def step(self, batch: Batch, probe: bool = False) -> Tensor | None:
-        """Feed a batch; the loss of the batch that the last block has just forwarded, on the rank that holds it.
-
-        With `probe` the gradients of this batch are compared with backpropagation's: `differences`, block by block.
-        """
-        return self.advanced(lambda: self.engine.step(*batch, probe=probe))
+        """Feed a batch; the loss of the batch in the last block, on its rank. `probe` fills `differences`."""
+        return self.advance(lambda: self.engine.step(*batch, probe=probe))
 
     def flush(self) -> list[Tensor]:
-        """Let the batches under way run through all blocks, which empties the queues; their losses as in `step`."""
-        return self.advanced(self.engine.flush)
+        """Run the batches under way through all blocks, which empties the queues; their losses as in `step`."""
+        return self.advance(self.engine.flush)
 
-    def advanced(self, play: Callable[[], T]) -> T:
-        """play(), unless it failed the last time."""
+    def advance(self, play: Callable[[], T]) -> T:
+        """Call play(), unless the last call failed."""
         if self.half_way:
             raise BadSetting(
-                "a step failed before, with its batch half way through the blocks; "
+                "a step failed with its batch half way through the blocks; "
                 "load_state_dict a state from before it, or build the pipeline anew"
             )
         self.half_way = True
@@ -97,56 +92,39 @@ class DSP:
         return result
 
     def evaluate(self, batches: Iterable[Batch]) -> dict[str, float]:
-        """Mean loss and accuracy with every block's parameters of now; the queues are left as they are."""
+        """Mean loss and accuracy under the current parameters; the queues stay as they are."""
         return self.engine.evaluate(batches)
 
     @property
     def differences(self) -> dict[int, float]:
-        """|BP gradient - DSP gradient| / number of parameters of the last probed batch, by block, of this process's blocks."""
+        """|BP gradient - DSP gradient| / number of parameters of the last probed batch, by block of this process."""
         return self.engine.differences
 
     def state_dict(self) -> dict[str, Tensor]:
-        """A copy of everything: parameters, statistics, optimisers and queues, on rank 0; to be called on all ranks."""
+        """A copy of parameters, statistics, optimisers and queues, on rank 0; all ranks must call it."""
         return {name: tensor.detach().clone() for name, tensor in self.engine.tensors().items()}
 
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
-        """Go on from a state of the same blocks and queues, in one process or in one a block, whichever it is from."""
+        """Go on from a state of the same blocks and queues, from one process or from ranks."""
         self.engine.restore(state)
         self.half_way = False
 
     def model_state(self) -> dict[str, Tensor]:
-        """A plain state dict of the whole model, on rank 0; to be called on all ranks."""
-        return whole_model(self.parts, self.engine.model())
+        """A plain state dict of the whole model, on rank 0; all ranks must call it."""
+        return join_parts(self.parts, self.engine.model())
 
 
 def split(
-    model: nn.Module | Sequence[nn.Module],
-    cuts: Sequence[int | str] | None,
-    blocks: int | None,
-    sample: Batch | None,
-    loss: Loss,
-    device: torch.device,
-) -> tuple[list[Part], Balance | None]:
-    """The parts by hand, or by measurement with what was measured."""
+    model: Model, cuts: Cuts, blocks: int | None, sample: Batch | None, loss: Loss, device: torch.device
+) -> tuple[list[ModelPart], Balance | None]:
+    """Cut the model as given, or measure it and return the balance too."""
     if not isinstance(model, nn.Module) or cuts is not None:
-        made = parts(model, cuts)
-        if blocks is not None and blocks != len(made):
-            raise BadSetting(f"blocks is {blocks}, but the model is given in {len(made)}; leave out one of the two")
-        return [Part(part.module.to(device), part.layers) for part in made], None
+        parts = cut_model(model, cuts)
+        if blocks is not None and blocks != len(parts):
+            raise BadSetting(f"blocks is {blocks}, but the model is given in {len(parts)}; leave out one of the two")
+        return [ModelPart(part.module.to(device), part.layers) for part in parts], None
     if blocks is None or sample is None:
         raise BadSetting("give cuts=[...], or blocks=K with sample=(inputs, targets), a batch to time the layers on")
     model.to(device)
-    balance = balanced(model, blocks, sample[0].to(device), sample[1].to(device), loss)
-    return parts(model, balance.cuts), balance
-
-
-def whole_model(split_parts: Sequence[Part], tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The model's state dict from an engine's `model()`, under the names of the model before it was cut."""
-    named = {}
-    for k, part in enumerate(split_parts):
-        for name in part.module.state_dict():
-            key = f"block{k}.module.{name}"
-            if key in tensors:  # elsewhere than on rank 0 only the own block's are there
-                layer, _, rest = name.partition(".")
-                named[f"{part.layers[int(layer)]}.{rest}"] = tensors[key]
-    return named
+    balance = balance_model(model, blocks, sample[0].to(device), sample[1].to(device), loss)
+    return cut_model(model, balance.cuts), balance

@@ -1,10 +1,9 @@
-"""Which samples are in batch n: a stream without an end, the same in every process."""
+"""The samples of batch n: an endless stream, the same in every process."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -12,25 +11,23 @@ from undrift.core.errors import BadSetting
 from undrift.core.streams import Purpose, fold, stream
 from undrift.data.federation import Federation, Split
 
-EVALUATED = 1000  # samples of a batch in evaluation
+EVALUATION_BATCH = 1000  # samples
 
 Fed = tuple[Tensor | None, Tensor | None]
 
 
 class Feed:
-    """Batches of equal size. Every pass shuffles all samples anew and leaves out what does not fill a batch."""
+    """Batches of equal size. Every pass shuffles all samples anew and leaves out a last short batch."""
 
     def __init__(self, data: Federation, batch: int, replicas: int, seed: int, dtype: torch.dtype) -> None:
         self.data, self.batch, self.replicas, self.seed, self.dtype = data, batch, replicas, seed, dtype
         self.per_pass = len(data.members) // (batch * replicas)
         if not self.per_pass:
-            raise BadSetting(
-                f"{replicas} x {batch} samples are asked for at a time, and there are {len(data.members)}; lower batch"
-            )
+            raise BadSetting(f"{len(data.members)} samples do not fill {replicas} x {batch}; lower batch or replicas")
         self.order: tuple[int, Tensor] = (-1, data.members)
 
     def rows(self, n: int, replica: int) -> Tensor:
-        """[B] the rows of the training set in a replica's batch n."""
+        """[B] the training rows of a replica's batch n."""
         visit, place = divmod(n, self.per_pass)
         if visit != self.order[0]:
             members = self.data.members
@@ -42,27 +39,22 @@ class Feed:
     def take(self, n: int, replica: int = 0, inputs: bool = True, targets: bool = True) -> Fed:
         """Batch n, or the half of it that this process needs."""
         rows, data = self.rows(n, replica), self.data
-        x = None
+        x = keys = None
         if inputs:
-            keys = None
             if data.transform.draws:
                 key = stream(self.seed, Purpose.AUGMENT, n, replica)
                 keys = fold(key, torch.arange(len(rows), device=rows.device))
             x = data.transform(data.train.take(rows), self.dtype, keys)
         return x, self.targets(data.train, rows) if targets else None
 
-    def targets(self, split: Split, rows: Tensor) -> Tensor:
-        found = split.targets[rows]
-        return found.to(self.dtype) if found.is_floating_point() else found
-
-    def test(self, inputs: bool = True, targets: bool = True) -> Iterator[Fed]:
-        """The test samples, in order."""
-        yield from self.held_out(self.data.test, np.arange(len(self.data.test)), inputs, targets)
-
-    def validation(self, inputs: bool = True, targets: bool = True) -> Iterator[Fed]:
-        yield from self.held_out(self.data.train, self.data.validation, inputs, targets)
-
-    def held_out(self, split: Split, rows: np.ndarray, inputs: bool, targets: bool) -> Iterator[Fed]:  # type: ignore[type-arg]
-        for part in torch.from_numpy(rows).to(self.data.members.device).split(EVALUATED):
+    def held_out(self, validation: bool, inputs: bool = True, targets: bool = True) -> Iterator[Fed]:
+        """The test samples in order, or those for validation."""
+        split = self.data.train if validation else self.data.test
+        rows = torch.from_numpy(self.data.validation) if validation else torch.arange(len(split))
+        for part in rows.to(self.data.members.device).split(EVALUATION_BATCH):
             x = self.data.transform(split.take(part), self.dtype) if inputs else None
             yield x, self.targets(split, part) if targets else None
+
+    def targets(self, split: Split, rows: Tensor) -> Tensor:
+        targets = split.targets[rows]
+        return targets.to(self.dtype) if targets.is_floating_point() else targets

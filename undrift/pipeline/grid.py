@@ -7,52 +7,48 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 
 from undrift.core import ranks
 from undrift.core.errors import BadSetting
-from undrift.pipeline.links import on_the_wire
+from undrift.pipeline.links import translate_errors
 
 
 @dataclass
 class Grid:
-    """This process's place, and the groups that it talks in."""
+    """The place of this process, and its process groups."""
 
     blocks: int
     replicas: int
     k: int
     d: int
     activations: Any  # the K processes of the replica
-    gradients: Any  # the same ones
+    gradients: Any  # the same processes
     twins: Any  # the D processes that hold block k
 
     @classmethod
     def make(cls, blocks: int, replicas: int = 1) -> Grid:
-        """All processes call this together."""
+        """Create the groups; all processes must call this."""
         world, rank = ranks.count(), ranks.rank()
         if world != blocks * replicas:
-            times = f"{replicas} replicas of " if replicas > 1 else ""
             raise BadSetting(
-                f"{times}{blocks} blocks need {blocks * replicas} processes, and there are {world}; "
+                f"{replicas} x {blocks} blocks need {blocks * replicas} processes, and there are {world}; "
                 f"start with torchrun --nproc-per-node {blocks * replicas}, or without torchrun for a simulation"
             )
         rows = [[d * blocks + k for k in range(blocks)] for d in range(replicas)]
         columns = [[d * blocks + k for d in range(replicas)] for k in range(blocks)]
-        made = [
-            [dist.new_group(members, timeout=ranks.SILENCE) for members in which] for which in (rows, rows, columns)
-        ]  # every rank makes all groups, in one order
-        k, d = rank % blocks, rank // blocks
-        return cls(blocks, replicas, k, d, made[0][d], made[1][d], made[2][k])
+        activations, gradients, twins = (  # every rank makes all groups, in one order
+            [dist.new_group(members, timeout=ranks.SILENCE) for members in groups] for groups in (rows, rows, columns)
+        )
+        d, k = divmod(rank, blocks)
+        return cls(blocks, replicas, k, d, activations[d], gradients[d], twins[k])
 
     def rank_of(self, k: int) -> int:
         """The rank of this replica's block k."""
         return self.d * self.blocks + k
 
     def cut(self) -> None:
-        """Close the connections of this process, so that its neighbours wait no longer.
-
-        Gloo closes a group's sockets when nothing refers to it any more: not the grid, no link, no message under way.
-        """
+        """Close the connections, so that neighbours stop waiting: gloo closes a group when nothing refers to it."""
         for name in ("activations", "gradients", "twins"):
             group = getattr(self, name)
             setattr(self, name, None)
@@ -61,15 +57,14 @@ class Grid:
             del group
 
 
-def mean_of_gradients(parameters: list[nn.Parameter], grid: Grid) -> None:
-    """Each gradient becomes the mean over the block's replicas: one all-reduce of all of them."""
+def average_gradients(parameters: list[nn.Parameter], grid: Grid) -> None:
+    """Average the gradients over the block's replicas in one all-reduce."""
     grads = [p.grad for p in parameters if p.grad is not None]
     if not grads:
         return
     flat = torch.cat([g.reshape(-1) for g in grads])
-    with on_the_wire():
+    with translate_errors():
         dist.all_reduce(flat, group=grid.twins)
     flat /= grid.replicas
-    parts: tuple[Tensor, ...] = flat.split([g.numel() for g in grads])
-    for grad, part in zip(grads, parts, strict=True):
+    for grad, part in zip(grads, flat.split([g.numel() for g in grads]), strict=True):
         grad.copy_(part.view_as(grad))

@@ -1,8 +1,8 @@
-"""Tensors between neighbouring processes: bounded queues made of sends under way and receives posted ahead.
+"""Queues of tensors between neighbouring processes: sends under way and receives posted ahead.
 
-A receive that is posted early lets the transfer run while the block computes. It is posted only for a batch that is
-certain to come, so that nothing is left hanging when a run stops. Activations and error gradients have a process group
-each: on NCCL a pending receive blocks the sends of the same communicator.
+A receive posted early lets the transfer run while the block computes. It is posted only for a batch that is certain to
+come, so that a run can stop at any time. Activations and error gradients have separate process groups, because on NCCL
+a pending receive blocks the sends of its communicator.
 """
 
 from __future__ import annotations
@@ -19,20 +19,20 @@ from undrift.core.errors import BadSetting
 
 Group = Any  # torch's ProcessGroup, or None where distributed is not built in
 DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.uint8)
-LONGEST = 8  # dimensions that a shape may have
-TAGS = 1 << 20  # a batch's tag is its number modulo this; NCCL ignores tags and goes by the order
+LONGEST = 8  # dimensions of a shape
+TAGS = 1 << 20  # a batch's tag is its number modulo this; NCCL ignores tags and relies on order
 SHAPE_TAG, WHOLE_TAG = TAGS, TAGS + 1
 
-Form = tuple[tuple[int, ...], torch.dtype]  # what a message looks like
+MessageForm = tuple[tuple[int, ...], torch.dtype]  # shape and dtype of a message
 
 
 class LostNeighbour(Exception):
-    """A message could not be handed over: the process at the other end has gone, or has given up."""
+    """A message could not be delivered: the other process has ended or given up."""
 
 
 @contextlib.contextmanager
-def on_the_wire(failures: type[Exception] = RuntimeError) -> Iterator[None]:
-    """Turn what torch.distributed raises into LostNeighbour."""
+def translate_errors(failures: type[Exception] = RuntimeError) -> Iterator[None]:
+    """Turn errors of torch.distributed into LostNeighbour."""
     try:
         yield
     except failures as error:
@@ -45,34 +45,35 @@ class Outbox:
     def __init__(self, to: int, group: Group, cap: int) -> None:
         self.to, self.group, self.cap = to, group, cap
         self.under_way: list[tuple[Any, Tensor]] = []
-        self.form: Form | None = None
+        self.form: MessageForm | None = None
         self.bytes = 0
 
     def send(self, n: int, tensor: Tensor, announce: bool = False) -> None:
-        """Hand over a batch's tensor; with `announce` its shape goes before the first one."""
+        """Send a batch's tensor; with `announce` its shape goes before the first one."""
         tensor = tensor.contiguous()
+        form = tuple(tensor.shape), tensor.dtype
         if announce and self.form is None:
-            self.form = tuple(tensor.shape), tensor.dtype
+            self.form = form
             send_form(tensor, self.to, self.group)
-        if announce and self.form != (tuple(tensor.shape), tensor.dtype):
+        if announce and self.form is not None and self.form != form:
             raise BadSetting(
-                f"all batches must have the same shape, but one gave {tuple(tensor.shape)} after "
-                f"{self.form[0] if self.form else ()}; leave out a last short batch (drop_last=True)"
+                f"all batches must have the same shape, but {form[0]} came after {self.form[0]}; "
+                "leave out a last short batch (drop_last=True)"
             )
-        with on_the_wire():
+        with translate_errors():
             self.under_way.append((dist.isend(tensor, self.to, self.group, n % TAGS), tensor))
             self.bytes += tensor.nbytes
             while len(self.under_way) > self.cap:
                 self.under_way.pop(0)[0].wait()
 
     def finish(self) -> None:
-        """Wait until everything is delivered."""
-        with on_the_wire():
+        """Wait until all messages are delivered."""
+        with translate_errors():
             while self.under_way:
                 self.under_way.pop(0)[0].wait()
 
     def cut(self) -> None:
-        """Let go of everything that keeps the connection open."""
+        """Drop everything that keeps the connection open."""
         self.under_way, self.group = [], None
 
 
@@ -82,41 +83,41 @@ class Inbox:
     def __init__(self, source: int, group: Group, depth: int, device: torch.device) -> None:
         self.source, self.group, self.depth, self.device = source, group, depth, device
         self.posted: dict[int, tuple[Any, Tensor]] = {}
-        self.here: dict[int, Tensor] = {}  # received, and not yet taken
+        self.received: dict[int, Tensor] = {}  # and not yet taken
         self.next = 0  # the first batch for which no receive is posted
-        self.form: Form | None = None
+        self.form: MessageForm | None = None
 
-    def post(self, last: int, form: Callable[[int], Form], depth: int | None = None) -> None:
-        """Post receives for batches up to `last`, all of which are certain to come."""
+    def post(self, last: int, form: Callable[[int], MessageForm], depth: int | None = None) -> None:
+        """Post receives for batches up to `last`, which are certain to come."""
         while self.next <= last and len(self.posted) < (self.depth if depth is None else depth):
             shape, dtype = form(self.next)
             buffer = torch.empty(shape, dtype=dtype, device=self.device)
-            with on_the_wire():
+            with translate_errors():
                 self.posted[self.next] = dist.irecv(buffer, self.source, self.group, self.next % TAGS), buffer
             self.next += 1
 
     def take(self, n: int) -> Tensor:
-        """Batch n's tensor, as soon as it is there."""
-        if n in self.here:
-            return self.here.pop(n)
+        """Wait for batch n's tensor."""
+        if n in self.received:
+            return self.received.pop(n)
         buffer = self.posted[n][1]
-        with on_the_wire():
-            self.posted.pop(n)[0].wait()  # in no variable, which an exception would keep alive
+        with translate_errors():
+            self.posted.pop(n)[0].wait()  # no variable: an exception would keep it alive
         return buffer
 
-    def drain(self, last: int, form: Callable[[int], Form]) -> None:
-        """Receive everything up to batch `last`, which the neighbour has sent already."""
+    def drain(self, last: int, form: Callable[[int], MessageForm]) -> None:
+        """Receive all batches up to `last`, which the neighbour has sent already."""
         self.post(last, form, depth=1 << 30)
         for n in list(self.posted):
             if n <= last:
-                self.here[n] = self.take(n)
+                self.received[n] = self.take(n)
 
     def cut(self) -> None:
-        """Let go of everything that keeps the connection open."""
+        """Drop everything that keeps the connection open."""
         self.posted, self.group = {}, None
 
-    def announced(self, n: int) -> Form:
-        """The form of the neighbour's messages, which goes before the first."""
+    def announced_form(self, n: int) -> MessageForm:
+        """The form of the neighbour's messages, received before the first one."""
         if self.form is None:
             self.form = receive_form(self.source, self.group, self.device)
         return self.form
@@ -124,30 +125,30 @@ class Inbox:
 
 def send_form(tensor: Tensor, to: int, group: Group) -> None:
     if tensor.dim() > LONGEST or tensor.dtype not in DTYPES:
-        raise BadSetting(f"a block may not hand over {tensor.dtype} of {tensor.dim()} dimensions")
-    said = [DTYPES.index(tensor.dtype), tensor.dim(), *tensor.shape, *[0] * (LONGEST - tensor.dim())]
-    with on_the_wire():
-        dist.send(torch.tensor(said, device=tensor.device), to, group, SHAPE_TAG)
+        raise BadSetting(f"a block cannot send {tensor.dtype} of {tensor.dim()} dimensions")
+    header = [DTYPES.index(tensor.dtype), tensor.dim(), *tensor.shape, *[0] * (LONGEST - tensor.dim())]
+    with translate_errors():
+        dist.send(torch.tensor(header, device=tensor.device), to, group, SHAPE_TAG)
 
 
-def receive_form(source: int, group: Group, device: torch.device) -> Form:
-    told = torch.zeros(2 + LONGEST, dtype=torch.int64, device=device)
-    with on_the_wire():
-        dist.recv(told, source, group, SHAPE_TAG)
-    dtype, dimensions, *shape = told.tolist()
+def receive_form(source: int, group: Group, device: torch.device) -> MessageForm:
+    header = torch.zeros(2 + LONGEST, dtype=torch.int64, device=device)
+    with translate_errors():
+        dist.recv(header, source, group, SHAPE_TAG)
+    dtype, dimensions, *shape = header.tolist()
     return tuple(shape[:dimensions]), DTYPES[dtype]
 
 
 def send_whole(tensor: Tensor, to: int, group: Group) -> None:
-    """A tensor of any shape, outside the schedule."""
+    """Send a tensor of any shape, outside the schedule."""
     send_form(tensor, to, group)
-    with on_the_wire():
+    with translate_errors():
         dist.send(tensor.contiguous(), to, group, WHOLE_TAG)
 
 
 def receive_whole(source: int, group: Group, device: torch.device) -> Tensor:
     shape, dtype = receive_form(source, group, device)
     buffer = torch.empty(shape, dtype=dtype, device=device)
-    with on_the_wire():
+    with translate_errors():
         dist.recv(buffer, source, group, WHOLE_TAG)
     return buffer

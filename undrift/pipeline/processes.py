@@ -1,7 +1,6 @@
-"""One process for each block, over torch.distributed: every rank follows the same schedule and waits only for data.
+"""One process per block, over torch.distributed: every rank follows the same schedule and waits only for data.
 
-On the CPU the tensors go through gloo, which is what the tests run. The same calls go through NCCL where the blocks are on
-GPUs; that path has not been run on several GPUs.
+The tests run gloo on CPUs. The same calls use NCCL on GPUs, which has not been run on several GPUs.
 """
 
 from __future__ import annotations
@@ -16,19 +15,21 @@ from torch import Tensor
 
 from undrift.core import ranks
 from undrift.core.errors import BadSetting, LostRank
-from undrift.pipeline.block import Block, below, by_batch, fresh, size
+from undrift.pipeline.block import PipelineBlock, by_batch, copy_tensors, count_bytes
+from undrift.pipeline.block_scores import ScoreSums, evaluation
 from undrift.pipeline.clock import Clock
 from undrift.pipeline.difference import Probe
-from undrift.pipeline.evaluate import Scores, evaluation
 from undrift.pipeline.grid import Grid
-from undrift.pipeline.links import Form, Inbox, LostNeighbour, Outbox, receive_whole, send_whole
+from undrift.pipeline.links import Inbox, LostNeighbour, MessageForm, Outbox, receive_whole, send_whole
 from undrift.pipeline.schedule import Schedule
+
+Batch = tuple[Tensor | None, Tensor | None]  # inputs and targets, where this rank needs them
 
 
 class Processes:
-    """This rank's block and its links. All ranks call the same methods in the same order."""
+    """This rank's block and its links. All ranks must call the same methods in the same order."""
 
-    def __init__(self, block: Block, schedule: Schedule, grid: Grid, device: torch.device) -> None:
+    def __init__(self, block: PipelineBlock, schedule: Schedule, grid: Grid, device: torch.device) -> None:
         self.block, self.schedule, self.grid, self.device = block, schedule, grid, device
         self.k, self.clock = grid.k, Clock(schedule)
         k, first, last = self.k, grid.k == 0, grid.k == schedule.blocks - 1
@@ -40,34 +41,34 @@ class Processes:
         if not last:
             self.outputs = Outbox(grid.rank_of(k + 1), grid.activations, 1 + schedule.p[k])
             self.errors = Inbox(grid.rank_of(k + 1), grid.gradients, 1 + schedule.q[k + 1], device)
-        self.waiting: dict[
-            int, tuple[Tensor | None, Tensor | None]
-        ] = {}  # fed batches that this block has not forwarded
+        self.inboxes = [inbox for inbox in (self.arriving, self.errors) if inbox is not None]
+        self.outboxes = [outbox for outbox in (self.outputs, self.sent_errors) if outbox is not None]
+        self.waiting: dict[int, Batch] = {}  # batches that this block has not forwarded yet
         self.probes: dict[int, Probe] = {}
         self.probed: set[int] = set()
         self.differences: dict[int, float] = {}
         self.stored = [(0, 0)] * schedule.blocks
-        self.cut_more: Callable[[], None] = lambda: None  # for those who use the groups besides
+        self.cut_more: Callable[[], None] = lambda: None  # set by other users of the groups
 
     def step(self, inputs: Tensor | None, targets: Tensor | None, probe: bool = False) -> Tensor | None:
-        """Feed a batch and do one timestamp. The first rank uses the inputs and the last one the targets, and has the loss."""
+        """Feed a batch for one timestamp. The first rank uses the inputs, the last one the targets and has the loss."""
         n = self.clock.first + self.clock.fed
         last = self.outputs is None
         if self.arriving is None or last:
-            self.waiting[n] = (  # copies, since the caller may fill the same tensors anew before they are used
+            self.waiting[n] = (  # copies: the caller may overwrite the tensors before they are used
                 None if inputs is None or self.arriving is not None else inputs.to(self.device, copy=True),
                 None if targets is None or not last else targets.to(self.device, copy=True),
             )
         if probe:
             self.probed.add(n)
         self.clock.fed += 1
-        with self.guarded():
+        with self.guard():
             return self.tick()
 
     def flush(self) -> list[Tensor]:
-        """Let every batch run through all blocks."""
+        """Run every batch through all blocks."""
         losses = []
-        with self.guarded():
+        with self.guard():
             while not self.clock.idle:
                 loss = self.tick()
                 losses += [] if loss is None else [loss]
@@ -76,7 +77,7 @@ class Processes:
         return losses
 
     def tick(self) -> Tensor | None:
-        """One timestamp of this block: wait for an activation, forward, send; wait for an error, backward, update, send."""
+        """One timestamp: wait for an activation, forward, send; wait for an error gradient, backward, update, send."""
         work, loss = self.clock.work(self.k), None
         if work.forward is not None:
             loss = self.forward(work.forward)
@@ -88,15 +89,15 @@ class Processes:
 
     @property
     def newest(self) -> int:
-        """The last batch that was fed: all up to it are certain to come."""
+        """The last batch fed: all up to it are certain to come."""
         return self.clock.first + self.clock.fed - 1
 
     def forward(self, n: int) -> Tensor | None:
         inputs, target = self.waiting.pop(n, (None, None))
         if self.arriving is not None:
-            self.arriving.post(self.newest, self.arriving.announced)
+            self.arriving.post(self.newest, self.arriving.announced_form)
             inputs = self.arriving.take(n)
-            self.arriving.post(self.newest, self.arriving.announced)
+            self.arriving.post(self.newest, self.arriving.announced_form)
         assert inputs is not None, "the first block is given the inputs"
         if n in self.probed:
             self.probes[n] = Probe(self.block, n, inputs, target)
@@ -107,8 +108,8 @@ class Processes:
             self.outputs.send(n, out, announce=True)
         return loss
 
-    def error_form(self, n: int) -> Form:
-        """An error gradient looks like this block's output; of a probed batch BP's comes with it."""
+    def error_form(self, n: int) -> MessageForm:
+        """An error gradient has the form of this block's output; for a probed batch BP's comes with it."""
         assert self.errors is not None and self.errors.form is not None
         shape, dtype = self.errors.form
         return ((2, *shape) if n in self.probed else shape), dtype
@@ -120,25 +121,24 @@ class Processes:
             error = self.errors.take(n)
             if n in self.probed:
                 error, bp_error = error
-        below_error = self.block.backward(n, error)
+        below = self.block.backward(n, error)
         if n in self.probed:
             self.differences[self.k], bp_error = self.probes.pop(n).difference(self.block, bp_error)
             self.probed.discard(n)
-            if below_error is not None and bp_error is not None:
-                below_error = torch.stack([below_error, bp_error])
+            if below is not None and bp_error is not None:
+                below = torch.stack([below, bp_error])
         if self.sent_errors is not None:
-            assert below_error is not None
-            self.sent_errors.send(n, below_error)
+            assert below is not None
+            self.sent_errors.send(n, below)
 
     def measure(self) -> None:
-        """What this process holds of batches under way: stored inputs, posted receives, sends that are not done."""
-        held = self.block.held() + [t for pair in self.waiting.values() for t in pair if t is not None]
-        for inbox in (self.arriving, self.errors):
-            if inbox is not None:
-                held += [*inbox.here.values(), *(buffer for _, buffer in inbox.posted.values())]
-        for outbox in (self.outputs, self.sent_errors):
-            held += [tensor for _, tensor in outbox.under_way] if outbox is not None else []
-        self.stored[self.k] = max(self.stored[self.k], size(held))
+        """Measure what this process stores of batches under way: inputs, posted receives, unfinished sends."""
+        stored = self.block.stored_tensors() + [t for pair in self.waiting.values() for t in pair if t is not None]
+        for inbox in self.inboxes:
+            stored += [*inbox.received.values(), *(buffer for _, buffer in inbox.posted.values())]
+        for outbox in self.outboxes:
+            stored += [tensor for _, tensor in outbox.under_way]
+        self.stored[self.k] = max(self.stored[self.k], count_bytes(stored))
 
     @property
     def bytes_up(self) -> int:
@@ -149,35 +149,34 @@ class Processes:
         return 0 if self.sent_errors is None else self.sent_errors.bytes
 
     def finish(self) -> None:
-        """Take in all that the neighbours sent up to the last timestamp, and see all own messages delivered."""
+        """Receive all that neighbours sent up to the last timestamp, and wait until own messages are delivered."""
         t, clock = self.clock.t - 1, self.clock
         if clock.fed == 0:
-            return  # nothing is under way
+            return
         if self.arriving is not None:
             sent = min(t - self.schedule.forward_lag[self.k - 1], clock.fed - 1)
-            self.arriving.drain(clock.first + sent, self.arriving.announced)
+            self.arriving.drain(clock.first + sent, self.arriving.announced_form)
         if self.errors is not None:
             sent = min(t - self.schedule.backward_lag[self.k + 1], clock.fed - 1)
             self.errors.drain(clock.first + sent, self.error_form)
-        for outbox in (self.outputs, self.sent_errors):
-            if outbox is not None:
-                outbox.finish()
+        for outbox in self.outboxes:
+            outbox.finish()
 
-    def evaluate(self, batches: Iterable[tuple[Tensor | None, Tensor | None]]) -> dict[str, float]:
-        """Scores of the first replica's blocks with their parameters of now; every rank learns them."""
-        said: list[Any] = [None]
-        with self.guarded():
+    def evaluate(self, batches: Iterable[Batch]) -> dict[str, float]:
+        """Scores of the first replica's current parameters, on every rank."""
+        scores: list[Any] = [None]
+        with self.guard():
             self.finish()
-            with evaluation([self.block]):  # on all replicas, which may have to exchange something for it
+            with evaluation([self.block]):  # on all replicas, which may have to communicate for it
                 if self.grid.d == 0:
-                    said = [self.score(batches)]
+                    scores = [self.score(batches)]
         ranks.all_well()
-        dist.broadcast_object_list(said, src=self.schedule.blocks - 1)
-        means: dict[str, float] = said[0]
-        return means
+        dist.broadcast_object_list(scores, src=self.schedule.blocks - 1)
+        return scores[0]  # type: ignore[no-any-return]
 
-    def score(self, batches: Iterable[tuple[Tensor | None, Tensor | None]]) -> dict[str, float] | None:
-        scores = Scores(self.block.loss) if self.outputs is None else None
+    def score(self, batches: Iterable[Batch]) -> dict[str, float] | None:
+        """Pass the batches through the first replica; the last rank has the scores."""
+        scores = ScoreSums(self.block.loss) if self.outputs is None else None
         for inputs, targets in batches:
             if self.arriving is not None:
                 inputs = receive_whole(self.arriving.source, self.arriving.group, self.device)
@@ -191,77 +190,78 @@ class Processes:
         return None if scores is None else scores.means()
 
     def model(self) -> dict[str, Tensor]:
-        """The first replica's parameters and statistics as those to test, named as in `tensors`; on rank 0 of all blocks."""
-        with self.guarded(), self.block.shown():
-            mine = {
-                f"block{self.k}.module.{n}": t.detach().cpu().clone() for n, t in self.block.module.state_dict().items()
-            }
-        return gathered(mine if self.grid.d == 0 else {})
+        """The first replica's parameters and statistics to test, named as in `tensors`; on rank 0 of all blocks."""
+        with self.guard(), self.block.show_weights():
+            state = self.block.module.state_dict()
+            tensors = {f"block{self.k}.module.{name}": t.detach().cpu().clone() for name, t in state.items()}
+        return gather(tensors if self.grid.d == 0 else {})
+
+    @property
+    def prefix(self) -> str:
+        """The names of this rank's tensors in a state begin with this."""
+        return f"block{self.k}." if self.grid.d == 0 else f"replica{self.grid.d}.block{self.k}."
 
     def tensors(self) -> dict[str, Tensor]:
-        """All that the future of the first replica's pipeline depends on, on every rank: as in the simulator."""
-        with self.guarded():
+        """The pipeline's state as in the simulator, on rank 0 of all ranks."""
+        with self.guard():
             self.finish()
         own = self.block.tensors()
-        own |= {f"arriving.{n}": t for n, t in (self.arriving.here if self.arriving else {}).items()}
+        own |= {f"arriving.{n}": t for n, t in (self.arriving.received if self.arriving else {}).items()}
         own |= {f"arriving.{n}": t for n, (t, _) in self.waiting.items() if t is not None}
-        errors = self.errors.here if self.errors else {}  # without BP's of a probed batch: a probe is not kept
+        errors = self.errors.received if self.errors else {}  # BP's are left out: a probe is not kept
         own |= {f"error.{n}": t[0] if n in self.probed else t for n, t in errors.items()}
         own |= {f"target.{n}": t for n, (_, t) in self.waiting.items() if t is not None}
-        prefix = f"block{self.k}." if self.grid.d == 0 else f"replica{self.grid.d}.block{self.k}."
-        mine = {prefix + name: tensor.detach().cpu() for name, tensor in own.items()}
-        return self.clock.tensors() | gathered(mine)
+        return self.clock.tensors() | gather(
+            {self.prefix + name: tensor.detach().cpu() for name, tensor in own.items()}
+        )
 
     def restore(self, tensors: dict[str, Tensor]) -> None:
-        """Take over this rank's part of what `tensors` returned, here or in a simulation."""
+        """Load this rank's part of what `tensors` returned, here or in a simulation."""
         if self.clock.fed:
-            raise BadSetting(
-                "messages are under way already; load the state into a new pipeline, before its first step"
-            )
+            raise BadSetting("messages are under way; load the state into a new pipeline, before its first step")
         self.clock.restore(tensors)
-        prefix = f"block{self.k}." if self.grid.d == 0 else f"replica{self.grid.d}.block{self.k}."
-        own = {name: fresh(t, self.device) for name, t in below(prefix, tensors).items()}
+        own = copy_tensors(self.prefix, tensors, self.device)
         self.block.restore(own)
         arriving, targets = by_batch("arriving.", own), by_batch("target.", own)
         clock, lags = self.clock, self.schedule
         if self.arriving is None:
             self.waiting = {n: (t, None) for n, t in arriving.items()}
         else:
-            self.arriving.here = arriving
+            self.arriving.received = arriving
             self.arriving.next = clock.first + max(0, clock.t - lags.forward_lag[self.k]) + len(arriving)
         if self.outputs is None:
             self.waiting = {n: (self.waiting.get(n, (None, None))[0], t) for n, t in targets.items()}
         if self.errors is not None:
-            self.errors.here = by_batch("error.", own)
-            self.errors.next = clock.first + max(0, clock.t - lags.backward_lag[self.k]) + len(self.errors.here)
+            self.errors.received = by_batch("error.", own)
+            self.errors.next = clock.first + max(0, clock.t - lags.backward_lag[self.k]) + len(self.errors.received)
 
     @contextlib.contextmanager
-    def guarded(self) -> Iterator[None]:
-        """Whatever happens here is felt by the other ranks: their waits end as soon as this one's connections do."""
+    def guard(self) -> Iterator[None]:
+        """Close the connections on any error, so that the other ranks stop waiting."""
         try:
             yield
         except LostNeighbour as error:
-            error.__context__ = None  # torch's exception, which holds on to the connection
+            error.__context__ = None  # torch's exception keeps the connection open
             self.cut()
-            ranks.all_well()  # says what happened on the rank that failed, or that it is gone
+            ranks.all_well()  # raises what happened on the rank that failed, or that it is gone
             raise LostRank(f"rank {ranks.rank()} lost touch with a neighbour ({error})") from None
         except Exception:
             self.cut()
             raise
 
     def cut(self) -> None:
-        for link in (self.arriving, self.errors, self.outputs, self.sent_errors):
-            if link is not None:
-                link.cut()
+        links: list[Inbox | Outbox] = [*self.inboxes, *self.outboxes]
+        for link in links:
+            link.cut()
         self.cut_more()
         if self.grid.activations is not None:
-            self.block.let_go()
+            self.block.release()
         self.grid.cut()
 
 
-def gathered(mine: dict[str, Tensor]) -> dict[str, Tensor]:
+def gather(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     """The tensors of all ranks, on rank 0; elsewhere only this rank's."""
     ranks.all_well()
     each: list[Any] | None = [None] * ranks.count() if ranks.rank() == 0 else None
-    dist.gather_object(mine, each, dst=0)
-    return mine if each is None else {name: tensor for part in each for name, tensor in part.items()}
+    dist.gather_object(tensors, each, dst=0)
+    return tensors if each is None else {name: tensor for part in each for name, tensor in part.items()}

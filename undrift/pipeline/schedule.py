@@ -1,11 +1,11 @@
-"""Which block forwards and backwards which batch when: DSP(p; m) as data that can be printed, checked and compared.
+"""The timeline of a pipeline, DSP(p; m), as data that can be printed, checked and compared.
 
 An Xu, Improve the Efficiency of Model Parallelism (thesis, chapter 1); An Xu, Zhouyuan Huo and Heng Huang, On the
 Acceleration of Deep Learning Model Parallelism with Staleness, CVPR 2020.
 
 Block k has three queues: inputs M_k of length 1 + m_k, outputs P_k of length 1 + p_k and error gradients Q_k of length
-1 + q_k. At timestamp t it forwards batch t - F_k, then replays and backwards batch t - F_k - m_k, then updates; m_k is its
-staleness. Batches are counted from 0, from the last time that the queues were empty.
+1 + q_k. At timestamp t it forwards batch t - F_k, replays and backwards batch t - F_k - m_k, and updates; m_k is its
+staleness. Batches count from 0 since the queues were last empty.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from typing import NamedTuple
 from undrift.core.errors import BadSetting
 
 
-class Work(NamedTuple):
-    """What a block does at a timestamp: the batch that it forwards and the one that it backwards."""
+class BlockWork(NamedTuple):
+    """The batches that a block forwards and backwards at a timestamp."""
 
     forward: int | None
     backward: int | None
@@ -30,7 +30,7 @@ class Work(NamedTuple):
 
 @dataclass(frozen=True)
 class Schedule:
-    """The queue lengths and all that follows from them.
+    """Queue lengths, and the timeline that follows from them.
 
     >>> schedule = Schedule.parse("1,1,0;4,2,0")
     >>> schedule.q, schedule.forward_lag, schedule.backward_lag
@@ -53,10 +53,8 @@ class Schedule:
         for length in (*self.p, *self.m):
             if not hasattr(length, "__index__"):
                 raise BadSetting(f"queue lengths are whole numbers, not {length!r}")
-        broken = broken_rule(self.p, self.m)
-        if broken:
-            near = nearest(self.p, self.m)
-            raise BadSetting(f"the queue lengths {written(self.p, self.m)} cannot work: {broken}; nearest: {near}")
+        if broken := broken_rule(self.p, self.m):
+            raise BadSetting(f"the queue lengths {self} cannot work: {broken}; nearest: {nearest(self.p, self.m)}")
 
     @classmethod
     def parse(cls, text: str) -> Schedule:
@@ -64,9 +62,7 @@ class Schedule:
         try:
             p, m = (tuple(int(length) for length in part.split(",")) for part in text.strip("() ").split(";"))
         except ValueError:
-            raise BadSetting(
-                f"queue lengths are written p0,p1,..;m0,m1,.., such as 1,1,0;4,2,0, not {text!r}"
-            ) from None
+            raise BadSetting(f"write queue lengths p0,p1,..;m0,m1,.., such as 1,1,0;4,2,0, not {text!r}") from None
         return cls(p, m)
 
     @classmethod
@@ -76,7 +72,7 @@ class Schedule:
 
     @classmethod
     def fr(cls, blocks: int) -> Schedule:
-        """Features Replay: the forward goes through all blocks at once, m_k = K - 1 - k."""
+        """Features Replay: a forward passes all blocks in one timestamp, m_k = K - 1 - k."""
         return cls((0,) * blocks, tuple(range(blocks - 1, -1, -1)))
 
     @classmethod
@@ -105,47 +101,37 @@ class Schedule:
 
     @property
     def in_order(self) -> bool:
-        """Whether a block waits for its neighbour's work of the same timestamp (BP, FR)."""
+        """Whether a block waits for its neighbour within a timestamp (BP, FR)."""
         return self.blocks > 1 and (0 in self.p[:-1] or 0 in self.q[1:])
 
-    def work(self, k: int, t: int, batches: int) -> Work:
-        """What block k does at timestamp t when `batches` of them are fed."""
-        forward, backward = t - self.forward_lag[k], t - self.backward_lag[k]
-        return Work(
-            forward if 0 <= forward < batches else None,
-            backward if 0 <= backward < batches else None,
-        )
+    def work(self, k: int, t: int, batches: int) -> BlockWork:
+        """The work of block k at timestamp t in a run of `batches`."""
+        lags = self.forward_lag[k], self.backward_lag[k]
+        return BlockWork(*(t - lag if 0 <= t - lag < batches else None for lag in lags))
 
-    def table(self, batches: int) -> list[list[Work]]:
+    def table(self, batches: int) -> list[list[BlockWork]]:
         """[timestamp][block], from the first batch's forward to the last one's backward: batches + m_0 timestamps."""
-        length = batches + self.m[0]
-        return [[self.work(k, t, batches) for k in range(self.blocks)] for t in range(length)]
+        return [[self.work(k, t, batches) for k in range(self.blocks)] for t in range(batches + self.m[0])]
 
     def text(self, batches: int) -> str:
-        """The table for a reader."""
+        """The table as aligned text."""
         rows = [["t", *(f"block {k}" for k in range(self.blocks))]]
         rows += [[str(t), *map(str, row)] for t, row in enumerate(self.table(batches))]
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
         return "\n".join("  ".join(f"{cell:{w}}" for cell, w in zip(row, widths, strict=True)).rstrip() for row in rows)
 
-    def csv(self, batches: int) -> str:
-        """The table as comma-separated values, for comparison with a stored one."""
-        rows = [["t", *(f"block{k}" for k in range(self.blocks))]]
-        rows += [[str(t), *map(str, row)] for t, row in enumerate(self.table(batches))]
-        return "".join(",".join(row) + "\n" for row in rows)
-
     def __str__(self) -> str:
-        return written(self.p, self.m)
+        return format_queues(self.p, self.m)
 
 
-def written(p: tuple[int, ...], m: tuple[int, ...]) -> str:
+def format_queues(p: tuple[int, ...], m: tuple[int, ...]) -> str:
     return f"{','.join(map(str, p))};{','.join(map(str, m))}"
 
 
 def broken_rule(p: tuple[int, ...], m: tuple[int, ...]) -> str:
-    """The rule that queue lengths break, or nothing.
+    """The rule that queue lengths break, or "".
 
-    With p = 0 everywhere blocks forward in order inside a timestamp, as in BP and FR, and q may be 0 as well.
+    With p = 0 everywhere blocks forward in order within a timestamp, as in BP and FR, and q may be 0 as well.
     Otherwise t_0 < t_1 < .. < t_{K-1} <= t_K < .. < t_{2K-1} must hold: p_k >= 1, q_k >= 1.
     """
     if len(p) != len(m) or not m:
@@ -160,18 +146,15 @@ def broken_rule(p: tuple[int, ...], m: tuple[int, ...]) -> str:
             return f"p_{k} must be at least 1 where another p is not 0, so that no block waits inside a timestamp"
         q = m[k] - p[k] - m[k + 1]
         if q < lowest:
-            return (
-                f"q_{k + 1} = m_{k} - p_{k} - m_{k + 1} must be at least {lowest}, "
-                f"but {m[k]} - {p[k]} - {m[k + 1]} = {q}"
-            )
+            rule = f"q_{k + 1} = m_{k} - p_{k} - m_{k + 1} must be at least {lowest}"
+            return f"{rule}, but {m[k]} - {p[k]} - {m[k + 1]} = {q}"
     return ""
 
 
 def nearest(p: tuple[int, ...], m: tuple[int, ...]) -> str:
-    """The valid lengths that need the smallest sum of changes, as they are written.
+    """The valid lengths with the smallest sum of changes, of either kind: p = 0 everywhere, or all p_k, q_k >= 1.
 
-    Both kinds are tried: p = 0 everywhere, where m may not rise, and p_k, q_k >= 1. Of equally near ones it takes those
-    where no block waits, and then the longest m.
+    Of equally near ones it takes those where no block waits, and then the longest m.
 
     >>> nearest((1, 1, 0), (3, 2, 0)), nearest((0, 0, 0), (2, 3, 0))
     ('1,1,0;4,2,0', '0,0,0;3,3,0')
@@ -179,94 +162,38 @@ def nearest(p: tuple[int, ...], m: tuple[int, ...]) -> str:
     m = m or (0,)
     joints = len(m) - 1
     given = (*p[:joints], *(1,) * (joints - len(p)))
-    wished = [max(length, 1) for length in given]
+    wishes = [max(length, 1) for length in given]
     # m_k - m_{k+1} = p_k + q_{k+1} >= 2, and each unit by which it is less than p_k + 1 costs one of p_k
-    apart = nearest_falling(m, [2] * joints, [length + 1 for length in wished])
-    outputs = [min(length, apart[k] - apart[k + 1] - 1) for k, length in enumerate(wished)]
+    apart = nearest_falling(m, [2] * joints, [length + 1 for length in wishes])
+    outputs = [min(length, apart[k] - apart[k + 1] - 1) for k, length in enumerate(wishes)]
     level = nearest_falling(m, [0] * joints, [0] * joints)
-    found = [((*outputs, 0), apart), ((0,) * len(m), level)]
-    return written(*min(found, key=lambda way: changes((*given, 0), way[0]) + changes(m, way[1])))
+    choices = [((*outputs, 0), apart), ((0,) * len(m), level)]
+    return format_queues(*min(choices, key=lambda pm: distance((*given, 0), pm[0]) + distance(m, pm[1])))
 
 
-def changes(one: tuple[int, ...], other: tuple[int, ...]) -> int:
+def distance(one: tuple[int, ...], other: tuple[int, ...]) -> int:
     return sum(abs(a - b) for a, b in zip(one, other, strict=True))
 
 
-def nearest_falling(m: tuple[int, ...], least: list[int], wished: list[int]) -> tuple[int, ...]:
-    """The x >= 0 with gaps x_k - x_{k+1} >= least_k that makes sum |x_k - m_k| + sum (wished_k - gap_k)_+ smallest.
+def nearest_falling(m: tuple[int, ...], least: list[int], wishes: list[int]) -> tuple[int, ...]:
+    """The x >= 0 with gaps x_k - x_{k+1} >= least_k that minimises sum |x_k - m_k| + sum (wishes_k - gap_k)_+.
 
-    Isotonic regression by its dynamic programme: f_k(x), the smallest sum over blocks k, k+1, .. where x_k = x, is convex
-    and piecewise linear. `corners` holds where its slope rises, the last corner being its smallest minimiser. Coming from
-    block k + 1 only falling slopes remain, since a larger gap is free: the part of slope -1 moves by wished_k, steeper ones
-    by least_k. Then |x - m_k| adds its corner twice, and what is to the right of the minimum is left out.
+    Isotonic regression by dynamic programming: f_k(x), the smallest sum over blocks k, k+1, .. with x_k = x, is convex
+    and piecewise linear. `corners` holds where its slope rises; the last corner is its smallest minimiser. From block
+    k + 1 only falling slopes remain, since a larger gap is free: the part of slope -1 moves by wishes_k, steeper ones
+    by least_k. Then |x - m_k| adds its corner twice, and everything right of the minimum is dropped.
     """
     corners: list[int] = []
     lowest, floors, slopes = 0, [], []
     for k in range(len(m) - 1, -1, -1):
         if k < len(m) - 1:
             lowest += least[k]
-            corners = [*(c + least[k] for c in corners[:-1]), corners[-1] + wished[k]]
+            corners = [*(c + least[k] for c in corners[:-1]), corners[-1] + wishes[k]]
         *corners, last = sorted([*corners, m[k], m[k]])  # f_k is smallest between corners[-1] and last
         floors.append(lowest)
         slopes.append((corners[-2] if len(corners) > 1 else lowest, corners[-1], last))
     x = [max(slopes[-1][2], floors[-1])]
     for k in range(1, len(m)):
         steeper, smallest, _ = slopes[-1 - k]
-        x.append(max(min(max(x[-1] - wished[k - 1], steeper), smallest, x[-1] - least[k - 1]), floors[-1 - k]))
+        x.append(max(min(max(x[-1] - wishes[k - 1], steeper), smallest, x[-1] - least[k - 1]), floors[-1 - k]))
     return tuple(x)
-
-
-def check(table: list[list[Work]], batches: int, schedule: Schedule) -> None:
-    """Refuse a table that is not a training run of every batch through every block under the queues' lengths.
-
-    Independent of how the table was made: it is played, and the queues are filled and emptied.
-    """
-    blocks, in_order = schedule.blocks, schedule.in_order
-    inputs: list[list[int]] = [[] for _ in range(blocks)]  # M_k
-    outputs: list[list[int]] = [list(range(batches)), *([] for _ in range(blocks))]  # what waits in front of block k
-    errors: list[list[int]] = [[] for _ in range(blocks + 1)]  # what waits for block k from above
-
-    def refuse(t: int, k: int, why: str) -> None:
-        rows = [
-            f"{t_}: {' | '.join(map(str, row))}" + ("   <-- here" if t_ == t else "") for t_, row in enumerate(table)
-        ]
-        raise BadSetting(f"timestamp {t}, block {k}: {why}\n" + "\n".join(rows[max(0, t - 3) : t + 2]))
-
-    for t, row in enumerate(table):
-        # Without an order among the blocks, what one makes at t reaches its neighbours after t.
-        made: list[tuple[list[int], int]] = []
-        for k, (forward, _) in enumerate(row):
-            if forward is not None:
-                if not outputs[k] or outputs[k].pop(0) != forward:
-                    refuse(t, k, f"batch {forward} is forwarded, but is not the next one here")
-                inputs[k].append(forward)
-                if len(inputs[k]) > 1 + schedule.m[k]:
-                    refuse(t, k, f"more than 1 + m = {1 + schedule.m[k]} inputs are stored")
-                made.append((outputs[k + 1], forward))
-                if in_order or k == blocks - 1:
-                    _deliver(made)
-                waiting = len(outputs[k + 1]) + sum(queue is outputs[k + 1] for queue, _ in made)
-                if k < blocks - 1 and waiting > 1 + schedule.p[k]:
-                    refuse(t, k, f"more than 1 + p = {1 + schedule.p[k]} outputs wait")
-        for k in reversed(range(blocks)):
-            backward = row[k].backward
-            if backward is not None:
-                arrived = outputs[blocks] if k == blocks - 1 else errors[k]  # the loss gives the last block its error
-                if not arrived or arrived.pop(0) != backward:
-                    refuse(t, k, f"batch {backward} is backwarded, but its error gradient is not the next one here")
-                if inputs[k].pop(0) != backward:
-                    refuse(t, k, f"batch {backward} is backwarded, but is not the oldest stored input")
-                if k:
-                    made.append((errors[k - 1], backward))
-                    if in_order:
-                        _deliver(made)
-        _deliver(made)
-    left = [k for k in range(blocks) if inputs[k] or outputs[k] or errors[k]]
-    if left:
-        raise BadSetting(f"the table ends before blocks {left} have done all {batches} batches")
-
-
-def _deliver(made: list[tuple[list[int], int]]) -> None:
-    for queue, batch in made:
-        queue.append(batch)
-    made.clear()

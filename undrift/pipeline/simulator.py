@@ -1,57 +1,54 @@
-"""All blocks in one process, timestamp by timestamp: what the processes of `processes.py` compute, bit for bit.
+"""All blocks in one process, timestamp by timestamp, with the same bits as `processes.py`.
 
-On a GPU each block has a CUDA stream of its own. That keeps the dependencies of the real thing; it is a simulation and
-says nothing about speed.
+On a GPU each block has its own CUDA stream, which keeps the real dependencies. A simulation says nothing about speed.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator, Sequence
-from typing import NamedTuple
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from undrift.pipeline.block import Block, below, by_batch, fresh, size
+from undrift.pipeline.block import PipelineBlock, by_batch, copy_tensors, count_bytes
+from undrift.pipeline.block_scores import ScoreSums, evaluation
 from undrift.pipeline.clock import Clock
 from undrift.pipeline.difference import Probe
-from undrift.pipeline.evaluate import Scores, evaluation
 from undrift.pipeline.schedule import Schedule
 
 
 class Parcel(NamedTuple):
-    """A tensor on its way from one block to another; on a GPU the event says when it is ready."""
+    """A tensor between two blocks; on a GPU with the event of its completion."""
 
     tensor: Tensor
     ready: torch.cuda.Event | None = None
 
 
 class Simulator:
-    """Blocks joined by queues. `step` feeds one batch, `flush` lets all batches run through."""
+    """Blocks with queues between them. `step` feeds one batch, `flush` runs all batches through."""
 
-    def __init__(self, blocks: Sequence[Block], schedule: Schedule, device: torch.device) -> None:
+    def __init__(self, blocks: Sequence[PipelineBlock], schedule: Schedule, device: torch.device) -> None:
         assert len(blocks) == schedule.blocks
         self.blocks, self.schedule, self.device = list(blocks), schedule, device
         self.clock = Clock(schedule)
         count = len(blocks)
         self.arriving: list[dict[int, Parcel]] = [{} for _ in range(count)]  # [k]: outputs of block k - 1; P_{k-1}
-        self.errors: list[dict[int, Parcel]] = [
-            {} for _ in range(count)
-        ]  # [k]: error gradients of block k + 1; Q_{k+1}
+        self.errors: list[dict[int, Parcel]] = [{} for _ in range(count)]  # [k]: errors of block k + 1; Q_{k+1}
         self.targets: dict[int, Parcel] = {}  # for the last block
         self.streams = [torch.cuda.Stream(device) for _ in blocks] if device.type == "cuda" else []
         self.probes: list[dict[int, Probe]] = [{} for _ in range(count)]
-        self.bp_errors: dict[int, Tensor | None] = {}  # BP's error gradient of a probed batch, on its way down
+        self.bp_errors: dict[int, Tensor | None] = {}  # BP's error gradient of a probed batch
         self.probed: set[int] = set()
         self.differences: dict[int, float] = {}  # of the last probed batch, by block
-        self.bytes_up = self.bytes_down = 0  # activations and error gradients handed over between blocks
-        self.stored = [(0, 0)] * count  # the most tensors and bytes that a block kept at a time
+        self.bytes_up = self.bytes_down = 0  # activations and error gradients between blocks
+        self.stored = [(0, 0)] * count  # the most tensors and bytes that a block stored
 
     def step(self, inputs: Tensor, targets: Tensor, probe: bool = False) -> Tensor | None:
-        """Feed a batch and do one timestamp; the loss of the batch that the last block forwarded in it, if it did."""
+        """Feed a batch and do one timestamp; the loss of the batch that the last block forwarded, if any."""
         n = self.clock.first + self.clock.fed
-        # copies, since they are kept for several steps, in which the caller may fill the same tensors anew
+        # copies: the caller may overwrite the tensors before they are used
         self.arriving[0][n] = self.parcel(inputs.to(self.device, copy=True))
         self.targets[n] = self.parcel(targets.to(self.device, copy=True))
         if probe:
@@ -60,7 +57,7 @@ class Simulator:
         return self.tick()
 
     def flush(self) -> list[Tensor]:
-        """Let every batch run through all blocks; the losses of those that the last block had not forwarded yet."""
+        """Run every batch through all blocks; the losses of those that the last block had not forwarded yet."""
         losses = []
         while not self.clock.idle:
             loss = self.tick()
@@ -69,10 +66,7 @@ class Simulator:
         return losses
 
     def tick(self) -> Tensor | None:
-        """One timestamp: the blocks' forwards from the bottom up, then their backwards from the top down.
-
-        Where all p, q >= 1 any order gives the same; where some are 0 this is the one that they imply.
-        """
+        """One timestamp: forwards from the bottom up, then backwards from the top down, as p = 0 or q = 0 demand."""
         loss = None
         for k in self.forward_order():
             n = self.clock.work(k).forward
@@ -82,7 +76,7 @@ class Simulator:
             n = self.clock.work(k).backward
             if n is not None:
                 self.backward(k, n)
-        if self.streams and loss is not None:  # which is handed out
+        if self.streams and loss is not None:  # the caller reads it
             current = torch.cuda.current_stream(self.device)
             current.wait_stream(self.streams[-1])
             loss.record_stream(current)
@@ -98,8 +92,8 @@ class Simulator:
     def forward(self, k: int, n: int) -> Tensor | None:
         block, last = self.blocks[k], k == len(self.blocks) - 1
         with self.lane(k):
-            h = self.taken(k, self.arriving[k].pop(n))
-            target = self.taken(k, self.targets.pop(n)) if last else None
+            h = self.open(k, self.arriving[k].pop(n))
+            target = self.open(k, self.targets.pop(n)) if last else None
             if n in self.probed:
                 self.probes[k][n] = Probe(block, n, h, target)
             out, loss = block.forward(n, h, target)
@@ -113,7 +107,7 @@ class Simulator:
         block = self.blocks[k]
         with self.lane(k):
             arrived = self.errors[k].pop(n, None)
-            error = block.backward(n, None if arrived is None else self.taken(k, arrived))
+            error = block.backward(n, None if arrived is None else self.open(k, arrived))
             if k and error is not None:
                 self.errors[k - 1][n] = self.parcel(error)
                 self.bytes_down += error.nbytes
@@ -125,16 +119,16 @@ class Simulator:
                     del self.bp_errors[n]
 
     def measure(self, k: int) -> None:
-        """Count what block k's queues hold when it has forwarded: 1 + m inputs, 1 + p outputs, q error gradients from above."""
+        """Measure block k's queues after its forward: 1 + m inputs, 1 + p outputs, q error gradients from above."""
         sent = self.arriving[k + 1] if k + 1 < len(self.blocks) else {}
         parcels = (*sent.values(), *self.errors[k].values())
-        held = [*self.blocks[k].held(), *(parcel.tensor for parcel in parcels)]
-        self.stored[k] = max(self.stored[k], size(held))
+        stored = [*self.blocks[k].stored_tensors(), *(parcel.tensor for parcel in parcels)]
+        self.stored[k] = max(self.stored[k], count_bytes(stored))
 
     def evaluate(self, batches: Iterable[tuple[Tensor | None, Tensor | None]]) -> dict[str, float]:
-        """Scores of the blocks with their parameters of now, in evaluation mode; the queues stay as they are."""
+        """Scores under the current parameters; the queues stay as they are."""
         self.synchronise()
-        scores = Scores(self.blocks[-1].loss)
+        scores = ScoreSums(self.blocks[-1].loss)
         with evaluation(self.blocks):
             for h, targets in batches:
                 assert h is not None and targets is not None
@@ -145,17 +139,17 @@ class Simulator:
         return scores.means()
 
     def model(self) -> dict[str, Tensor]:
-        """The parameters and statistics as those to test, named as in `tensors`."""
+        """The parameters and statistics to test, named as in `tensors`."""
         self.synchronise()
         named: dict[str, Tensor] = {}
         for k, block in enumerate(self.blocks):
-            with block.shown():
+            with block.show_weights():
                 state = block.module.state_dict()
                 named |= {f"block{k}.module.{name}": tensor.detach().clone() for name, tensor in state.items()}
         return named
 
     def tensors(self) -> dict[str, Tensor]:
-        """All that the pipeline's future depends on, between two timestamps."""
+        """The pipeline's state between two timestamps."""
         self.synchronise()
         named = self.clock.tensors()
         for k, block in enumerate(self.blocks):
@@ -167,12 +161,12 @@ class Simulator:
         return named
 
     def restore(self, tensors: dict[str, Tensor]) -> None:
-        """Take over what `tensors` returned, here or on the ranks of another run."""
+        """Load what `tensors` returned, here or on ranks."""
         self.clock.restore(tensors)
         self.synchronise()
         for k, block in enumerate(self.blocks):
-            with self.lane(k):  # memory that the block's stream frees is its own
-                own = {name: fresh(t, self.device) for name, t in below(f"block{k}.", tensors).items()}
+            with self.lane(k):  # a stream reuses the memory that was allocated in it
+                own = copy_tensors(f"block{k}.", tensors, self.device)
                 block.restore(own)
             self.arriving[k] = {n: Parcel(t) for n, t in by_batch("arriving.", own).items()}
             self.errors[k] = {n: Parcel(t) for n, t in by_batch("error.", own).items()}
@@ -184,14 +178,9 @@ class Simulator:
         if self.streams:
             torch.cuda.synchronize(self.device)
 
-    @contextlib.contextmanager
-    def lane(self, k: int) -> Iterator[None]:
+    def lane(self, k: int) -> contextlib.AbstractContextManager[Any]:
         """Block k's own CUDA stream."""
-        if not self.streams:
-            yield
-            return
-        with torch.cuda.stream(self.streams[k]):
-            yield
+        return torch.cuda.stream(self.streams[k]) if self.streams else contextlib.nullcontext()
 
     def parcel(self, tensor: Tensor) -> Parcel:
         if not self.streams:
@@ -200,8 +189,8 @@ class Simulator:
         event.record()
         return Parcel(tensor, event)
 
-    def taken(self, k: int, parcel: Parcel) -> Tensor:
-        """The tensor, for use in block k's stream."""
+    def open(self, k: int, parcel: Parcel) -> Tensor:
+        """Make a tensor ready for block k's stream."""
         if parcel.ready is not None:
             self.streams[k].wait_event(parcel.ready)
             parcel.tensor.record_stream(self.streams[k])

@@ -1,4 +1,4 @@
-"""A model cut into blocks: by hand, or so that the slowest block is as fast as it can be."""
+"""Cut a model into blocks: by hand, or so that the slowest block is as fast as possible."""
 
 from __future__ import annotations
 
@@ -15,48 +15,57 @@ from undrift.core import ranks
 from undrift.core.errors import BadSetting
 from undrift.pipeline.block import Loss
 
+Model = nn.Module | Sequence[nn.Module]
+Cuts = Sequence[int | str] | None
+
 
 @dataclass(frozen=True)
-class Part:
-    """A stretch of a model's layers, as a module of its own, and how its tensors are called in the whole model."""
+class ModelPart:
+    """A stretch of a model's layers as a module of its own."""
 
     module: nn.Sequential
     layers: tuple[str, ...]  # each layer's name in the whole model
 
-    def named(self) -> dict[str, Tensor]:
-        """The part's state under the whole model's names."""
-        state = self.module.state_dict()
-        return {
-            f"{self.layers[int(i)]}.{rest}": state[f"{i}.{rest}"] for i, _, rest in (n.partition(".") for n in state)
-        }
+    def whole_name(self, name: str) -> str:
+        """The name of one of the part's tensors in the whole model."""
+        layer, _, rest = name.partition(".")
+        return f"{self.layers[int(layer)]}.{rest}"
+
+
+def join_parts(parts: Sequence[ModelPart], tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The whole model's state dict from an engine's `model()`, which on ranks above 0 holds only their own block."""
+    whole = {}
+    for k, part in enumerate(parts):
+        for name in part.module.state_dict():
+            if (key := f"block{k}.module.{name}") in tensors:
+                whole[part.whole_name(name)] = tensors[key]
+    return whole
 
 
 def layers_of(model: nn.Module, name: str = "") -> list[tuple[str, nn.Module]]:
-    """The layers that a model runs one after another: nested nn.Sequentials are opened, everything else is one layer."""
+    """The layers that a model runs one after another: nested nn.Sequentials are opened, other modules are one layer."""
     if isinstance(model, nn.Sequential) and type(model).forward is nn.Sequential.forward:
-        children = zip(model._modules, model, strict=True)  # named_children would leave out a layer that stands twice
-        return [found for child, part in children for found in layers_of(part, f"{name}{child}.")]
+        children = zip(model._modules, model, strict=True)  # named_children leaves out repeated layers
+        return [layer for child, part in children for layer in layers_of(part, f"{name}{child}.")]
     if not name:
         raise BadSetting(
-            f"only a model that runs its layers one after another can be cut: an nn.Sequential, not {type(model).__name__}; "
-            "wrap the stages of yours in an nn.Sequential, or give a list of modules"
+            f"the model to cut must be an nn.Sequential, not {type(model).__name__}; "
+            "wrap its stages in an nn.Sequential, or give a list of modules"
         )
     return [(name.removesuffix("."), model)]
 
 
-def parts(model: nn.Module | Sequence[nn.Module], cuts: Sequence[int | str] | None = None) -> list[Part]:
-    """The blocks of a model. A cut is the layer that begins a new block, by its name or its number among `layers_of`.
-
-    A list of modules is a list of blocks already.
+def cut_model(model: Model, cuts: Cuts = None) -> list[ModelPart]:
+    """Cut a model where a layer begins a block, by its name or its number in `layers_of`; a list holds blocks already.
 
     >>> model = nn.Sequential(nn.Linear(2, 3), nn.ReLU(), nn.Linear(3, 2))
-    >>> [part.layers for part in parts(model, cuts=[2])], [part.layers for part in parts(model, cuts=["1"])]
+    >>> [part.layers for part in cut_model(model, cuts=[2])], [part.layers for part in cut_model(model, cuts=["1"])]
     ([('0', '1'), ('2',)], [('0',), ('1', '2')])
     """
     if not isinstance(model, nn.Module):
         if cuts is not None:
             raise BadSetting("a list of modules is cut already; give it without cuts, or one model with cuts")
-        return [Part(nn.Sequential(module), (str(k),)) for k, module in enumerate(model)]
+        return [ModelPart(nn.Sequential(module), (str(k),)) for k, module in enumerate(model)]
     if isinstance(cuts, str | int):
         raise BadSetting(f"cuts is a list of layers, such as [{cuts!r}], not {cuts!r}")
     layers = layers_of(model)
@@ -71,32 +80,25 @@ def parts(model: nn.Module | Sequence[nn.Module], cuts: Sequence[int | str] | No
         else:
             places.append(int(cut))
     if places != sorted(set(places)) or (places and not (places[0] > 0 and places[-1] < len(layers))):
-        raise BadSetting(
-            f"cuts must rise and lie between 1 and {len(layers) - 1}, the layers that can begin a block, not {places}"
-        )
+        raise BadSetting(f"cuts must rise and lie between 1 and {len(layers) - 1}, not {places}")
     _refuse_shared(layers, places)
-    borders = [0, *places, len(layers)]
-    return [
-        Part(nn.Sequential(*(layer for _, layer in layers[a:b])), tuple(names[a:b]))
-        for a, b in itertools.pairwise(borders)
-    ]
+    pairs = itertools.pairwise([0, *places, len(layers)])
+    return [ModelPart(nn.Sequential(*(layer for _, layer in layers[a:b])), tuple(names[a:b])) for a, b in pairs]
 
 
 def _refuse_shared(layers: list[tuple[str, nn.Module]], places: list[int]) -> None:
-    """A tensor in two blocks would be trained twice, apart."""
+    """Refuse a tensor in two blocks, which would train two copies of it."""
     owner: dict[int, int] = {}
     for i, (name, layer) in enumerate(layers):
         block = sum(i >= place for place in places)
         for tensor in (*layer.parameters(), *layer.buffers()):
             if owner.setdefault(id(tensor), block) != block:
-                raise BadSetting(
-                    f"layer {name} shares a tensor with an earlier block; cut so that both are in one block"
-                )
+                raise BadSetting(f"layer {name} shares a tensor with an earlier block; keep both in one block")
 
 
 @dataclass(frozen=True)
 class Balance:
-    """Where a model was cut, and what each block costs a batch."""
+    """The cuts of a model, and the cost of each block per batch."""
 
     cuts: tuple[int, ...]
     seconds: tuple[float, ...]  # forward, replay, backward and update; the last block does not replay
@@ -108,20 +110,18 @@ class Balance:
         return statistics.fmean(self.seconds) / max(self.seconds)
 
     def __str__(self) -> str:
-        rows = [
-            f"block {k}: from {n}, {1000 * s:.1f} ms a batch"
-            for k, (n, s) in enumerate(zip(self.names, self.seconds, strict=True))
-        ]
+        costs = enumerate(zip(self.names, self.seconds, strict=True))
+        rows = [f"block {k}: from {name}, {1000 * seconds:.1f} ms a batch" for k, (name, seconds) in costs]
         return "\n".join([*rows, f"balance {100 * self.share:.0f} % (the mean block over the slowest)"])
 
 
-def balanced(
+def balance_model(
     model: nn.Module, blocks: int, inputs: Tensor, target: Tensor, loss: Loss, replays: bool = True, times: int = 5
 ) -> Balance:
-    """The cuts with which the slowest of the blocks is fastest, from times measured on one batch.
+    """Time the layers on one batch and cut so that the slowest block is as fast as possible.
 
-    `replays`: every block but the last runs its forward twice (FR, DSP). Where there are several ranks, all measure at the same
-    time, as their blocks will run at the same time, and the first one's times count.
+    `replays`: every block but the last runs its forward twice (FR, DSP). All ranks measure at once, as their blocks
+    will run at once, and use rank 0's times.
     """
     layers = layers_of(model)
     if not 1 <= blocks <= len(layers):
@@ -129,7 +129,7 @@ def balanced(
     measured = layer_times([layer for _, layer in layers], inputs, target, loss, times)
     forward, backward, update = ranks.first_rank_says(measured)
     last = [sum(each) for each in zip(forward, backward, update, strict=True)]
-    lower = [again + once for again, once in zip(forward, last, strict=True)] if replays else last
+    lower = [f + cost for f, cost in zip(forward, last, strict=True)] if replays else last
     cuts = min_max_cuts(lower, last, blocks)
     borders = [0, *cuts, len(layers)]
     costs = [sum((last if b == len(layers) else lower)[a:b]) for a, b in itertools.pairwise(borders)]
@@ -137,15 +137,12 @@ def balanced(
 
 
 def min_max_cuts(lower: Sequence[float], last: Sequence[float], blocks: int) -> list[int]:
-    """Where to cut costs into contiguous blocks so that the largest sum is smallest; the last block pays `last`.
+    """Cut costs into contiguous blocks so that the largest sum is smallest; the last block costs `last`.
 
     >>> min_max_cuts([3.0, 1.0, 1.0, 1.0], [2.0, 1.0, 1.0, 1.0], 2)
     [1]
     """
-    size = len(lower)
-    sums = [0.0]
-    for cost in lower:
-        sums.append(sums[-1] + cost)
+    size, sums = len(lower), [*itertools.accumulate(lower, initial=0.0)]
     best: list[tuple[float, list[int]]] = [(sums[i], []) for i in range(size + 1)]  # the first i layers in one block
     for _ in range(2, blocks):
         best = [
@@ -163,16 +160,14 @@ def min_max_cuts(lower: Sequence[float], last: Sequence[float], blocks: int) -> 
 def layer_times(
     layers: Sequence[nn.Module], inputs: Tensor, target: Tensor, loss: Loss, times: int
 ) -> tuple[list[float], list[float], list[float]]:
-    """Median seconds of each layer's forward, backward and update on one batch; the loss counts for the last one.
+    """Median seconds of each layer's forward, backward and update (momentum SGD) on one batch.
 
-    A step of momentum SGD stands for the update. The model is left as it was: statistics and gradients are put back.
+    The loss counts for the last layer. The model's state is restored.
     """
     before = [{name: tensor.clone() for name, tensor in layer.state_dict().items()} for layer in layers]
-    forward: list[list[float]] = [[] for _ in layers]
-    backward: list[list[float]] = [[] for _ in layers]
-    update: list[list[float]] = [[] for _ in layers]
+    forward, backward, update = ([list[float]() for _ in layers] for _ in range(3))
     trained = [[p for p in layer.parameters() if p.requires_grad] for layer in layers]
-    optimizers = [torch.optim.SGD(own, lr=0.0, momentum=0.9) if own else None for own in trained]
+    optimizers = [torch.optim.SGD(weights, lr=0.0, momentum=0.9) if weights else None for weights in trained]
     devices = [inputs.device] if inputs.device.type == "cuda" else []
     with torch.random.fork_rng(devices=devices):
         for _ in range(times):
@@ -200,11 +195,10 @@ def layer_times(
     for layer, state in zip(layers, before, strict=True):
         layer.load_state_dict(state)
         layer.zero_grad(set_to_none=True)
-
-    def medians(kind: list[list[float]]) -> list[float]:
-        return [statistics.median(each) for each in kind]
-
-    return medians(forward), medians(backward), medians(update)
+    forwards, backwards, updates = (
+        [statistics.median(seconds) for seconds in kind] for kind in (forward, backward, update)
+    )
+    return forwards, backwards, updates
 
 
 def _now(tensor: Tensor) -> float:

@@ -1,13 +1,13 @@
-"""How much longer a pipeline takes when its devices are slow now and then: the schedule played in virtual time.
+"""The slowdown of a pipeline whose devices are slow now and then: its schedule in virtual time.
 
-The thesis slows every device, step by step, by some per cent with probability 1/3, and reports by how much an epoch becomes
-longer (Table 2, K = 3). Here a step of block k at timestamp t is a forward and then a replay with its backward:
+The thesis slows each step of every device by some per cent with probability 1/3, and reports how much longer an epoch
+takes (Table 2, K = 3). Here a step of block k at timestamp t is a forward and then a replay with its backward:
 
     the forward begins when the block is free, block k - 1 has forwarded the same batch (at timestamp t - p_{k-1}),
     and block k + 1 has begun timestamp t - 1, which makes room in the output queue;
     the backward begins after that, when block k + 1 has backwarded the same batch (at timestamp t - q_{k+1}).
 
-Sleeping processes on a shared machine are too noisy to tell 6 % from 8 %; virtual time has no other noise than the draws.
+Sleeping processes on a shared machine are too noisy to tell 6 % from 8 %; in virtual time only the draws are noise.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ THESIS = {  # Table 2: ResNet-164, CIFAR-10, K = 3
     "2,2,0;6,3,0": (7.465, 16.01, 36.57, 54.57),
     "3,3,0;10,5,0": (7.391, 18.15, 32.10, 53.42),
 }
-FORWARD, REPLAY, BACKWARD = 1.0, 1.0, 2.0  # units of time, of blocks of equal size; the last one does not replay
+FORWARD, REPLAY, BACKWARD = 1.0, 1.0, 2.0  # time of blocks of equal size; the last one does not replay
 
 
 def finishing_time(schedule: Schedule, factors: NDArray[np.float64]) -> float:
-    """When the last block-step is done, where a step of block k at timestamp t takes factors[k, t] times its usual time.
+    """The time when the last step ends, if a step of block k at timestamp t takes factors[k, t] times its usual time.
 
-    >>> finishing_time(Schedule.bp(3), np.ones((3, 10)))  # 10 batches, one after another, 3 blocks with 4, 4 and 3 units
+    >>> finishing_time(Schedule.bp(3), np.ones((3, 10)))  # 10 batches in turn, 3 blocks with 4, 4 and 3 units
     110.0
     """
     blocks, length = factors.shape
@@ -53,40 +53,19 @@ def finishing_time(schedule: Schedule, factors: NDArray[np.float64]) -> float:
                     start = max(start, at(begun, k + 1, t - 1))
             begun[k, t] = start
             forwarded[k, t] = start + (FORWARD * factors[k, t] if work[k].forward is not None else 0.0)
-            if k + 1 == blocks or q[k + 1] == 0:
-                continue
-            ready = at(done, k + 1, t - q[k + 1]) if work[k].backward is not None else 0.0
-            done[k, t] = _backward(forwarded[k, t], ready, work[k].backward, k + 1 == blocks, factors[k, t])
-        for k in reversed(range(blocks)):  # those that need nothing from above, or something of the same timestamp
-            if k + 1 == blocks or q[k + 1] == 0:
-                ready = at(done, k + 1, t) if work[k].backward is not None else 0.0
-                done[k, t] = _backward(forwarded[k, t], ready, work[k].backward, k + 1 == blocks, factors[k, t])
+        for k in reversed(range(blocks)):
+            done[k, t] = forwarded[k, t]
+            if work[k].backward is not None:
+                last = k + 1 == blocks
+                ready = 0.0 if last else at(done, k + 1, t - q[k + 1])
+                done[k, t] = max(forwarded[k, t], ready) + factors[k, t] * (BACKWARD if last else REPLAY + BACKWARD)
     return float(done.max())
 
 
-def _backward(forwarded: float, ready: float, batch: int | None, last: bool, factor: float) -> float:
-    if batch is None:
-        return forwarded
-    return max(forwarded, ready) + factor * (BACKWARD if last else REPLAY + BACKWARD)
-
-
 def increase(schedule: Schedule, slowdown: float, batches: int = 2000, seed: int = 0, chance: float = CHANCE) -> float:
-    """By how many per cent a run of so many batches becomes longer when steps are slowed by `slowdown` per cent."""
+    """How many per cent longer a run takes when steps are slowed by `slowdown` per cent."""
     length = batches + schedule.m[0]
     draw = np.random.Generator(np.random.PCG64(seed))
     slow = draw.random((schedule.blocks, length)) < chance
     factors = np.where(slow, 1 + slowdown / 100, 1.0)
     return 100 * (finishing_time(schedule, factors) / finishing_time(schedule, np.ones_like(factors)) - 1)
-
-
-def table(batches: int = 2000, seeds: int = 5) -> list[tuple[str, list[float], tuple[float, ...]]]:
-    """For each row of Table 2: the queue lengths, the simulated increases and the thesis' ones."""
-    rows: list[tuple[str, list[float], tuple[float, ...]]] = []
-    for queues, published in THESIS.items():
-        schedule = Schedule.parse(queues)
-        found = [
-            float(np.mean([increase(schedule, slowdown, batches, seed) for seed in range(seeds)]))
-            for slowdown in SLOWDOWNS
-        ]
-        rows.append((queues, found, published))
-    return rows

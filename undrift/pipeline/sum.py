@@ -1,10 +1,10 @@
-"""SUM: stochastic unified momentum, of which heavy ball and Nesterov's method are cases (thesis, Eq. (1-4)).
+"""SUM: stochastic unified momentum, which contains heavy ball and Nesterov's method (thesis, Eq. (1-4)).
 
     y = x - alpha G,  y^s = x - s alpha G,  x <- y + beta (y^s - y^s_previous),  y^s_previous = x^0 at first
 
-s = 0 is heavy ball and s = 1 Nesterov's method; at a constant rate they are torch.optim.SGD with momentum, and with
-nesterov=True. s = 1 / (1 - beta) is plain SGD with the rate alpha / (1 - beta). At a rate that changes, torch scales the
-whole momentum by the new rate, and SUM keeps in it the rates of the past.
+s = 0 is heavy ball and s = 1 Nesterov's method; at a constant rate they equal torch.optim.SGD with momentum and
+nesterov. s = 1 / (1 - beta) is plain SGD with the rate alpha / (1 - beta). When the rate changes, torch scales the
+whole momentum by the new rate, while SUM keeps the past rates in it.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class SUM(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
-        """One step with the gradients that are there."""
+        """One step with the gradients that the parameters hold."""
         loss = None
         if closure is not None:
             with torch.enable_grad():

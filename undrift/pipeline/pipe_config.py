@@ -1,4 +1,4 @@
-"""The settings of `undrift pipe`: one frozen dataclass, the same names in Python, in TOML and on the command line."""
+"""The settings of `undrift pipe`, under the same names in Python, in TOML and on the command line."""
 
 from __future__ import annotations
 
@@ -7,55 +7,36 @@ from dataclasses import dataclass
 from typing import Any, get_type_hints
 
 from undrift.core.errors import BadSetting
-from undrift.dataparallel.methods import number_or_auto
-from undrift.jobs.config import (
-    JOB_CHOICES,
-    JobConfig,
-    check_choices,
-    check_numbers,
-    fields_of,
-    setting,
-    typed,
-    with_own_fields,
-)
-from undrift.pipeline.methods import METHODS
+from undrift.dataparallel.parallel_config import MethodConfig
+from undrift.jobs.config import JOB_CHOICES, check_choices, check_numbers, fields_of, setting, typed, with_own_fields
+from undrift.pipeline.engines import METHODS
 from undrift.pipeline.schedule import Schedule
 
-STORED = ("queues", "blocks", "cuts", "micro")  # what run.toml has under [set]
-# What belongs to the method, and may be given by --set too.
+STORED = ("queues", "blocks", "cuts", "micro")  # the fields under [set] in run.toml
+# Fields of the method, which --set takes too.
 OWN = (*STORED, "replicas", "reduce", "ratio", "lam", "lr", "momentum", "nesterov", "weight_decay")
 
 
 @dataclass(frozen=True)
-class PipeConfig(JobConfig):
-    """Everything that decides a pipeline run's result, and how it is run. Each field is a flag of `undrift pipe`."""
+class PipeConfig(MethodConfig):
+    """All settings of a pipeline run. Each field is a flag of `undrift pipe`."""
 
     method: str = setting("dsp", "how the blocks are trained")
-    queues: str = setting("", "DSP's p0,..;m0,.. such as 1,1,0;4,2,0; empty: the shortest where no block waits")
-    blocks: int = setting(0, "K; 0: as the queues say, or as many as there are processes, or 3")
+    queues: str = setting("", "DSP's p0,..;m0,.. such as 1,1,0;4,2,0; empty: the shortest with which no block waits")
+    blocks: int = setting(0, "K; 0: from the queues or cuts, or the number of processes, or 3")
     cuts: str = setting("", "layers that begin a block, such as stage2,stage3; empty: balanced by measurement")
     micro: int = setting(4, "M, micro-batches of gpipe and 1f1b")
-    replicas: int = setting(1, "D, under torchrun: processes for each block, with own batches")
+    replicas: int = setting(1, "D, under torchrun: processes per block, with different batches")
     reduce: str = setting(
-        "mean", "how replicas join their gradients: mean, or def (see undrift dataparallel) with --ratio, --lam"
+        "mean", "combine replicas' gradients by mean, or def (undrift dataparallel) with --ratio, --lam"
     )
-    ratio: float = setting(64.0, "of --reduce def: of d numbers of a block, ceil(d / ratio) are sent")
-    lam: str = setting("0.3", "lambda of --reduce def, in [0, 1], or auto")
     batch: int = setting(128, "samples in a batch of each replica")
-    steps: int = setting(0, "batches in a round; 0: a pass over the training samples")
-    lr: float = setting(0.1, "alpha")
-    momentum: float = setting(0.9, "beta")
     nesterov: bool = setting(False, "Nesterov's momentum instead of heavy ball")
-    weight_decay: float = setting(0.0, "added to the gradient")
     differences: bool = setting(False, "record each block's distance from backpropagation's gradient once a round")
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_numbers(
-            self,
-            least=dict(blocks=0, micro=1, replicas=1, batch=1, steps=0),
-            not_negative=("lr", "momentum", "weight_decay"),
-        )
+        check_numbers(self, least=dict(blocks=0, micro=1, replicas=1))
         check_choices(self, CHOICES)
         if self.execution != "auto":
             raise BadSetting(f"blocks are neither stacked nor pooled; leave --execution at auto, not {self.execution}")
@@ -71,22 +52,17 @@ class PipeConfig(JobConfig):
             raise BadSetting("bp trains the model whole; use bp-k for backpropagation through blocks")
         if self.method in ("gpipe", "1f1b") and self.batch % self.micro:
             raise BadSetting(f"a batch of {self.batch} does not divide into {self.micro} equal micro-batches")
-        number_or_auto(self.lam)
         if self.reduce == "def" and (self.nesterov or self.method in ("gpipe", "1f1b", "dni")):
-            raise BadSetting(
-                "reduce def has heavy-ball momentum and one update a batch; use mean with nesterov, micro-batches or dni"
-            )
+            raise BadSetting("reduce def allows neither nesterov nor gpipe, 1f1b and dni; use mean with them")
         if self.differences and (self.method in ("gpipe", "1f1b") or self.replicas > 1):
-            raise BadSetting(
-                "differences are of one replica's stale gradients; leave out replicas, and use another method"
-            )
+            raise BadSetting("differences are of one replica's stale gradients; use one replica and another method")
 
     def rate(self, n: int, steps: int) -> float:
-        """The learning rate of batch n, where a round has so many."""
+        """The learning rate of batch n, if a round has `steps` batches."""
         return self.schedule.rate(self.lr, n // steps, (n + 1) / steps)
 
     def as_toml(self) -> dict[str, Any]:
-        """In the form that reports read."""
+        """run.toml in the form that reports read."""
         given = super().as_toml()
         own = {name: given.pop(name) for name in STORED}
         return {"command": "pipe", "algorithm": given.pop("method"), **given, "set": own}
@@ -98,7 +74,7 @@ TYPES = get_type_hints(PipeConfig)
 
 
 def from_mapping(settings: Mapping[str, Any]) -> PipeConfig:
-    """A PipeConfig from plain values, or from what run.toml holds; unknown names and values of a wrong kind are errors."""
+    """A PipeConfig from plain values or from run.toml; unknown names and wrong types are errors."""
     return PipeConfig(**typed(plain(settings), TYPES))
 
 

@@ -1,0 +1,91 @@
+"""The settings of `undrift dataparallel`, under the same names in Python, in TOML and on the command line."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, get_type_hints
+
+from undrift.compress import BLOCKS, COMPRESSORS, make_compressor
+from undrift.dataparallel.methods import METHODS, make_method, parse_lam
+from undrift.jobs.config import (
+    JOB_CHOICES,
+    JobConfig,
+    check_choices,
+    check_numbers,
+    fields_of,
+    setting,
+    typed,
+    with_own_fields,
+)  # fmt: skip
+
+# Fields of the method, which --set takes too.
+OWN = ("ratio", "lam", "compressor", "block", "average_every", "lr", "momentum", "weight_decay")
+
+
+@dataclass(frozen=True)
+class MethodConfig(JobConfig):
+    """The settings that `undrift dataparallel` and `undrift pipe` share."""
+
+    method: str = ""
+    batch: int = setting(8, "samples in a batch of each worker or replica")
+    steps: int = setting(0, "batches in a round; 0: a pass over the training samples")
+    ratio: float = setting(64.0, "R of compressed methods and --reduce def: ceil(d / R) of d numbers are sent")
+    lam: str = setting("0.3", "lambda of def, def-a and --reduce def, in [0, 1], or auto")
+    lr: float = setting(0.1, "learning rate")
+    momentum: float = setting(0.9, "of each worker or block")
+    weight_decay: float = setting(0.0, "added to the gradient")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_numbers(self, least=dict(batch=1, steps=0), not_negative=("lr", "momentum", "weight_decay"))
+        parse_lam(self.lam)  # also where it is not used
+
+
+@dataclass(frozen=True)
+class ParallelConfig(MethodConfig):
+    """All settings of a data-parallel run. Each field is a flag."""
+
+    method: str = setting("def", "sgd, ef, saef, psync, ef21, def or def-a")
+    workers: int = setting(0, "W (default 16; under torchrun the number of processes)")
+    compressor: str = setting("rbgs", "rbgs, randk or topk")
+    block: str = setting("flat", "flat, tensor or shuffle")
+    average_every: int = setting(0, "average saef's errors every so many iterations; 0: never")
+    statistics: int = setting(0, "batches that recompute BatchNorm's statistics before a test; 0: the workers' mean")
+    checkpoint_every: int = setting(10, "rounds between checkpoints: each holds the vectors of all workers")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_numbers(self, least=dict(workers=0, average_every=0, statistics=0))
+        check_choices(self, CHOICES)
+        compressor = make_compressor(self.compressor, self.block, self.ratio, self.seed, [1])
+        make_method(self.method, self.lam, self.average_every).check(compressor)
+
+
+CHOICES = JOB_CHOICES | {"method": tuple(METHODS), "compressor": COMPRESSORS, "block": BLOCKS}
+FIELDS = fields_of(ParallelConfig)
+TYPES = get_type_hints(ParallelConfig)
+
+
+def from_mapping(settings: Mapping[str, Any]) -> ParallelConfig:
+    """A ParallelConfig from plain values; unknown names and wrong types are errors."""
+    return ParallelConfig(**typed(plain(settings), TYPES))
+
+
+def plain(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Settings under the names of the flags; lam may be a number, and in old run folders compile is a bool."""
+    given = with_own_fields(settings, OWN, str(FIELDS["method"].default))
+    if isinstance(given.get("lam"), int | float):
+        given["lam"] = format_number(given["lam"])
+    if isinstance(given.get("compile"), bool):
+        given["compile"] = "on" if given["compile"] else "off"
+    return given
+
+
+def format_number(number: float) -> str:
+    """All digits of a number.
+
+    >>> format_number(1.0), format_number(0.123456789)
+    ('1', '0.123456789')
+    """
+    return repr(float(number)).removesuffix(".0")
