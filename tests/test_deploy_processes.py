@@ -29,7 +29,7 @@ from undrift.deploy.keys import write_client_key
 from undrift.deploy.local import LocalFederation, descended, federation, files_of
 from undrift.deploy.settings import Plan
 from undrift.jobs.folder import RunFolder
-from undrift.jobs.run import simulated
+from undrift.jobs.run import build_simulation
 from undrift.simulate.simulation import Simulation
 
 LONG = 400.0  # seconds after which a test gives up
@@ -43,7 +43,7 @@ def planned(out: Path, **settings: Any) -> Plan:
 
 def simulator(plan: Plan) -> Simulation:
     run = plan.run
-    return simulated(run, plan.alg, load_dataset(run.dataset), run.model, torch.device("cpu"))
+    return build_simulation(run, plan.alg, load_dataset(run.dataset), run.model, torch.device("cpu"))
 
 
 def deployed(plan: Plan) -> Tensor:
@@ -140,7 +140,7 @@ def test_clients_with_files_of_their_own_equal_the_simulator_on_the_same_files(t
     data = dataset_from((parts, parts[0]))
 
     def make() -> Simulation:
-        return simulated(plan.run, plan.alg, data, plan.run.model, torch.device("cpu"))
+        return build_simulation(plan.run, plan.alg, data, plan.run.model, torch.device("cpu"))
 
     run, model = make(), load_file(tmp_path / "out" / "model.safetensors")
     found, expected = run.net.sent(run.net.layout.join(model, run.state.x), "model"), without(make, lost, 3)[-1]

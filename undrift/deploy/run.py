@@ -21,7 +21,7 @@ from undrift.deploy.site_files import server_federation
 from undrift.jobs.config import RunConfig
 from undrift.jobs.course import Result
 from undrift.jobs.folder import RunFolder
-from undrift.jobs.run import simulated, simulated_on
+from undrift.jobs.run import build_simulation, simulate_clients
 from undrift.jobs.start import start
 from undrift.simulate.simulation import Simulation
 
@@ -52,9 +52,9 @@ def deploy(
         alg, device = make_private(plan) if private else plan.alg, pick_device(config.device)
         if plan.own:
             federation = server_federation(plan, device)
-            simulation = simulated_on(federation, config, alg, plan.structures, config.model, device)
+            simulation = simulate_clients(federation, config, alg, plan.structures, config.model, device)
         else:
-            simulation = simulated(config, alg, load_dataset(config.dataset), config.model, device)
+            simulation = build_simulation(config, alg, load_dataset(config.dataset), config.model, device)
         if private:
             check_private(plan, simulation.net)
         return config, serve(simulation)
