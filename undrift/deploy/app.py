@@ -70,7 +70,7 @@ flower-supernode --superlink {host}:{port} --root-certificates ca.crt --auth-sup
 
 A node that has not been let in is turned away and ends. Run it under something that starts it again, such as systemd with
 `Restart=always`. Several on one machine need a `--port` each, such as 9095.
-{own}
+{site_files}
 ## The run
 
 In the server's other terminal:
@@ -86,8 +86,8 @@ It waits until all clients are there, or as long as `wait` in `pyproject.toml` s
 flwr run . federation --stream --run-config 'resume=true'
 ```
 """
-OWN = """
-`data` is the client's own file, which stays where it is: an .npz of plain arrays with `x_train` and `y_train`, or `x` and `y`,
+SITE_FILES = """
+`data` is the client's file, which stays where it is: an .npz of plain arrays with `x_train` and `y_train`, or `x` and `y`,
 all of which it trains on (`split` [n] may say train, val or test for each). {pictures}
 {targets} In Python:
 
@@ -106,7 +106,7 @@ MASKS = "Targets are masks [n, height, width]: 0 for background, then {structure
 
 
 def write_app(folder: Path, plan: Plan, host: str = "127.0.0.1", port: int = 8000) -> None:
-    """The app's files in a new or empty folder."""
+    """Write the app into a new or empty folder."""
     if folder.exists() and any(folder.iterdir()):
         raise BadSetting(f"{folder} is not empty; give another folder")
     folder.mkdir(parents=True, exist_ok=True)
@@ -116,7 +116,7 @@ def write_app(folder: Path, plan: Plan, host: str = "127.0.0.1", port: int = 800
     (folder / package).mkdir()
     for file, text in (("__init__", ""), ("server_app", SERVER), ("client_app", CLIENT)):
         (folder / package / f"{file}.py").write_text(text)
-    run, data = plan.run, "files of their own" if plan.own else plan.run.dataset
+    run, data = plan.run, "files of their own" if plan.site_files else plan.run.dataset
     components = {"serverapp": f"{package}.server_app:app", "clientapp": f"{package}.client_app:app"}
     project = {
         "project": {
@@ -130,13 +130,14 @@ def write_app(folder: Path, plan: Plan, host: str = "127.0.0.1", port: int = 800
         },
     }  # fmt: skip
     (folder / "pyproject.toml").write_text(tomli_w.dumps(project))
-    facts = {"algorithm": run.algorithm, "dataset": data, "clients": run.clients, "cohort": run.cohort}
-    who = 'name="NAME"' if plan.deploy.names else "partition-id=i"
-    who += ' data="/path/to/site.npz"' if plan.own else ""
-    facts["samples"] = "each client a file with its own samples" if plan.own else "each the data set"
-    own = ""
-    if plan.own:
+    who, samples, site_files = 'name="NAME"' if plan.deploy.names else "partition-id=i", "each the data set", ""
+    if plan.site_files:
+        who, samples = f'{who} data="/path/to/site.npz"', "each client a file with its own samples"
         labels = LABELS.format(last=plan.classes - 1), MASKS.format(structures=", ".join(plan.structures))
-        own = OWN.format(pictures=PICTURES, targets=labels[bool(plan.structures)], shape=plan.deploy.shape)
-    text = README.format(name=name, who=who, host=host, port=port, last=run.clients - 1, own=own, **facts)
+        targets = labels[bool(plan.structures)]
+        site_files = SITE_FILES.format(pictures=PICTURES, targets=targets, shape=plan.deploy.shape)
+    text = README.format(
+        name=name, who=who, host=host, port=port, last=run.clients - 1, site_files=site_files, samples=samples,
+        algorithm=run.algorithm, dataset=data, clients=run.clients, cohort=run.cohort,
+    )  # fmt: skip
     (folder / "README.md").write_text(text)

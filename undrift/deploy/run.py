@@ -1,4 +1,4 @@
-"""A deployed run on the server, from settings to records and a trained model; the folder is that of a simulation."""
+"""Runs a deployment on the server; it leaves the same folder as a simulation."""
 
 from __future__ import annotations
 
@@ -27,30 +27,29 @@ from undrift.simulate.simulation import Simulation
 
 
 class Roster(NamedTuple):
-    """The federation's clients in the order of their ids, and who of them is there."""
+    """The federation's clients."""
 
-    names: list[str]
+    names: list[str]  # in the order of their ids
     present: list[str]
-    samples: Mapping[str, int] = {}  # that those with files of their own have said they have; grows as they come
+    samples: Mapping[str, int] = {}  # as clients with files have reported; grows as clients join
 
 
 def deploy(
     plan: Plan, post: Post, meet: Callable[[list[str]], Roster], out: Path, say: Callable[[str], None]
 ) -> Result[RunConfig]:
-    """Run the rounds with clients that `post` reaches; `meet` waits for them."""
-    config = plan.run
-    private = plan.deploy.privacy_clip > 0
+    """Run the rounds; `meet` waits for the clients, and `post` carries letters to them."""
+    config, private = plan.run, plan.deploy.privacy_clip > 0
 
     def show(record: dict[str, Any], rounds: int) -> None:
-        scored = "" if record["accuracy"] is None else f", accuracy {record['accuracy']:.4f}"
+        score = "" if record["accuracy"] is None else f", accuracy {record['accuracy']:.4f}"
         say(
             f"round {record['round']} of {rounds}: {record['clients'] - record['dropped']} of {record['clients']} clients, "
-            f"{record['wire_down']} bytes down, {record['wire_up']} up, {record['seconds']:.1f} s{scored}"
+            f"{record['wire_down']} bytes down, {record['wire_up']} up, {record['seconds']:.1f} s{score}"
         )
 
     def build(given: dict[str, Any]) -> tuple[RunConfig, AbstractContextManager[Deployment]]:
         alg, device = make_private(plan) if private else plan.alg, pick_device(config.device)
-        if plan.own:
+        if plan.site_files:
             federation = server_federation(plan, device)
             simulation = simulate_clients(federation, config, alg, plan.structures, config.model, device)
         else:
@@ -61,7 +60,7 @@ def deploy(
 
     @contextlib.contextmanager
     def serve(simulation: Simulation) -> Iterator[Deployment]:
-        """The run with its clients, and at its end their last replies."""
+        """Open the deployment; at its end, send the clients their last replies."""
         token, visits = run_token(out, plan.deploy.resume), out / "clients.jsonl"
         cut_back(visits, RunFolder(out).reached())
         roster = meet(plan.names)
@@ -70,17 +69,17 @@ def deploy(
         if private:
             remote.absent, remote.least = 0.0, 0
 
-        def spent(rounds: int) -> dict[str, float]:
+        def spend(rounds: int) -> dict[str, float]:
             rate, deploy = config.cohort / config.clients, plan.deploy
             return {"epsilon": epsilon(rate, deploy.privacy_noise, rounds, deploy.privacy_delta)} if private else {}
 
-        def keep(made: list[Visit]) -> None:
+        def keep(new: list[Visit]) -> None:
             with visits.open("a") as file:
-                file.writelines(json.dumps(visit._asdict()) + "\n" for visit in made)
+                file.writelines(json.dumps(visit._asdict()) + "\n" for visit in new)
 
-        deployment = Deployment(simulation, remote, keep, spent, roster.samples if plan.own else None)
+        deployment = Deployment(simulation, remote, keep, spend, roster.samples if plan.site_files else None)
         yield deployment
-        deployment.close(delivered(visits))
+        deployment.close(read_deliveries(visits))
 
     result = start(config, {}, build, out, plan.deploy.resume, show)
     say(f"{len(result.records)} rounds; stopped by {result.stopped}; written to {out}")
@@ -88,7 +87,7 @@ def deploy(
 
 
 def run_token(out: Path, resume: bool) -> str:
-    """The name that ties letters and clients' states to this run; a resumed run keeps it."""
+    """The token of this run in letters and clients' states; a resumed run keeps it."""
     file = out / "deploy.json"
     if resume:
         try:
@@ -100,19 +99,18 @@ def run_token(out: Path, resume: bool) -> str:
     return token
 
 
-def delivered(visits: Path) -> set[tuple[str, int]]:
-    """Who has been sent the reply to its last round, and which that was, as clients.jsonl says."""
-    made = [json.loads(line) for line in visits.read_text().splitlines()] if visits.exists() else []
-    return {(v["client"], v["round"]) for v in made if v["exchange"] == CLOSE and v["outcome"] == "answered"}
+def read_deliveries(visits: Path) -> set[tuple[str, int]]:
+    """Read from clients.jsonl which clients have got the reply to which last round."""
+    lines = [json.loads(line) for line in visits.read_text().splitlines()] if visits.exists() else []
+    return {(v["client"], v["round"]) for v in lines if v["exchange"] == CLOSE and v["outcome"] == "answered"}
 
 
 def cut_back(visits: Path, t: int) -> None:
-    """Leave in clients.jsonl only what belongs to rounds that are done."""
-    if not visits.exists():
-        return
+    """Remove the rounds after t from clients.jsonl."""
     kept = []
-    for line in visits.read_text().splitlines():
-        with contextlib.suppress(ValueError):  # the last line, half written when the server was killed
+    for line in visits.read_text().splitlines() if visits.exists() else ():
+        with contextlib.suppress(ValueError):  # a kill may leave the last line half written
             if json.loads(line)["round"] <= t:
                 kept.append(line + "\n")
-    visits.write_text("".join(kept))
+    if visits.exists():
+        visits.write_text("".join(kept))

@@ -1,10 +1,9 @@
-"""What a client keeps between rounds, on its own disk: it survives a restart and leaves the client only where the
-algorithm sends it.
+"""The states that a client keeps between rounds, on its disk.
 
-A state belongs to one run (its token), one client (its name) and the round after which it stands. The states before and
-after the client's last round are kept: where that round did not count, because the answer came late or the server was killed
-and repeats the round, the client begins from the state before it. What the server's reply makes of the last one, when the run
-is over, is kept beside them: a run that goes on after all begins from the state without it, and is sent the reply once more.
+A state belongs to a run (its token), a client (its name) and a round. The states before and after the client's last round
+are kept: if that round did not count, because the answer was late or the server repeats the round, the client begins from
+the state before it. The final state includes the server's last reply and is a file of its own: a run that is prolonged
+begins from the state without the reply, and gets the reply again.
 """
 
 from __future__ import annotations
@@ -35,29 +34,26 @@ class Store:
         return self.folder / f"after-{round:06d}.safetensors"
 
     def final(self, round: int) -> Path:
-        """The state with the last reply."""
+        """The file of the state with the last reply."""
         return self.folder / f"final-{round:06d}.safetensors"
 
     def read(self, round: int) -> dict[str, Tensor] | None:
-        """The state after that round, None where there is none."""
+        """The state after that round, if there is one."""
         file = self.file(round)
         if not file.exists():
             return None
         try:
             with safe_open(file, framework="pt") as opened:
-                belongs = opened.metadata()
+                owner = opened.metadata()
                 tensors = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
         except (OSError, SafetensorError) as error:
             raise Refused(f"the state in {file} is damaged: {error}") from error
-        if belongs != self.belongs(round):
-            raise Refused(f"the state in {file} belongs to {belongs}, not to {self.belongs(round)}")
+        if owner != self.owner(round):
+            raise Refused(f"the state in {file} belongs to {owner}, not to {self.owner(round)}")
         return tensors
 
     def write(self, before: int, round: int, tensors: Mapping[str, Tensor]) -> None:
-        """Keep the state after this round beside the one it began from; older ones go, and what lies between.
-
-        A newer one stays: then this round was answered long after the server had given it up.
-        """
+        """Keep the states after this round and before it, and newer ones, if the server gave up on this round."""
         self.put(self.file(round), round, tensors)
         for old in self.folder.glob("after-*.safetensors"):
             if old < self.file(round) and old != self.file(before):
@@ -66,17 +62,17 @@ class Store:
     def finish(self, round: int, tensors: Mapping[str, Tensor]) -> None:
         """Keep the state after this round, the client's last, with the reply to it."""
         self.put(self.final(round), round, tensors)
-        for old in self.folder.glob("final-*.safetensors"):  # the run had ended before, and went on
+        for old in self.folder.glob("final-*.safetensors"):  # from before the run was prolonged
             if old < self.final(round):
                 old.unlink(missing_ok=True)
 
     def put(self, file: Path, round: int, tensors: Mapping[str, Tensor]) -> None:
         self.folder.mkdir(parents=True, exist_ok=True)
         temporary = self.folder / f".new-{os.getpid()}"
-        save_file({name: t.cpu().contiguous().clone() for name, t in tensors.items()}, temporary, self.belongs(round))
+        save_file({name: t.cpu().contiguous().clone() for name, t in tensors.items()}, temporary, self.owner(round))
         sync(temporary)
         os.replace(temporary, file)
         sync(self.folder)
 
-    def belongs(self, round: int) -> dict[str, str]:
+    def owner(self, round: int) -> dict[str, str]:
         return {"run": self.run, "client": self.client, "round": str(round)}
