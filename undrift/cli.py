@@ -23,7 +23,6 @@ from undrift.core.errors import BadSetting, LostRank, UndriftError, UnknownName
 from undrift.dataparallel import command as parallel
 from undrift.deploy import settings as deployment
 from undrift.jobs import config as federated
-from undrift.jobs.config import CHOICES, from_toml, parse_value, read_toml
 from undrift.pipeline import settings as pipeline
 
 KINDS = ("algorithms", "methods", "datasets", "models", "partitions")
@@ -123,19 +122,16 @@ def main(argv: Sequence[str] | None = None) -> int:
                     f"torchrun is for undrift run, dataparallel and pipe; start 'undrift {arguments.command}' without it"
                 )
             return int(arguments.function(arguments) or 0)
-    except UndriftError as error:
-        if ranks.speaks() or isinstance(error, LostRank):
-            print(f"undrift: {error}", file=sys.stderr, flush=True)
-        if not isinstance(error, LostRank):  # rank 0 may be waiting for this one, and notices when it has ended
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    except (UndriftError, OSError, OverflowError, SafetensorError) as error:
+        ours, lost = isinstance(error, UndriftError), isinstance(error, LostRank)
+        if ranks.speaks() or lost:
+            text = str(error) if ours else f"{type(error).__name__}: {' '.join(str(error).split())}"
+            print(f"undrift: {text}", file=sys.stderr, flush=True)
+        if not lost:  # rank 0 may be waiting for this one, and notices when it has ended
             ranks.wait_for_first_rank()
-        return 2
-    except (OSError, OverflowError, SafetensorError) as error:
-        if isinstance(error, BrokenPipeError):
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-            return 1
-        if ranks.speaks():
-            print(f"undrift: {type(error).__name__}: {' '.join(str(error).split())}", file=sys.stderr, flush=True)
-        ranks.wait_for_first_rank()
         return 2
     except KeyboardInterrupt as stopped:
         if ranks.speaks():
@@ -169,7 +165,7 @@ def run_command(arguments: argparse.Namespace) -> None:
     arg("--host", default="127.0.0.1", help="init, keys: the server's address [127.0.0.1]"),
     arg("--insecure", action="store_true", help="local: without TLS and node authentication"),
     path("--data", "FOLDER", help="local, with --dataset own: NAME.npz for each client"),
-    *make_flags(deployment.FLAGS, deployment.TYPES, CHOICES),
+    *make_flags(deployment.FLAGS, deployment.TYPES, federated.CHOICES),
 )
 def deploy_command(arguments: argparse.Namespace) -> None:
     from undrift.deploy.command import deploy
@@ -205,7 +201,7 @@ def pipe_command(arguments: argparse.Namespace) -> None:
 
 def read_settings(arguments: argparse.Namespace, fields: Fields) -> tuple[dict[str, Any], dict[str, Any]]:
     """Read the settings of the file, with those of --set under `set`, and of the flags, which override them."""
-    config = {} if arguments.config is None else from_toml(arguments.config)
+    config = {} if arguments.config is None else federated.from_toml(arguments.config)
     settings = {n: v for n in fields if n != "set" and (v := getattr(arguments, n)) is not None}
     name = settings.get("algorithm", settings.get("method"))
     if name is not None and name != config.get("algorithm", config.get("method")):
@@ -217,7 +213,7 @@ def read_settings(arguments: argparse.Namespace, fields: Fields) -> tuple[dict[s
             raise BadSetting(f"--set takes FIELD=VALUE, not {pair!r}")
         if field in settings:
             raise BadSetting(f"--{field.replace('_', '-')} and --set {field} are the same setting; give one of them")
-        given[field] = parse_value(value)
+        given[field] = federated.parse_value(value)
     return (config | {"set": given} if arguments.set else config), settings
 
 
@@ -229,7 +225,7 @@ def train(arguments: argparse.Namespace, fields: Fields, run: Callable[..., Any]
     folder = f"{name}-{chosen['dataset']}-seed{chosen['seed']}".replace("/", "_").replace(":", "_")
     out = arguments.out or Path("runs") / folder
     if arguments.resume and (out / "run.toml").exists():  # the method is stored there and need not be given again
-        stored = read_toml(out / "run.toml")
+        stored = federated.read_toml(out / "run.toml")
         name = str(stored.get("algorithm", stored.get("method", name)))
     bar = progress_bar()
     task = bar.add_task(name, total=None, accuracy="")

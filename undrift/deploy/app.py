@@ -10,24 +10,19 @@ from undrift import __version__
 from undrift.core.errors import BadSetting
 from undrift.deploy.settings import Plan
 
-SERVER = '''"""The server: seeded cohorts, rounds, checkpoints and records, by undrift."""
+APP = '''"""{about}, by undrift."""
 
-from undrift.deploy.flower import server_app
+from undrift.deploy.flower import {name}
 
-app = server_app()
+app = {name}()
 '''
-CLIENT = '''"""A client: the local steps of the algorithm that pyproject.toml names, by undrift."""
-
-from undrift.deploy.flower import client_app
-
-app = client_app()
-'''
+SERVER = "The server: seeded cohorts, rounds, checkpoints and records"
+CLIENT = "A client: the local steps of the algorithm that pyproject.toml names"
 README = """# {name}
 
 {algorithm} on {dataset} with {clients} clients, {cohort} of them a round: a Flower app made by `undrift deploy init`.
 Its settings stand in `pyproject.toml`. Server and clients need `pip install 'undrift[flower]'`, and {samples}.
-
-The commands for the server are meant for this folder.
+Run the server's commands in this folder.
 
 ## Keys
 
@@ -47,7 +42,7 @@ flower-superlink --ssl-ca-certfile keys/ca.crt --ssl-certfile keys/server.crt --
   --enable-supernode-auth --host 0.0.0.0 --port {port} --database state.db --disable-runtime-dependency-installation
 ```
 
-In another terminal, say where it is and let the clients in, each once:
+In another terminal, write its address down and register the clients, each once:
 
 ```sh
 export FLWR_TELEMETRY_ENABLED=0 FLWR_HOME=$PWD/flwr
@@ -68,8 +63,8 @@ flower-supernode --superlink {host}:{port} --root-certificates ca.crt --auth-sup
   --node-config '{who} state-dir="/var/lib/undrift"'
 ```
 
-A node that has not been let in is turned away and ends. Run it under something that starts it again, such as systemd with
-`Restart=always`. Several on one machine need a `--port` each, such as 9095.
+The server turns away a node that is not registered, and the node ends. Let something start it again, such as systemd with
+`Restart=always`. Several nodes on one machine need a `--port` each, such as 9095.
 {site_files}
 ## The run
 
@@ -114,8 +109,9 @@ def write_app(folder: Path, plan: Plan, host: str = "127.0.0.1", port: int = 800
     package = name.replace("-", "_")
     package = package if package.isidentifier() else f"app_{package}"
     (folder / package).mkdir()
-    for file, text in (("__init__", ""), ("server_app", SERVER), ("client_app", CLIENT)):
-        (folder / package / f"{file}.py").write_text(text)
+    (folder / package / "__init__.py").write_text("")
+    for file, about in (("server_app", SERVER), ("client_app", CLIENT)):
+        (folder / package / f"{file}.py").write_text(APP.format(about=about, name=file))
     run, data = plan.run, "files of their own" if plan.site_files else plan.run.dataset
     components = {"serverapp": f"{package}.server_app:app", "clientapp": f"{package}.client_app:app"}
     project = {

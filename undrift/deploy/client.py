@@ -33,17 +33,11 @@ MEASURE, TRAIN, CLOSE = "measure", "train", "close"
 
 
 class Request(NamedTuple):
-    """The arrays of the server's letter in a round."""
+    """The arrays of the server's letter; when the run is over, only the reply."""
 
-    down: State
-    buffers: Tensor
+    down: State = Nothing()
+    buffers: State = Nothing()
     reply: State = Nothing()  # the server's reply to the client's last round
-
-
-class Closing(NamedTuple):
-    """The arrays of the server's letter when the run is over."""
-
-    reply: State
 
 
 class Reply(NamedTuple):
@@ -96,11 +90,11 @@ class Client:
         forms, before = (Forms.of(a, net, self.data.clients) for a in (alg, past))
         due = before.reply if since and exchange in (TRAIN, CLOSE) else Nothing()
         if exchange == CLOSE:
-            reply = unpack(letter.arrays, Closing(due), net, self.device).reply
+            reply = unpack(letter.arrays, Request(reply=due), net, self.device).reply
             if (kept := store.read(since)) is None:
                 raise Refused(f"the state after round {since}, to which the last reply belongs, is not here")
             state = receive(past, self.place(before.client, kept), reply)
-            store.finish(since, dict(named_leaves("client", state)))
+            store.write(since, since, dict(named_leaves("client", state)), "final")
             return Letter(self.about(letter, id) | {"gradients": 0, "seconds": time.perf_counter() - began}, {})
         down, buffers, reply = unpack(letter.arrays, Request(forms.down, forms.buffers, due), net, self.device)
         work = self.work(id, t, position)

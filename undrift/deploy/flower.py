@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Mapping
-from pathlib import Path
 from typing import Any
 
 from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Message, RecordDict
@@ -14,7 +13,7 @@ from flwr.serverapp import Grid, ServerApp
 from undrift.core.errors import UndriftError, UnknownName
 from undrift.deploy.messages import Encoded, Fact, Letter, Refused
 from undrift.deploy.node import build_client, name_of
-from undrift.deploy.run import Roster, deploy
+from undrift.deploy.run import deploy
 from undrift.deploy.settings import Plan
 from undrift.deploy.site_files import Report, check_fits, read_report, site_path
 
@@ -84,8 +83,8 @@ class GridPost:
             return str(error)
         return ""
 
-    def meet(self, clients: Iterable[str], wait: float) -> None:
-        """Wait until all these clients have joined, at most `wait` seconds."""
+    def meet(self, clients: Iterable[str], wait: float) -> int:
+        """Wait until all these clients have joined, at most `wait` seconds, and count those that have."""
         wanted, strangers, until = set(clients), set[str](), time.monotonic() + wait
         awaited: list[str] = []
         while wanted - self.node.keys() and time.monotonic() < until:
@@ -98,6 +97,7 @@ class GridPost:
                 self.say(f"a node is left out: {UnknownName('client', name, wanted)}")
                 strangers.add(name)
             time.sleep(PAUSE)
+        return len(wanted & self.node.keys())
 
     def exchange(self, letters: Mapping[str, Letter]) -> dict[str, Letter | str]:
         nodes = set(self.grid.get_node_ids())
@@ -128,17 +128,12 @@ def server_app() -> ServerApp:
     """The app of a federation's server."""
     app = ServerApp()
 
+    @app.main()
     def main(grid: Grid, context: Context) -> None:
         plan = Plan.from_flat(context.run_config)
         post = GridPost(grid, plan.deploy.timeout, say, plan)
+        deploy(plan, post, lambda: post.meet(plan.names, plan.deploy.wait), post.samples, say)
 
-        def meet(names: list[str]) -> Roster:
-            post.meet(names, plan.deploy.wait)
-            return Roster(names, [name for name in names if name in post.node], post.samples)
-
-        deploy(plan, post, meet, Path(plan.deploy.out), say)
-
-    app.main()(main)
     return app
 
 
@@ -146,6 +141,7 @@ def client_app() -> ClientApp:
     """The app of each client."""
     app = ClientApp()
 
+    @app.query()
     def query(message: Message, context: Context) -> Message:
         facts: dict[str, Fact] = {"client": name_of(context.node_config)}
         plan = Plan.from_flat(context.run_config)
@@ -158,6 +154,7 @@ def client_app() -> ClientApp:
             facts["unfit"] = str(error).replace(file, "its file") if file else str(error)
         return Message(to_records(Letter(facts, {})), reply_to=message)
 
+    @app.train()
     def train(message: Message, context: Context) -> Message:
         client = build_client(Plan.from_flat(context.run_config), context.node_config)
         try:
@@ -172,8 +169,6 @@ def client_app() -> ClientApp:
         )
         return Message(to_records(answer), reply_to=message)
 
-    app.query()(query)
-    app.train()(train)
     return app
 
 

@@ -29,11 +29,6 @@ def name_of(node: Mapping[str, Any]) -> str:
     return str(int(node["partition-id"]))
 
 
-def state_folder(node: Mapping[str, Any]) -> Path:
-    """The folder of this node's states."""
-    return Path(str(node.get("state-dir") or os.environ.get("UNDRIFT_STATE") or Path.home() / ".undrift" / "clients"))
-
-
 def check_allowed(plan: Plan, node: Mapping[str, Any]) -> None:
     """Refuse a run that names code which this node does not allow."""
     allowed = [part for part in str(node.get("allow", "")).split(",") if part]
@@ -58,4 +53,5 @@ def build_client(plan: Plan, node: Mapping[str, Any]) -> Client:
     else:
         data = site_federation(plan, name, path, device)
     net = build_net(data, run, plan.alg, structures, run.model)
-    return Client(name, plan.alg, net, data, settings_of(run, data.sizes, device), device, state_folder(node))
+    states = node.get("state-dir") or os.environ.get("UNDRIFT_STATE") or Path.home() / ".undrift" / "clients"
+    return Client(name, plan.alg, net, data, settings_of(run, data.sizes, device), device, Path(str(states)))

@@ -6,9 +6,8 @@ import contextlib
 import json
 import secrets
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from undrift.core.device import pick_device
 from undrift.core.errors import BadRunFolder
@@ -26,19 +25,14 @@ from undrift.jobs.start import start
 from undrift.simulate.simulation import Simulation
 
 
-class Roster(NamedTuple):
-    """The federation's clients."""
-
-    names: list[str]  # in the order of their ids
-    present: list[str]
-    samples: Mapping[str, int] = {}  # as clients with files have reported; grows as clients join
-
-
 def deploy(
-    plan: Plan, post: Post, meet: Callable[[list[str]], Roster], out: Path, say: Callable[[str], None]
+    plan: Plan, post: Post, meet: Callable[[], int], samples: Mapping[str, int], say: Callable[[str], None]
 ) -> Result[RunConfig]:
-    """Run the rounds; `meet` waits for the clients, and `post` carries letters to them."""
-    config, private = plan.run, plan.deploy.privacy_clip > 0
+    """Run the rounds; `meet` waits for the clients and counts them, and `post` carries letters to them.
+
+    `samples` are the numbers that clients with files have reported, by name; they grow as clients join.
+    """
+    config, out, private = plan.run, Path(plan.deploy.out), plan.deploy.privacy_clip > 0
 
     def show(record: dict[str, Any], rounds: int) -> None:
         score = "" if record["accuracy"] is None else f", accuracy {record['accuracy']:.4f}"
@@ -47,7 +41,7 @@ def deploy(
             f"{record['wire_down']} bytes down, {record['wire_up']} up, {record['seconds']:.1f} s{score}"
         )
 
-    def build(given: dict[str, Any]) -> tuple[RunConfig, AbstractContextManager[Deployment]]:
+    def build(given: dict[str, Any]) -> tuple[RunConfig, contextlib.AbstractContextManager[Deployment]]:
         alg, device = make_private(plan) if private else plan.alg, pick_device(config.device)
         if plan.site_files:
             federation = server_federation(plan, device)
@@ -63,9 +57,8 @@ def deploy(
         """Open the deployment; at its end, send the clients their last replies."""
         token, visits = run_token(out, plan.deploy.resume), out / "clients.jsonl"
         cut_back(visits, RunFolder(out).reached())
-        roster = meet(plan.names)
-        say(f"{len(roster.present)} of {config.clients} clients are there; run {token}")
-        remote = Remote(post, roster.names, token, plan.deploy.min_replies, say)
+        say(f"{meet()} of {config.clients} clients are there; run {token}")
+        remote = Remote(post, plan.names, token, plan.deploy.min_replies, say)
         if private:
             remote.absent, remote.least = 0.0, 0
 
@@ -77,7 +70,7 @@ def deploy(
             with visits.open("a") as file:
                 file.writelines(json.dumps(visit._asdict()) + "\n" for visit in new)
 
-        deployment = Deployment(simulation, remote, keep, spend, roster.samples if plan.site_files else None)
+        deployment = Deployment(simulation, remote, keep, spend, samples if plan.site_files else None)
         yield deployment
         deployment.close(read_deliveries(visits))
 

@@ -67,11 +67,7 @@ def check_flags(settings: Mapping[str, Any]) -> None:
 
 
 def split_names(names: str) -> list[str]:
-    """Split the names, and sort them.
-
-    >>> split_names("b, a")
-    ['a', 'b']
-    """
+    """Split and sort names: "b, a" gives ["a", "b"]."""
     return sorted(part.strip() for part in names.split(",") if part.strip())
 
 

@@ -30,12 +30,9 @@ class Store:
                 raise Refused(f"{name!r} cannot be the name of a {what}: letters, digits, '.', '_' and '-', at most 64")
         self.run, self.client, self.folder = run, client, root / run / client
 
-    def file(self, round: int) -> Path:
-        return self.folder / f"after-{round:06d}.safetensors"
-
-    def final(self, round: int) -> Path:
-        """The file of the state with the last reply."""
-        return self.folder / f"final-{round:06d}.safetensors"
+    def file(self, round: int, stage: str = "after") -> Path:
+        """The file of the state after a round; `final` for the state with the last reply."""
+        return self.folder / f"{stage}-{round:06d}.safetensors"
 
     def read(self, round: int) -> dict[str, Tensor] | None:
         """The state after that round, if there is one."""
@@ -52,27 +49,21 @@ class Store:
             raise Refused(f"the state in {file} belongs to {owner}, not to {self.owner(round)}")
         return tensors
 
-    def write(self, before: int, round: int, tensors: Mapping[str, Tensor]) -> None:
-        """Keep the states after this round and before it, and newer ones, if the server gave up on this round."""
-        self.put(self.file(round), round, tensors)
-        for old in self.folder.glob("after-*.safetensors"):
-            if old < self.file(round) and old != self.file(before):
-                old.unlink(missing_ok=True)
+    def write(self, before: int, round: int, tensors: Mapping[str, Tensor], stage: str = "after") -> None:
+        """Write the state after a round, and remove older ones of its stage, except that of the round `before`.
 
-    def finish(self, round: int, tensors: Mapping[str, Tensor]) -> None:
-        """Keep the state after this round, the client's last, with the reply to it."""
-        self.put(self.final(round), round, tensors)
-        for old in self.folder.glob("final-*.safetensors"):  # from before the run was prolonged
-            if old < self.final(round):
-                old.unlink(missing_ok=True)
-
-    def put(self, file: Path, round: int, tensors: Mapping[str, Tensor]) -> None:
+        Newer ones stay: the server has given up on this round.
+        """
+        file = self.file(round, stage)
         self.folder.mkdir(parents=True, exist_ok=True)
         temporary = self.folder / f".new-{os.getpid()}"
         save_file({name: t.cpu().contiguous().clone() for name, t in tensors.items()}, temporary, self.owner(round))
         sync(temporary)
         os.replace(temporary, file)
         sync(self.folder)
+        for old in self.folder.glob(f"{stage}-*.safetensors"):
+            if old < file and old != self.file(before, stage):
+                old.unlink(missing_ok=True)
 
     def owner(self, round: int) -> dict[str, str]:
         return {"run": self.run, "client": self.client, "round": str(round)}

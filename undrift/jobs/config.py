@@ -50,12 +50,8 @@ class JobConfig:
     )
 
     def __post_init__(self) -> None:
-        check_numbers(
-            self,
-            least=dict(rounds=0, seed=0, eval_every=1, checkpoint_every=1),
-            not_negative=("warmup",),
-            positive=("lr_decay", "lr_drop"),
-        )
+        least = dict(rounds=0, seed=0, eval_every=1, checkpoint_every=1)
+        check_numbers(self, least, not_negative=("warmup",), positive=("lr_decay", "lr_drop"))
         if not 0.0 <= self.val_fraction < 1.0:
             raise BadSetting(f"val_fraction must lie in [0, 1), not {self.val_fraction}")
         check_choices(self, JOB_CHOICES)
@@ -115,9 +111,7 @@ class RunConfig(JobConfig):
     colour: float = setting(0.0, "strength of the client-correlated colour perturbation")
     chunk: int = setting(0, "clients stacked at a time; 0: as many as fit in memory")
     client_eval_every: int = setting(0, "rounds between scores on each client's samples; 0: only in the last round")
-    client_state: str = setting(
-        "auto", "where client states are kept: memory, disk, or auto (disk if memory would not hold them)"
-    )
+    client_state: str = setting("auto", "place of client states: memory, disk, or auto (disk if memory is too small)")
     # A round is a few steps of a few clients, much less than a pass over all samples.
     rounds: int = setting(100, "T; a round is --steps or --epochs of a cohort")
     eval_every: int = setting(5, "rounds between evaluations: a round is short")
@@ -131,11 +125,8 @@ class RunConfig(JobConfig):
             object.__setattr__(self, "steps", 5)
         if not self.batches:
             object.__setattr__(self, "batches", "persistent" if self.steps else "fresh")
-        check_numbers(
-            self,
-            least=dict(clients=1, cohort=1, batch=1, client_eval_every=0, steps=0, chunk=0),
-            not_negative=("epochs", "colour", "bandwidth", "latency"),
-        )
+        least = dict(clients=1, cohort=1, batch=1, client_eval_every=0, steps=0, chunk=0)
+        check_numbers(self, least, not_negative=("epochs", "colour", "bandwidth", "latency"))
         if not 0.0 <= self.dropout_rate < 1.0:
             raise BadSetting(f"dropout_rate must lie in [0, 1), not {self.dropout_rate}")
         parse_slow(self.slow)
@@ -259,18 +250,14 @@ def parse_stop(text: str) -> dict[str, float]:
         try:
             stop[name] = float(value[:-1]) * unit if unit else float(value)
         except ValueError:
-            raise BadSetting(f"stop_at {part!r} is not understood; write accuracy=0.9 or time=10m") from None
+            stop[name] = -1.0  # refused below
         if name not in ("accuracy", "time") or not stop[name] > 0 or (name == "accuracy" and stop[name] > 1):
             raise BadSetting(f"stop_at {part!r} is not understood; write accuracy=0.9 or time=10m")
     return stop
 
 
 def check_compress(text: str) -> None:
-    """Check --compress.
-
-    >>> check_compress("rbgs:64"), check_compress("fp16"), check_compress("")
-    (None, None, None)
-    """
+    """Check --compress, such as "rbgs:64", "fp16" or nothing."""
     name, _, ratio = text.partition(":")
     if text and name not in ("rbgs", "randk", "topk", "fp16"):
         raise UnknownName("value of compress", name, ("rbgs", "randk", "topk", "fp16"))
@@ -300,11 +287,7 @@ def parse_slow(text: str) -> tuple[float, float]:
 
 
 def parse_drops(text: str) -> tuple[int, ...]:
-    """Parse --lr-drops.
-
-    >>> parse_drops("120,160")
-    (120, 160)
-    """
+    """Parse --lr-drops, such as "120,160"."""
     try:
         return tuple(int(part) for part in text.split(",") if part.strip())
     except ValueError:
@@ -330,6 +313,5 @@ def as_field(name: str, value: Any, kind: Any) -> Any:
     """A field's value as its type; a list, or a single number, becomes a tuple where that is asked for."""
     if kind == tuple[float, ...]:
         return tuple(as_type(name, v, float) for v in (value if isinstance(value, list | tuple) else [value]))
-    if get_origin(kind) is Literal:  # `check_choices` checks the value
-        return as_type(name, value, type(get_args(kind)[0]))
-    return as_type(name, value, kind)
+    # `check_choices` checks the value of a Literal.
+    return as_type(name, value, type(get_args(kind)[0]) if get_origin(kind) is Literal else kind)

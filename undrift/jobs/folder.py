@@ -32,11 +32,14 @@ except ImportError:  # Windows has none: there, two runs in one folder go unnoti
     fcntl = None  # type: ignore[assignment]
 
 OURS = ("run.toml", "rounds.jsonl", "checkpoint", "model.safetensors", "clients.table", "clients.undo")
+AGAIN = "start again with another --out"
 SUPER = "super.safetensors", "super.json"  # all models of a personal method, and facts about them
 
 
 class RunFolder:
     """One run on disk."""
+
+    locks = fcntl is not None
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -109,23 +112,17 @@ class RunFolder:
             facts = json.loads(latest.read_text())
             file = self.checkpoints / facts["tensors"]
             if _checksum(file) != facts["sha256"]:
-                raise BadRunFolder(
-                    f"the checkpoint {file} is damaged (its checksum is wrong); start again with another --out"
-                )
+                raise BadRunFolder(f"the checkpoint {file} is damaged (its checksum is wrong); {AGAIN}")
             tensors = load_file(file)
         except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
-            raise BadRunFolder(
-                f"the checkpoint in {self.checkpoints} is damaged ({error}); start again with another --out"
-            ) from error
+            raise BadRunFolder(f"the checkpoint in {self.checkpoints} is damaged ({error}); {AGAIN}") from error
         if facts["round"] > rounds:
             raise BadSetting(
                 f"{self.path} holds {facts['round']} rounds already, more than the {rounds} asked for; "
                 f"give --rounds {facts['round']} or more"
             )
         if not self.rounds_file.exists() or self.rounds_file.stat().st_size < facts["rounds_bytes"]:
-            raise BadRunFolder(
-                f"{self.rounds_file} is shorter than its checkpoint says; start again with another --out"
-            )
+            raise BadRunFolder(f"{self.rounds_file} is shorter than its checkpoint says; {AGAIN}")
         self.cut_back(facts["rounds_bytes"])
         return tensors, facts
 
@@ -137,7 +134,7 @@ class RunFolder:
     @contextlib.contextmanager
     def locked(self) -> Iterator[None]:
         """Keep every other process out of the folder while this one runs."""
-        if fcntl is None:
+        if not self.locks:
             yield
             return
         with (self.path / ".lock").open("w") as file:
@@ -177,10 +174,7 @@ class ReadOnlyFolder(RunFolder):
         pass
 
     make = create = write_settings = append = save = cut_back = write_model = write_super = _skip
-
-    @contextlib.contextmanager
-    def locked(self) -> Iterator[None]:
-        yield
+    locks = False
 
 
 def _plain(value: Any) -> Any:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -73,16 +72,21 @@ def run(
             given.pop(other, None)
             given.pop("batches", None)
 
-    def build(given: dict[str, Any]) -> tuple[RunConfig, AbstractContextManager[Simulation]]:
-        alg, given = resolve_algorithm(algorithm, given)
+    def build(given: dict[str, Any]) -> tuple[RunConfig, contextlib.AbstractContextManager[Simulation]]:
+        if isinstance(algorithm, Worker):
+            if given.get("set"):
+                raise BadSetting("set goes with an algorithm's name; an algorithm object carries its own fields")
+            given["set"] = {}
         dataset = None if data is None else dataset_from(data)
         if dataset is not None and dataset.sites is not None:
             given.setdefault("partition", "sites")
             given.setdefault("clients", int(dataset.sites.max()) + 1)
             given.setdefault("cohort", min(FIELDS["cohort"].default, given["clients"]))
         chosen = from_mapping(given)
+        alg: Any = algorithm
         if not isinstance(alg, Worker):
-            alg = make_algorithm(alg, chosen.algorithm, chosen.set)
+            kind = alg if isinstance(alg, type) else algorithm_class(chosen.algorithm)
+            alg = make_algorithm(kind, chosen.algorithm, chosen.set)
         chosen = replace(chosen, set=asdict(alg))
         device = ranks.device_of_rank(pick_device(chosen.device))
         if dataset is None:
@@ -167,17 +171,6 @@ def build_net(
     for name, (other, outputs) in alg.networks(clients.clients).items():
         net.put_beside(name, Net(build_model(other, clients.shape, outputs, config.seed), dtype=dtype))
     return net
-
-
-def resolve_algorithm(algorithm: str | type[Any] | Worker | None, given: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-    """The algorithm's class, or the object if one was given, and the settings with its name."""
-    if isinstance(algorithm, Worker):
-        if given.get("set"):
-            raise BadSetting("set goes with an algorithm's name; an algorithm object carries its own fields")
-        return algorithm, given | {"algorithm": reference(algorithm), "set": {}}
-    if isinstance(algorithm, type):
-        return algorithm, given | {"algorithm": reference(algorithm)}
-    return algorithm_class(str(given.get("algorithm", FIELDS["algorithm"].default))), given
 
 
 def reference(algorithm: type[Any] | Worker) -> str:

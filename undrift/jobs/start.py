@@ -6,7 +6,6 @@ import contextlib
 import importlib.util
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, TypeVar
@@ -29,7 +28,7 @@ Given = JobConfig | Mapping[str, Any] | str | Path | None
 def start(
     config: Given,
     settings: Mapping[str, Any],
-    build: Callable[[dict[str, Any]], tuple[C, AbstractContextManager[Run]]],
+    build: Callable[[dict[str, Any]], tuple[C, contextlib.AbstractContextManager[Run]]],
     out: str | Path | None,
     resume: bool,
     progress: Progress | None,
@@ -72,11 +71,18 @@ def merge_stored(
     settle: Callable[[dict[str, Any]], dict[str, Any]],
     alike: Sequence[str],
 ) -> dict[str, Any]:
-    """The settings of a resumed run: those stored, and those asked for that may change."""
+    """The settings of a resumed run: those stored, and those asked for. Refuse changes that make it another run."""
     stored = folder.settings()
     made = stored.pop("made", {})
     stored = plain(stored)
-    check_same_run(folder, stored, settle(stored | asked))
+    new = settle(stored | asked)
+    fixed = {n: v for n, v in new.items() if n not in ("set", *RESUMABLE)}
+    for before, after in ((stored, fixed), (stored.get("set") or {}, new.get("set") or {})):
+        for name, value in after.items():
+            if before.get(name, value) != value:
+                raise BadRunFolder(
+                    f"{folder.path} holds another run: its {name} is {before[name]}, not {value}; choose another --out"
+                )
     for what, now in (("threads", torch.get_num_threads()), ("ranks", ranks.count())):
         if what in alike and made.get(what) not in (None, now) and ranks.rank() == 0:
             warnings.warn(
@@ -92,21 +98,13 @@ def merge_stored(
     return given
 
 
-def check_same_run(folder: RunFolder, stored: Mapping[str, Any], asked: Mapping[str, Any]) -> None:
-    """Refuse to resume a run with other settings."""
-    compared = [(stored, {n: v for n, v in asked.items() if n not in ("set", *RESUMABLE)})]
-    compared.append((stored.get("set") or {}, asked.get("set") or {}))
-    for before, now in compared:
-        for name, value in now.items():
-            if before.get(name, value) != value:
-                raise BadRunFolder(
-                    f"{folder.path} holds another run: its {name} is {before[name]}, not {value}; choose another --out"
-                )
-
-
 @contextlib.contextmanager
 def open_course(
-    context: AbstractContextManager[R], config: C, folder: RunFolder | None, resume: bool, progress: Progress | None
+    context: contextlib.AbstractContextManager[R],
+    config: C,
+    folder: RunFolder | None,
+    resume: bool,
+    progress: Progress | None,
 ) -> Iterator[Course[R, C]]:
     """Open a run in its folder, and keep the folder locked."""
     with contextlib.ExitStack() as stack:

@@ -1,20 +1,4 @@
-"""Many runs from one TOML file: algorithms x settings x seeds, side by side, resumable.
-
-dataset = "digits"            # settings of `undrift run`, common to all runs
-[set]
-lr = 0.05                     # fields common to all algorithms
-[sweep]
-algorithms = ["fedavg", "fedprox"]
-seeds = [0, 1]
-else_dataset = "digits"       # instead of `dataset`, where that is not on this machine
-target = 0.9                  # for "rounds to a target" in the report
-[sweep.grid]                  # every combination, for every algorithm; settings or fields
-lr = [0.1, 0.05]
-[sweep.only.fedprox]          # for one algorithm alone; lists are tried one by one
-mu = [0.01, 0.1]
-
-With `methods` in place of `algorithms` the settings are those of `undrift dataparallel`.
-"""
+"""Many runs from one TOML file: algorithms x settings x seeds, resumable. docs/sweeps.md describes the file."""
 
 from __future__ import annotations
 
@@ -80,8 +64,11 @@ def plan(path: Path) -> tuple[list[Job], dict[str, Any]]:
     for name in sweep:
         if name not in KEYS:
             raise UnknownName("key of [sweep]", name, KEYS)
-    if "else_dataset" in sweep and not is_readable(settings.get("dataset", FIELDS["dataset"].default)):
-        settings["dataset"] = sweep["else_dataset"]
+    if "else_dataset" in sweep:
+        try:
+            load_dataset(settings.get("dataset", FIELDS["dataset"].default))
+        except MissingData:
+            settings["dataset"] = sweep["else_dataset"]
     what = "method" if "methods" in sweep or "method" in settings else "algorithm"
     command = KINDS[what]
     if "algorithms" in sweep and what == "method":
@@ -146,24 +133,13 @@ def resolve_federated(chosen: dict[str, Any], values: Mapping[str, Any]) -> RunC
     return config
 
 
-def resolve_parallel(chosen: dict[str, Any], values: dict[str, Any]) -> JobConfig:
-    """The settings of a run of `undrift dataparallel`."""
-    return parallel.resolve(parallel.from_mapping(chosen | values))
-
-
 KINDS = {  # by the setting that names what is compared
-    "algorithm": Kind(FIELDS, resolve_federated, lambda c: asdict(build_algorithm(c)), run, packs.kind),
-    "method": Kind(parallel.FIELDS, resolve_parallel, lambda _: {}, parallel.run_parallel, lambda *_: None),
-}
-
-
-def is_readable(dataset: str) -> bool:
-    """Whether the data set is on this machine."""
-    try:
-        load_dataset(dataset)
-    except MissingData:
-        return False
-    return True
+    "algorithm": Kind(FIELDS, resolve_federated, lambda config: asdict(build_algorithm(config)), run, packs.kind),
+    "method": Kind(
+        parallel.FIELDS, lambda chosen, values: parallel.resolve(parallel.from_mapping(chosen | values)),
+        lambda config: {}, parallel.run_parallel, lambda config, folder: None,
+    ),
+}  # fmt: skip
 
 
 def run_all(
@@ -194,9 +170,10 @@ def run_all(
                     _pass_on(news, watch)
                     for done in [f for f in waiting if f.done()]:
                         program = waiting.pop(done)
-                        error = done.exception()  # a worker that died
-                        dead = {job.name: _message(error) for job in program} if error else {}
-                        messages, note = (dead, "") if error else done.result()
+                        if error := done.exception():  # a worker that died
+                            failed |= {job.name: _message(error) for job in program}
+                            continue
+                        messages, note = done.result()
                         failed |= messages
                         if note:
                             say(note)
@@ -266,8 +243,11 @@ def _run_program(program: list[Job], out: Path, news: Any) -> tuple[dict[str, st
         gc.collect()  # frees what the pack held on the device
         torch.cuda.empty_cache()
     for job in program:  # those that were packed are finished now
+        folder, progress = RunFolder(out / job.name), _progress(job, news)
         try:
-            _run_one(job, RunFolder(out / job.name), news)
+            if not _finished(job, folder):
+                KINDS[job.kind].run(job.config, out=folder.path, resume=folder.exists(), progress=progress)
+            news.put((job.name, job.config.rounds, job.config.rounds))
         except Exception as error:
             failed[job.name] = _message(error)
     return failed, note
@@ -281,14 +261,6 @@ def _message(error: BaseException) -> str:
 
 def _progress(job: Job, news: Any) -> Progress:
     return lambda record, rounds: news.put((job.name, record["round"], rounds))
-
-
-def _run_one(job: Job, folder: RunFolder, news: Any) -> None:
-    """Begin a run, or resume it, unless it is finished."""
-    if not _finished(job, folder):
-        progress = _progress(job, news)
-        KINDS[job.kind].run(job.config, out=folder.path, resume=folder.exists(), progress=progress)
-    news.put((job.name, job.config.rounds, job.config.rounds))
 
 
 def _finished(job: Job, folder: RunFolder) -> bool:
