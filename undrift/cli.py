@@ -194,9 +194,9 @@ def pipe_command(arguments: argparse.Namespace) -> None:
 
     if arguments.schedule is None:
         train(arguments, pipeline.FIELDS, functools.partial(run_pipe, say=print))
-        return
-    config, settings = read_settings(arguments, pipeline.FIELDS)
-    print(timeline(pipeline.from_mapping(pipeline.plain(config) | settings), arguments.schedule))
+    else:
+        config, settings = read_settings(arguments, pipeline.FIELDS)
+        print(timeline(pipeline.from_mapping(pipeline.plain(config) | settings), arguments.schedule))
 
 
 def read_settings(arguments: argparse.Namespace, fields: Fields) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -259,12 +259,7 @@ def train(arguments: argparse.Namespace, fields: Fields, run: Callable[..., Any]
     path("file", "FILE.toml"),
     path("--out", required=True),
     arg("--processes", type=int, default=0, metavar="N", help="runs at a time [one a core; one on a GPU]"),
-    arg(
-        "--pack",
-        action=argparse.BooleanOptionalAction,
-        default=None,
-        help="run jobs of equal shapes as one program [on a GPU]",
-    ),
+    arg("--pack", action=argparse.BooleanOptionalAction, help="run jobs of equal shapes as one program [on a GPU]"),
 )
 def sweep_command(arguments: argparse.Namespace) -> int:
     from undrift.jobs.sweep import plan, run_all

@@ -74,8 +74,7 @@ In the server's other terminal:
 flwr run . federation --stream
 ```
 
-It waits until all clients are there, or as long as `wait` in `pyproject.toml` says. The run's folder is on the server, where
-`out` says. After a crash:
+It waits for all clients, at most `wait` seconds, and writes to the folder `out` (see `pyproject.toml`). After a crash:
 
 ```sh
 flwr run . federation --stream --run-config 'resume=true'
@@ -83,7 +82,8 @@ flwr run . federation --stream --run-config 'resume=true'
 """
 SITE_FILES = """
 `data` is the client's file, which stays where it is: an .npz of plain arrays with `x_train` and `y_train`, or `x` and `y`,
-all of which it trains on (`split` [n] may say train, val or test for each). {pictures}
+all of which it trains on (`split` [n] may say train, val or test for each). Pictures are uint8 [n, height, width] or
+[n, height, width, channels] and are scaled to 0..1; other inputs go in as they are.
 {targets} In Python:
 
 ```python
@@ -94,8 +94,6 @@ The server learns how many training samples a client has, the shape of one input
 highest label, and turns away, by name, whoever does not fit. To score the model it needs samples of its own: give it
 `x_test` and `y_test`, or `x` and `y`, in an .npz, as `test` in `pyproject.toml`; without one there are no scores.
 """
-PICTURES = """Pictures are uint8 [n, height, width] or
-[n, height, width, channels] and are scaled to 0..1; other inputs go in as they are."""
 LABELS = "Targets are class labels [n] from 0 to {last}."
 MASKS = "Targets are masks [n, height, width]: 0 for background, then {structures} from the outside in."
 
@@ -129,9 +127,9 @@ def write_app(folder: Path, plan: Plan, host: str = "127.0.0.1", port: int = 800
     who, samples, site_files = 'name="NAME"' if plan.deploy.names else "partition-id=i", "each the data set", ""
     if plan.site_files:
         who, samples = f'{who} data="/path/to/site.npz"', "each client a file with its own samples"
-        labels = LABELS.format(last=plan.classes - 1), MASKS.format(structures=", ".join(plan.structures))
-        targets = labels[bool(plan.structures)]
-        site_files = SITE_FILES.format(pictures=PICTURES, targets=targets, shape=plan.deploy.shape)
+        targets = MASKS if plan.structures else LABELS
+        targets = targets.format(last=plan.classes - 1, structures=", ".join(plan.structures))
+        site_files = SITE_FILES.format(targets=targets, shape=plan.deploy.shape)
     text = README.format(
         name=name, who=who, host=host, port=port, last=run.clients - 1, site_files=site_files, samples=samples,
         algorithm=run.algorithm, dataset=data, clients=run.clients, cohort=run.cohort,

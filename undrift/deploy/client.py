@@ -7,6 +7,7 @@ It holds the algorithm, the net and its samples. The forms of messages and state
 from __future__ import annotations
 
 import time
+from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
@@ -53,21 +54,20 @@ class Measured(NamedTuple):
     sent: Vec
 
 
+@dataclass
 class Client:
-    """One client; `root` is the folder of its states."""
+    """One client."""
 
-    def __init__(
-        self,
-        name: str,
-        alg: Algorithm,
-        net: Net,
-        data: Federation,
-        settings: Settings,
-        device: torch.device,
-        root: Path,
-    ) -> None:
-        self.name, self.alg, self.net, self.data = name, alg, net.to(device), data
-        self.settings, self.device, self.root = settings, device, root
+    name: str
+    alg: Algorithm
+    net: Net
+    data: Federation
+    settings: Settings
+    device: torch.device
+    root: Path  # the folder of its states
+
+    def __post_init__(self) -> None:
+        self.net = self.net.to(self.device)
 
     def algorithm(self, t: int) -> Algorithm:
         """The algorithm as it is in round t."""

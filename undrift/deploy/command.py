@@ -51,10 +51,8 @@ def local(plan: Plan, home: Path | None, insecure: bool, data: Path | None) -> N
         warning = "--insecure: nothing is encrypted and any node may join; use it on your own machine only"
         print(f"undrift: {warning}", file=sys.stderr)
 
-    def stop(number: int, frame: object) -> None:  # so that run_local ends every process that it started
-        raise KeyboardInterrupt
-
-    before = signal.signal(signal.SIGTERM, stop)
+    # As Ctrl-C does: run_local then ends every process that it started.
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         run_local(plan, not insecure, home, print, data)
     finally:

@@ -178,9 +178,7 @@ def files_of(plan: Plan, folder: Path | None) -> list[Path]:
     return files
 
 
-def run_local(
-    plan: Plan, secure: bool, home: Path | None, say: Callable[[str], None], data: Path | None = None
-) -> None:
+def run_local(plan: Plan, secure: bool, home: Path | None, say: Callable[[str], None], data: Path | None) -> None:
     """Run everything on this machine, with a SuperNode for each client; `data` is the folder of their files, if any."""
     files = files_of(plan, data)
     test = plan.deploy.test and str(Path(plan.deploy.test).resolve())
@@ -189,8 +187,7 @@ def run_local(
         parts.names, parts.files = plan.names if plan.deploy.names else [], files
         for client in range(plan.run.clients):
             parts.start_client(client)
-        process, shown = parts.run(plan), 0
-        ended = False
+        process, shown, ended = parts.run(plan), 0, False
         while not ended:
             time.sleep(0.3)
             ended = process.poll() is not None

@@ -119,7 +119,8 @@ def unpack(arrays: Mapping[str, Encoded], like: T, net: Net, device: torch.devic
     return map_leaves(pad, like)
 
 
-def check_finite(state: Any) -> None:
+def check_finite(state: T) -> T:
     """Refuse NaN and infinity."""
     if not all(bool(leaf.isfinite().all()) for leaf in leaves(state)):
         raise Refused("it is not finite")
+    return state

@@ -56,7 +56,8 @@ def deploy(
     def serve(simulation: Simulation) -> Iterator[Deployment]:
         """Open the deployment; at its end, send the clients their last replies."""
         token, visits = run_token(out, plan.deploy.resume), out / "clients.jsonl"
-        cut_back(visits, RunFolder(out).reached())
+        kept, reached = read_visits(visits), RunFolder(out).reached()
+        visits.write_text("".join(json.dumps(v) + "\n" for v in kept if v["round"] <= reached))
         say(f"{meet()} of {config.clients} clients are there; run {token}")
         remote = Remote(post, plan.names, token, plan.deploy.min_replies, say)
         if private:
@@ -72,7 +73,8 @@ def deploy(
 
         deployment = Deployment(simulation, remote, keep, spend, samples if plan.site_files else None)
         yield deployment
-        deployment.close(read_deliveries(visits))
+        closed = [v for v in read_visits(visits) if v["exchange"] == CLOSE and v["outcome"] == "answered"]
+        deployment.close({(v["client"], v["round"]) for v in closed})
 
     result = start(config, {}, build, out, plan.deploy.resume, show)
     say(f"{len(result.records)} rounds; stopped by {result.stopped}; written to {out}")
@@ -92,18 +94,10 @@ def run_token(out: Path, resume: bool) -> str:
     return token
 
 
-def read_deliveries(visits: Path) -> set[tuple[str, int]]:
-    """Read from clients.jsonl which clients have got the reply to which last round."""
-    lines = [json.loads(line) for line in visits.read_text().splitlines()] if visits.exists() else []
-    return {(v["client"], v["round"]) for v in lines if v["exchange"] == CLOSE and v["outcome"] == "answered"}
-
-
-def cut_back(visits: Path, t: int) -> None:
-    """Remove the rounds after t from clients.jsonl."""
-    kept = []
-    for line in visits.read_text().splitlines() if visits.exists() else ():
+def read_visits(file: Path) -> list[dict[str, Any]]:
+    """Read clients.jsonl."""
+    visits = []
+    for line in file.read_text().splitlines() if file.exists() else ():
         with contextlib.suppress(ValueError):  # a kill may leave the last line half written
-            if json.loads(line)["round"] <= t:
-                kept.append(line + "\n")
-    if visits.exists():
-        visits.write_text("".join(kept))
+            visits.append(json.loads(line))
+    return visits

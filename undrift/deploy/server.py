@@ -142,9 +142,7 @@ class Letters:
 
     def measure(self, alg: Algorithm, down: State, buffers: Tensor, who: Who) -> Tensor:
         def read(letter: Letter) -> Measured:
-            measured: Measured = unpack(letter.arrays, Measured(down.x), self.work.net, down.x.device)
-            check_finite(measured)
-            return measured
+            return check_finite(unpack(letter.arrays, Measured(down.x), self.work.net, down.x.device))
 
         answers = self.remote.ask(MEASURE, Request(down, buffers), self.work, read)
         return torch.stack([torch.full_like(down.x, torch.nan) if a is None else a.sent for a in answers])
@@ -155,8 +153,7 @@ class Letters:
         facts, none = form.facts, x.new_full((1,), torch.nan)  # `none`: the client's model stays with it
 
         def read(letter: Letter) -> Answers:
-            reply: Reply = unpack(letter.arrays, Reply(form.up, form.buffers), work.net, x.device)
-            check_finite(reply)
+            reply = check_finite(unpack(letter.arrays, Reply(form.up, form.buffers), work.net, x.device))
             if letter.fact("anew", bool):
                 remote.say(f"round {work.round + 1}: {letter.facts['client']} had lost its state and begins anew")
             numbers = type(facts)(*(x.new_tensor([letter.number(f"fact.{n}")]) for n in facts._fields))
@@ -182,10 +179,7 @@ class Deployment(InMemory):
         spend: Callable[[int], dict[str, float]] = lambda rounds: {},
         samples: Mapping[str, int] | None = None,
     ) -> None:
-        """`keep` takes each round's visits; `spend` maps a number of rounds to their cost in privacy.
-
-        `samples` are the numbers that clients with files have reported so far, by name.
-        """
+        """`keep` stores visits, `spend` gives the privacy cost of rounds, `samples` are what clients with files report."""
         self.samples, self.sizes = samples, np.zeros(len(remote.names), np.int64)  # as first reported; 0: not yet
         self.simulation, self.remote, self.keep, self.spend = simulation, remote, keep, spend
         self.net, self.device = simulation.net, simulation.device

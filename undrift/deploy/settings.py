@@ -56,10 +56,8 @@ FLAGS["checkpoint_every"] = setting(1, "always 1: clients keep only the states b
 
 def check_flags(settings: Mapping[str, Any]) -> None:
     """Refuse flags that a real federation cannot obey; in a file they are ignored, so that a simulation's can be used."""
-    if settings.get("execution", "auto") != "auto":
-        raise BadSetting(
-            f"real clients are neither stacked nor pooled; leave --execution at auto, not {settings['execution']}"
-        )
+    if (how := settings.get("execution", "auto")) != "auto":
+        raise BadSetting(f"real clients are neither stacked nor pooled; leave --execution at auto, not {how}")
     if settings.get("compile") == "on":
         raise BadSetting("real clients run as they are and cannot be compiled; leave --compile at auto, or off")
     if settings.get("checkpoint_every", 1) != 1:
@@ -92,11 +90,9 @@ class Plan:
     @property
     def shape(self) -> tuple[int, ...]:
         """The shape of one input, for clients with files."""
-        try:
-            shape = tuple(int(part) for part in self.deploy.shape.split(","))
-        except ValueError:
-            shape = ()
-        if not shape or min(shape) < 1:
+        parts = [part.strip() for part in self.deploy.shape.split(",")]
+        shape = tuple(int(part) for part in parts if part.isdecimal())
+        if len(shape) < len(parts) or min(shape) < 1:
             raise BadSetting(
                 f"with --dataset own the server must know the shape of one input; give --shape 1,28,28 for grey pictures or "
                 f"--shape 5 for five numbers, not {self.deploy.shape!r}"
@@ -121,9 +117,8 @@ class Plan:
                     raise BadSetting(f"{name} is for --dataset own; {self.run.dataset} says it itself")
             return
         if not self.shape or (self.deploy.classes < 2) == (not self.structures):
-            raise BadSetting(
-                "with --dataset own give --classes 10, or --structures disc,cup where the targets are masks"
-            )
+            choices = "--classes 10, or --structures disc,cup where the targets are masks"
+            raise BadSetting(f"with --dataset own give {choices}")
         if given.get("partition", OWN) != OWN:
             raise BadSetting("with --dataset own nothing is dealt out; leave partition away")
         if self.run.val_fraction:
@@ -140,11 +135,10 @@ class Plan:
         simulated = {n: v for n, v in given.items() if n not in DEPLOY_FIELDS}
         chosen = from_mapping(({"partition": OWN} if simulated.get("dataset") == OWN else {}) | simulated)
         names = split_names(str(deployed.get("names", "")))
-        for name in names:
-            if not NAME.fullmatch(name) or names.count(name) > 1:
-                raise BadSetting(
-                    f"{name!r} cannot be a client's name, or two have it; use letters, digits, '.', '_', '-'"
-                )
+        if bad := [name for name in names if not NAME.fullmatch(name) or names.count(name) > 1]:
+            raise BadSetting(
+                f"{bad[0]!r} cannot be a client's name, or two have it; use letters, digits, '.', '_', '-'"
+            )
         if names and len(names) != chosen.clients:
             raise BadSetting(f"there are {len(names)} names for {chosen.clients} clients; give --clients {len(names)}")
         for name in SIMULATED:

@@ -50,10 +50,7 @@ class Store:
         return tensors
 
     def write(self, before: int, round: int, tensors: Mapping[str, Tensor], stage: str = "after") -> None:
-        """Write the state after a round, and remove older ones of its stage, except that of the round `before`.
-
-        Newer ones stay: the server has given up on this round.
-        """
+        """Write the state after a round, and remove older ones of its stage, except that of the round `before`."""
         file = self.file(round, stage)
         self.folder.mkdir(parents=True, exist_ok=True)
         temporary = self.folder / f".new-{os.getpid()}"
@@ -62,7 +59,7 @@ class Store:
         os.replace(temporary, file)
         sync(self.folder)
         for old in self.folder.glob(f"{stage}-*.safetensors"):
-            if old < file and old != self.file(before, stage):
+            if old < file and old != self.file(before, stage):  # if there is a newer one, this answer was late
                 old.unlink(missing_ok=True)
 
     def owner(self, round: int) -> dict[str, str]:

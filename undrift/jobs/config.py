@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin, get_type_hints
@@ -157,11 +157,17 @@ def check_numbers(
             raise BadSetting(f"{name} must be a finite number {bound}, not {value}")
 
 
+def check_known(what: str, names: Iterable[str], known: Collection[str]) -> None:
+    """Raise UnknownName for a name that is not known."""
+    for name in names:
+        if name not in known:
+            raise UnknownName(what, name, known)
+
+
 def check_choices(settings: object, choices: Mapping[str, tuple[str, ...]]) -> None:
     """Raise UnknownName for a value that its setting does not allow."""
     for name, allowed in choices.items():
-        if getattr(settings, name) not in allowed:
-            raise UnknownName(f"value of {name}", str(getattr(settings, name)), allowed)
+        check_known(f"value of {name}", [str(getattr(settings, name))], allowed)
 
 
 CHOICES = JOB_CHOICES | {
@@ -192,9 +198,7 @@ def from_mapping(settings: Mapping[str, Any]) -> RunConfig:
 
 def typed(settings: Mapping[str, Any], types: Mapping[str, Any]) -> dict[str, Any]:
     """The settings with each value as its type."""
-    for name in settings:
-        if name not in types:
-            raise UnknownName("setting", name, types)
+    check_known("setting", settings, types)
     return {name: as_type(name, value, types[name]) for name, value in settings.items()}
 
 
@@ -208,9 +212,7 @@ def with_own_fields(settings: Mapping[str, Any], own: Sequence[str], method: str
     fields = given.pop("set", {})
     if not isinstance(fields, Mapping):
         raise BadSetting(f"set must be a table of the method's fields, not {fields!r}")
-    for name in fields:
-        if name not in own:
-            raise UnknownName(f"field of {given.get('method', method)}", name, own)
+    check_known(f"field of {given.get('method', method)}", fields, own)
     return given | dict(fields)
 
 
@@ -259,8 +261,7 @@ def parse_stop(text: str) -> dict[str, float]:
 def check_compress(text: str) -> None:
     """Check --compress, such as "rbgs:64", "fp16" or nothing."""
     name, _, ratio = text.partition(":")
-    if text and name not in ("rbgs", "randk", "topk", "fp16"):
-        raise UnknownName("value of compress", name, ("rbgs", "randk", "topk", "fp16"))
+    check_known("value of compress", [name] if text else [], ("rbgs", "randk", "topk", "fp16"))
     try:
         understood = text in ("", "fp16") or (name != "fp16" and 1.0 <= float(ratio) < float("inf"))
     except ValueError:
@@ -302,10 +303,7 @@ def build_algorithm(config: RunConfig) -> Any:
 def make_algorithm(kind: type[Any], name: str, settings: Mapping[str, Any]) -> Any:
     """Build an algorithm with the given fields; `name` is for error messages."""
     hints = get_type_hints(kind)
-    known = {f.name for f in dataclasses.fields(kind)}
-    for field_name in settings:
-        if field_name not in known:
-            raise UnknownName(f"field of {name}", field_name, known)
+    check_known(f"field of {name}", settings, {f.name for f in dataclasses.fields(kind)})
     return kind(**{n: as_field(n, v, hints[n]) for n, v in settings.items()})
 
 

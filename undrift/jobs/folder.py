@@ -81,8 +81,10 @@ class RunFolder:
             raise BadRunFolder(str(error)) from error
 
     def append(self, record: dict[str, Any]) -> None:
+        # JSON has no NaN and no infinity: they become null.
+        plain = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in record.items()}
         with self.rounds_file.open("a") as file:
-            file.write(json.dumps({k: _plain(v) for k, v in record.items()}) + "\n")
+            file.write(json.dumps(plain) + "\n")
 
     def records(self) -> list[dict[str, Any]]:
         return [json.loads(line) for line in self.rounds_file.read_text().splitlines()]
@@ -175,11 +177,6 @@ class ReadOnlyFolder(RunFolder):
 
     make = create = write_settings = append = save = cut_back = write_model = write_super = _skip
     locks = False
-
-
-def _plain(value: Any) -> Any:
-    """JSON has no NaN and no infinity: they become null."""
-    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 @contextlib.contextmanager

@@ -31,11 +31,9 @@ DIFFER = ("seed", "warmup", "lr_decay", "lr_drops", "lr_drop", "set")  # packed 
 def kind(config: RunConfig, folder: RunFolder) -> Hashable:
     """The key that runs of one pack share, including their round; None for a run that cannot be packed."""
     execution = folder.settings().get("execution", "auto") if folder.exists() else config.execution
-    if config.compress or execution == "pool" or config.client_state == "disk" or "time" in parse_stop(config.stop_at):
-        return None
-    alg = build_algorithm(config)
-    # These methods do work for each client on the server, without a dimension for runs.
-    if alg.personalises or alg.pools:
+    alg, timed = build_algorithm(config), "time" in parse_stop(config.stop_at)
+    apart = alg.personalises or alg.pools  # server work for each client, without a dimension for runs
+    if config.compress or execution == "pool" or config.client_state == "disk" or timed or apart:
         return None
     same = {name: value for name, value in asdict(config).items() if name not in DIFFER}
     seed = config.seed if config.colour else None  # which decides the clients' colours

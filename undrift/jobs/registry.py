@@ -16,10 +16,7 @@ from undrift.core.streams import Purpose, stream
 
 
 def build_model(model: Any, shape: tuple[int, ...], classes: int, seed: int) -> nn.Module:
-    """Build a model from its name or a function of (shape, classes).
-
-    Its initial weights are drawn under the seed, on the CPU, so that they are the same for every device.
-    """
+    """Build a model from its name or a function of (shape, classes); the CPU draws its weights under the seed."""
     build, options = model, ""
     if isinstance(model, str):
         if model.startswith("object "):

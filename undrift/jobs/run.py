@@ -12,13 +12,13 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-import undrift.data.federation as federation
 from undrift.algorithms.base import Worker
 from undrift.core import ranks
 from undrift.core.device import pick_device
 from undrift.core.errors import BadSetting
 from undrift.data.batches import Plan
 from undrift.data.dataset import Dataset
+from undrift.data.federation import Federation, Ids, federate
 from undrift.data.from_user import dataset_from
 from undrift.data.load import load_dataset
 from undrift.jobs.config import FIELDS, RunConfig, from_mapping, make_algorithm, parse_drops, parse_slow
@@ -112,7 +112,7 @@ def build_simulation(
 
 
 def simulate_clients(
-    clients: federation.Federation,
+    clients: Federation,
     config: RunConfig,
     alg: Any,
     structures: tuple[str, ...],
@@ -130,15 +130,15 @@ def simulate_clients(
     return Simulation(alg, net, clients, settings_of(config, clients.sizes, device), metrics, device)
 
 
-def deal_out(config: RunConfig, dataset: Dataset, device: torch.device) -> federation.Federation:
+def deal_out(config: RunConfig, dataset: Dataset, device: torch.device) -> Federation:
     """Deal the samples of a data set out to clients."""
-    return federation.federate(
+    return federate(
         dataset, config.partition, config.clients, config.seed, device, config.val_fraction, config.colour,
         config.own_test,
     )  # fmt: skip
 
 
-def settings_of(config: RunConfig, sizes: federation.Ids, device: torch.device) -> Settings:
+def settings_of(config: RunConfig, sizes: Ids, device: torch.device) -> Settings:
     """The simulator's settings, for clients of these sizes."""
     plan = Plan(config.batch, config.steps, config.epochs, config.batches == "persistent")
     replayed = device.type == "cuda" and config.replay
@@ -154,7 +154,7 @@ def settings_of(config: RunConfig, sizes: federation.Ids, device: torch.device) 
 
 
 def build_net(
-    clients: federation.Federation,
+    clients: Federation,
     config: RunConfig,
     alg: Any,
     structures: tuple[str, ...],

@@ -23,6 +23,7 @@ from undrift.jobs.protocol import Run
 REPAID = 50_000  # steps: compiling takes 10 to 20 s, and saves 0.1 to 0.5 ms in a step of a small model
 R = TypeVar("R", bound=Run)
 Given = JobConfig | Mapping[str, Any] | str | Path | None
+Convert = Callable[[dict[str, Any]], dict[str, Any]]
 
 
 def start(
@@ -33,8 +34,8 @@ def start(
     resume: bool,
     progress: Progress | None,
     *,
-    plain: Callable[[Mapping[str, Any]], dict[str, Any]] = dict,
-    settle: Callable[[dict[str, Any]], dict[str, Any]] = dict,
+    plain: Convert = dict,
+    settle: Convert = dict,
     alike: Sequence[str] = ("threads", "ranks"),
 ) -> Result[C]:
     """Begin or resume a run, and drive it to its end.
@@ -45,7 +46,7 @@ def start(
     """
     kind = RunFolder if ranks.rank() == 0 else ReadOnlyFolder
     folder = None if out is None else kind(Path(out))
-    given = plain(read(config)) | plain(settings)
+    given = plain(read(config)) | plain(dict(settings))
     if resume:
         if folder is None:
             raise BadSetting("resume needs the run's folder; give --out DIR")
@@ -65,11 +66,7 @@ def read(config: Given) -> dict[str, Any]:
 
 
 def merge_stored(
-    folder: RunFolder,
-    asked: dict[str, Any],
-    plain: Callable[[Mapping[str, Any]], dict[str, Any]],
-    settle: Callable[[dict[str, Any]], dict[str, Any]],
-    alike: Sequence[str],
+    folder: RunFolder, asked: dict[str, Any], plain: Convert, settle: Convert, alike: Sequence[str]
 ) -> dict[str, Any]:
     """The settings of a resumed run: those stored, and those asked for. Refuse changes that make it another run."""
     stored = folder.settings()

@@ -23,13 +23,22 @@ import torch
 
 from undrift.algorithms.settings import check_algorithm
 from undrift.core.device import pick_device
-from undrift.core.errors import BadRunFolder, BadSetting, MissingData, UndriftError, UnknownName
+from undrift.core.errors import BadRunFolder, BadSetting, MissingData, UndriftError
 from undrift.core.names import module_of
 from undrift.data.load import load_dataset
 from undrift.data.partition import PARTITIONS
 from undrift.dataparallel import command as parallel
 from undrift.jobs import packs
-from undrift.jobs.config import FIELDS, RESUMABLE, JobConfig, RunConfig, build_algorithm, from_mapping, read_toml
+from undrift.jobs.config import (
+    FIELDS,
+    RESUMABLE,
+    JobConfig,
+    RunConfig,
+    build_algorithm,
+    check_known,
+    from_mapping,
+    read_toml,
+)
 from undrift.jobs.course import Progress
 from undrift.jobs.folder import RunFolder
 from undrift.jobs.run import run
@@ -61,9 +70,7 @@ def plan(path: Path) -> tuple[list[Job], dict[str, Any]]:
     """List and check every run that a sweep file asks for; also return its [sweep] table."""
     settings = read_toml(path)
     sweep = _table("[sweep]", settings.pop("sweep", {}))
-    for name in sweep:
-        if name not in KEYS:
-            raise UnknownName("key of [sweep]", name, KEYS)
+    check_known("key of [sweep]", sweep, KEYS)
     if "else_dataset" in sweep:
         try:
             load_dataset(settings.get("dataset", FIELDS["dataset"].default))
@@ -88,9 +95,7 @@ def plan(path: Path) -> tuple[list[Job], dict[str, Any]]:
             raise BadSetting(f"[sweep] {name} is an empty list; give at least one value")
         if name in (what, "seed"):
             raise BadSetting(f"{name} is no setting to vary in a grid; list its values as {name}s in [sweep]")
-    for name in only:
-        if name not in algorithms:
-            raise UnknownName(f"{what} of [sweep.only]", name, algorithms)
+    check_known(f"{what} of [sweep.only]", only, algorithms)
     jobs: dict[str, Job] = {}
     for algorithm in algorithms:
         grid = common | only.get(algorithm, {})
@@ -128,8 +133,7 @@ def resolve_federated(chosen: dict[str, Any], values: Mapping[str, Any]) -> RunC
     config = from_mapping(chosen)
     most = config.clients if config.sampling == "bernoulli" else config.cohort
     check_algorithm(build_algorithm(config), config.clients, most)
-    if config.partition.partition(":")[0] not in PARTITIONS:
-        raise UnknownName("partition", config.partition.partition(":")[0], PARTITIONS)
+    check_known("partition", [config.partition.partition(":")[0]], PARTITIONS)
     return config
 
 
@@ -291,5 +295,4 @@ def cores() -> int:
 def _end_with_parent() -> None:
     """End this process with the sweep, even if the sweep is killed."""
     if sys.platform == "linux":
-        PR_SET_PDEATHSIG = 1
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+        ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG
