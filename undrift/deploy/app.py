@@ -91,7 +91,7 @@ np.savez("site.npz", x=inputs, y=targets)
 ```
 
 The server learns how many training samples a client has, the shape of one input ({shape} as the model sees it) and the
-highest label, and turns away, by name, whoever does not fit. To score the model it needs samples of its own: give it
+highest label, and turns away a client that does not fit. To score the model the server needs test samples: give it
 `x_test` and `y_test`, or `x` and `y`, in an .npz, as `test` in `pyproject.toml`; without one there are no scores.
 """
 LABELS = "Targets are class labels [n] from 0 to {last}."

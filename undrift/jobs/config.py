@@ -202,7 +202,7 @@ def typed(settings: Mapping[str, Any], types: Mapping[str, Any]) -> dict[str, An
     return {name: as_type(name, value, types[name]) for name, value in settings.items()}
 
 
-def with_own_fields(settings: Mapping[str, Any], own: Sequence[str], method: str) -> dict[str, Any]:
+def with_own_fields(settings: Mapping[str, Any], known: Sequence[str], method: str) -> dict[str, Any]:
     """Move the method's fields from `set` to the top level.
 
     >>> with_own_fields({"seed": 1, "set": {"lam": 0.5}}, ("lam", "lr"), "def")
@@ -212,7 +212,7 @@ def with_own_fields(settings: Mapping[str, Any], own: Sequence[str], method: str
     fields = given.pop("set", {})
     if not isinstance(fields, Mapping):
         raise BadSetting(f"set must be a table of the method's fields, not {fields!r}")
-    check_known(f"field of {given.get('method', method)}", fields, own)
+    check_known(f"field of {given.get('method', method)}", fields, known)
     return given | dict(fields)
 
 

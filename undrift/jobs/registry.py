@@ -75,8 +75,8 @@ def compose(local: str, server: str) -> type[Any]:
     about = f"The clients of {local} with the server of {server}."
     defaults = {name: theirs[name].default for name in shared}
     types = {"__annotations__": {name: get_type_hints(parts[1])[name] for name in shared}}
-    joined = type(f"{parts[0].__name__}With{parts[1].__name__}", parts, {"__doc__": about} | types | defaults)
-    return dataclasses.dataclass(frozen=True)(joined)
+    combined = type(f"{parts[0].__name__}With{parts[1].__name__}", parts, {"__doc__": about} | types | defaults)
+    return dataclasses.dataclass(frozen=True)(combined)
 
 
 def origin(part: type[Any], field: str) -> type[Any]:
