@@ -147,7 +147,7 @@ def test_the_apps_send_the_last_reply_and_record_it(tmp_path: Path, monkeypatch:
     from tests.test_deploy_flower import Nodes, TaskIdentity, planned
     from undrift.data.load import load_dataset
     from undrift.deploy.flower import server_app
-    from undrift.jobs.run import simulated as simulated_run
+    from undrift.jobs.run import build_simulation
 
     monkeypatch.setattr("undrift.deploy.flower.PAUSE", 0.0)
     TaskIdentity.run_id, TaskIdentity.node_id, TaskIdentity.task_id = 1, 1, 1
@@ -177,6 +177,6 @@ def test_the_apps_send_the_last_reply_and_record_it(tmp_path: Path, monkeypatch:
     answered = [("0", "answered"), ("1", "answered")]
     assert closing == [*answered, ("2", "no answer in time"), ("2", "answered")]
     assert all(v["bytes_down"] > 0 and v["round"] == 2 for v in visits if v["exchange"] == CLOSE)
-    run = simulated_run(plan.run, plan.alg, load_dataset("digits"), plan.run.model, torch.device("cpu"))
+    run = build_simulation(plan.run, plan.alg, load_dataset("digits"), plan.run.model, torch.device("cpu"))
     path(run, 2)
     same(on_disk(tmp_path), simulated(run))

@@ -24,7 +24,7 @@ from undrift.deploy.flower import GridPost, client_app, from_records, server_app
 from undrift.deploy.messages import Letter, Refused, encode  # noqa: E402
 from undrift.deploy.settings import Plan  # noqa: E402
 from undrift.jobs.registry import algorithm_class  # noqa: E402
-from undrift.jobs.run import simulated  # noqa: E402
+from undrift.jobs.run import build_simulation  # noqa: E402
 
 
 class Nodes:
@@ -86,7 +86,7 @@ def test_clients_may_have_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     assert plan.names == ["east", "north", "west"]
     serve(plan, tmp_path)
     visits = [json.loads(line) for line in (tmp_path / "out" / "clients.jsonl").read_text().splitlines()]
-    run = simulated(plan.run, plan.alg, load_dataset("digits"), plan.run.model, torch.device("cpu"))
+    run = build_simulation(plan.run, plan.alg, load_dataset("digits"), plan.run.model, torch.device("cpu"))
     asked = [plan.names[i] for t in range(3) for i in run.attendance(t).ids]
     assert [visit["client"] for visit in visits] == asked and {v["outcome"] for v in visits} == {"answered"}
     for place, name in enumerate(["west", "east", "north"]):  # each keeps its state under its own name
@@ -114,7 +114,7 @@ def test_the_server_scores_no_models_that_it_does_not_have(tmp_path: Path, monke
     serve(plan, tmp_path)
     last = json.loads((tmp_path / "out" / "rounds.jsonl").read_text().splitlines()[-1])
     assert last["accuracy"] is not None and not any(name.startswith("own_") for name in last)
-    alone = simulated(plan.run, plan.alg, load_dataset("digits"), plan.run.model, torch.device("cpu"))
+    alone = build_simulation(plan.run, plan.alg, load_dataset("digits"), plan.run.model, torch.device("cpu"))
     assert any(name.startswith("own_") for name in alone.round(last=True).more)
 
 
@@ -127,7 +127,7 @@ def test_the_apps_equal_the_simulator(name: str, tmp_path: Path, monkeypatch: py
     dataset = load_dataset("digits")
 
     def make() -> Any:
-        return simulated(plan.run, plan.alg, dataset, plan.run.model, torch.device("cpu"))
+        return build_simulation(plan.run, plan.alg, dataset, plan.run.model, torch.device("cpu"))
 
     run = make()
     found = run.net.sent(run.net.layout.join(load_file(tmp_path / "out" / "model.safetensors"), run.state.x), "model")
@@ -158,7 +158,7 @@ def test_second_answers_failures_and_doubles_are_dealt_with(tmp_path: Path) -> N
     post.roll(5.0)
     assert post.node["1"] == 2 * 7919 and said == ["node 5 is turned away: 1 is there already"]
     nodes.twice, nodes.failing = True, {7919}
-    run = simulated(plan.run, plan.alg, load_dataset("digits"), "logreg", torch.device("cpu"))
+    run = build_simulation(plan.run, plan.alg, load_dataset("digits"), "logreg", torch.device("cpu"))
     arrays = {"down.x": encode(run.net.sent(run.state.x, "model")), "buffers": encode(run.state.buffers)}
     facts = {"run": "a1", "round": 0, "exchange": "train", "since": 0, "position": 0}
     letters = {n: Letter(facts | {"client": n, "id": int(n)}, arrays) for n in ("0", "2", "7")}

@@ -27,7 +27,7 @@ from undrift.deploy.app import write_app  # noqa: E402
 from undrift.deploy.flower import server_app  # noqa: E402
 from undrift.deploy.local import files_of  # noqa: E402
 from undrift.deploy.settings import Plan  # noqa: E402
-from undrift.jobs.run import simulated  # noqa: E402
+from undrift.jobs.run import build_simulation  # noqa: E402
 from undrift.simulate.simulation import Simulation  # noqa: E402
 
 NAMES = ("east", "north", "west")
@@ -97,7 +97,7 @@ def serve(plan: Plan, nodes: Nodes) -> None:
 def simulator(plan: Plan, files: Files, make: Callable[[Dataset], Dataset] = lambda d: d) -> Callable[[], Simulation]:
     """The simulator on the federation made of the same files."""
     data = make(dataset_from(([files[name] for name in NAMES], files["east"])))
-    return lambda: simulated(plan.run, plan.alg, data, plan.run.model, torch.device("cpu"))
+    return lambda: build_simulation(plan.run, plan.alg, data, plan.run.model, torch.device("cpu"))
 
 
 def same(plan: Plan, make: Callable[[], Simulation], lost: set[tuple[int, str]] | None = None) -> None:

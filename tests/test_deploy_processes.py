@@ -26,10 +26,10 @@ from tests.test_deploy import without
 from undrift.data.from_user import dataset_from
 from undrift.data.load import load_dataset
 from undrift.deploy.keys import write_client_key
-from undrift.deploy.local import LocalFederation, descended, federation, files_of
+from undrift.deploy.local import LocalFederation, descendants, federation, files_of
 from undrift.deploy.settings import Plan
 from undrift.jobs.folder import RunFolder
-from undrift.jobs.run import simulated
+from undrift.jobs.run import build_simulation
 from undrift.simulate.simulation import Simulation
 
 LONG = 400.0  # seconds after which a test gives up
@@ -43,7 +43,7 @@ def planned(out: Path, **settings: Any) -> Plan:
 
 def simulator(plan: Plan) -> Simulation:
     run = plan.run
-    return simulated(run, plan.alg, load_dataset(run.dataset), run.model, torch.device("cpu"))
+    return build_simulation(run, plan.alg, load_dataset(run.dataset), run.model, torch.device("cpu"))
 
 
 def deployed(plan: Plan) -> Tensor:
@@ -92,7 +92,7 @@ def test_smoke(tmp_path: Path) -> None:
         here.start_client(0)
         finish(here, here.run(second), second)
         home = here.home
-    assert not home.exists() and not any(descended(home, name) for name in ("superlink", "client-0", "run"))
+    assert not home.exists() and not any(descendants(home, name) for name in ("superlink", "client-0", "run"))
     agree(second)
     assert [(r["round"], r["dropped"]) for r in records(second)] == [(1, 0), (2, 0)]
     assert records(second)[0]["wire_up"] > records(second)[0]["bytes_up"] > 0
@@ -140,7 +140,7 @@ def test_clients_with_files_of_their_own_equal_the_simulator_on_the_same_files(t
     data = dataset_from((parts, parts[0]))
 
     def make() -> Simulation:
-        return simulated(plan.run, plan.alg, data, plan.run.model, torch.device("cpu"))
+        return build_simulation(plan.run, plan.alg, data, plan.run.model, torch.device("cpu"))
 
     run, model = make(), load_file(tmp_path / "out" / "model.safetensors")
     found, expected = run.net.sent(run.net.layout.join(model, run.state.x), "model"), without(make, lost, 3)[-1]
@@ -172,7 +172,7 @@ def test_a_client_that_always_times_out_is_left_out(tmp_path: Path) -> None:
         slow = here.start_client(1)
         run = here.run(plan)
         until(lambda: "clients are there" in here.log("run"), here)
-        for pid in descended(here.home, "client-1"):
+        for pid in descendants(here.home, "client-1"):
             os.kill(pid, signal.SIGSTOP)
         finish(here, run, plan)
         assert slow.poll() is None
@@ -277,4 +277,4 @@ def test_ctrl_c_ends_everything(tmp_path: Path) -> None:
     process.send_signal(signal.SIGINT)
     assert process.wait(60) == 130
     parts = ("superlink", "run", "client-0", "client-1")
-    assert not any(descended(tmp_path / "home", part) for part in parts)
+    assert not any(descendants(tmp_path / "home", part) for part in parts)

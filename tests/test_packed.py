@@ -344,7 +344,7 @@ def test_a_sweep_packs_when_asked_to(tmp_path: Path, capsys: pytest.CaptureFixtu
 
 def test_the_estimate_of_time_is_of_the_rounds_that_are_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     timed = iter([9.0, 2.0, 3.0, 4.0])  # the first ones may be slow
-    monkeypatch.setattr(packs, "timed", lambda simulation: next(timed))
+    monkeypatch.setattr(packs, "time_round", lambda simulation: next(timed))
     jobs = [Job(f"run{n}", dataclasses.replace(config, rounds=6)) for n, config in enumerate(configs()[:2])]
     (tmp_path / "run0/checkpoint").mkdir(parents=True)
     (tmp_path / "run0/checkpoint/latest.json").write_text('{"round": 5}')

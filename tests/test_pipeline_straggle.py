@@ -72,7 +72,9 @@ def test_it_is_the_plain_recursion(queues: str) -> None:
 
 def test_the_thesis_dsp_rows_come_out_within_30_per_cent() -> None:
     rows = {
-        queues: [np.mean([increase(Schedule.parse(queues), slow, 600, seed) for seed in range(2)]) for slow in SLOWDOWNS]
+        queues: [
+            np.mean([increase(Schedule.parse(queues), slow, 600, seed) for seed in range(2)]) for slow in SLOWDOWNS
+        ]
         for queues in THESIS
     }
     for queues, published in THESIS.items():

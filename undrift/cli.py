@@ -1,4 +1,4 @@
-"""The command line: `undrift run`, `deploy`, `dataparallel`, `pipe`, `sweep`, `report` and more. No logic of its own."""
+"""The command line: `undrift run`, `deploy`, `dataparallel`, `pipe`, `sweep`, `report` and more. It holds no logic."""
 
 from __future__ import annotations
 
@@ -22,10 +22,15 @@ from undrift.core import ranks
 from undrift.core.errors import BadSetting, LostRank, UndriftError, UnknownName
 from undrift.dataparallel import command as parallel
 from undrift.deploy import settings as deployment
-from undrift.jobs.config import CHOICES, FIELDS, TYPES, from_toml, parse_value, read_toml
+from undrift.jobs import config as federated
 from undrift.pipeline import pipe_config as pipeline
 
 KINDS = ("algorithms", "methods", "datasets", "models", "partitions")
+ON_RANKS = ("run", "dataparallel", "dp", "pipe")  # commands that torchrun may start
+Fields = Mapping[str, dataclasses.Field[Any]]
+Argument = tuple[str, dict[str, Any]]  # what `add_argument` takes
+# Commands by name: function, help, arguments and other names. `command` fills it in the order in which --help lists them.
+COMMANDS: dict[str, tuple[Callable[[argparse.Namespace], int | None], str, Sequence[Argument], Sequence[str]]] = {}
 
 
 class Parser(argparse.ArgumentParser):
@@ -35,14 +40,14 @@ class Parser(argparse.ArgumentParser):
         raise BadSetting(f"{message}; try '{self.prog} --help'")
 
     def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
-        found, unknown = self.parse_known_args(args, namespace)
+        arguments, unknown = self.parse_known_args(args, namespace)
         if unknown:
             old = unknown[0].split("=")[0].removeprefix("--").replace("-", "_")
             if old in deployment.RENAMED:
                 raise BadSetting(f"--{old} is called --{deployment.RENAMED[old]} now".replace("_", "-"))
-            flags = [o for a in self._subparser(found.command)._actions for o in a.option_strings]
-            raise UnknownName(f"argument of '{self.prog} {found.command}'", unknown[0].split("=")[0], flags)
-        return found
+            flags = [o for a in self._subparser(arguments.command)._actions for o in a.option_strings]
+            raise UnknownName(f"argument of '{self.prog} {arguments.command}'", unknown[0].split("=")[0], flags)
+        return arguments
 
     def _subparser(self, command: str) -> argparse.ArgumentParser:
         (action,) = (a for a in self._actions if isinstance(a, argparse._SubParsersAction))
@@ -51,138 +56,60 @@ class Parser(argparse.ArgumentParser):
 
 
 def parser() -> Parser:
-    top = Parser(
-        prog="undrift", description="Federated and distributed training that does not drift.", allow_abbrev=False
-    )
+    about = "Federated and distributed training that does not drift."
+    top = Parser(prog="undrift", description=about, allow_abbrev=False)
     top.add_argument("--version", action="version", version=f"undrift {__version__}")
     commands = top.add_subparsers(dest="command", required=True, parser_class=Parser, metavar="COMMAND")
-
-    run = commands.add_parser("run", help="simulate one federated training run", allow_abbrev=False)
-    add_training(run, FIELDS, TYPES, CHOICES)
-    run.add_argument("--local", metavar="NAME", help="the clients' part of this algorithm, with --server")
-    run.add_argument("--server", metavar="NAME", help="the server's part of this algorithm, with --local")
-
-    deploy = commands.add_parser(
-        "deploy",
-        help="real clients over Flower: write an app, make keys, or run it all on this machine",
-        allow_abbrev=False,
-    )
-    deploy.add_argument("action", metavar="init|local|keys")
-    deploy.add_argument(
-        "place", nargs="?", type=Path, metavar="DIR", help="init, keys: a new folder; local: for the logs"
-    )
-    deploy.add_argument("--config", type=Path, metavar="FILE.toml", help="settings; flags override them")
-    deploy.add_argument("--host", default="127.0.0.1", help="init, keys: the server's address [127.0.0.1]")
-    deploy.add_argument("--insecure", action="store_true", help="local: without TLS and node authentication")
-    deploy.add_argument(
-        "--data", type=Path, metavar="FOLDER", help="local, with --dataset own: NAME.npz for each client"
-    )
-    add_flags(deploy, deployment.FLAGS, deployment.TYPES, CHOICES)
-
-    workers = commands.add_parser(
-        "dataparallel",
-        aliases=["dp"],
-        help="train one model with compressed data-parallel workers",
-        allow_abbrev=False,
-    )
-    add_training(workers, parallel.FIELDS, parallel.TYPES, parallel.CHOICES)
-
-    pipe = commands.add_parser("pipe", help="train one model in blocks that work at the same time", allow_abbrev=False)
-    add_training(pipe, pipeline.FIELDS, pipeline.TYPES, pipeline.CHOICES)
-    pipe.add_argument("--schedule", type=int, metavar="N", help="print the timeline of N batches and end")
-
-    sweep = commands.add_parser("sweep", help="run algorithms x settings x seeds", allow_abbrev=False)
-    sweep.add_argument("file", type=Path, metavar="FILE.toml")
-    sweep.add_argument("--out", type=Path, required=True, metavar="DIR")
-    sweep.add_argument(
-        "--processes", type=int, default=0, metavar="N", help="runs at a time [one a core; one on a GPU]"
-    )
-    sweep.add_argument(
-        "--pack",
-        action=argparse.BooleanOptionalAction,
-        default=None,
-        help="run what shares shapes as one program [on a GPU]",
-    )
-
-    report = commands.add_parser("report", help="tables and plots of run folders as one HTML page", allow_abbrev=False)
-    report.add_argument("folders", type=Path, nargs="+", metavar="DIR")
-    report.add_argument("--out", type=Path, required=True, metavar="FILE.html")
-    report.add_argument("--target", type=float, metavar="ACCURACY", help="for rounds and bytes to a target")
-
-    listing = commands.add_parser("list", help="what there is", allow_abbrev=False)
-    listing.add_argument("kind", metavar="|".join(KINDS))
-    listing.add_argument("--json", action="store_true")
-
-    data = commands.add_parser(
-        "data", help="which data sets are there, prepare one, or show a partition", allow_abbrev=False
-    )
-    data.add_argument("action", metavar="list|prepare|show")
-    data.add_argument("name", nargs="?", default="digits", help="a data set [digits]")
-    data.add_argument("--partition", default="dirichlet:0.1", metavar="SPEC")
-    data.add_argument("--clients", type=int, default=100, metavar="N")
-    data.add_argument("--seed", type=int, default=0)
-    data.add_argument("--own-test", type=float, default=0.0, metavar="F", help="the share that clients hold out [0]")
-    data.add_argument(
-        "--out", type=Path, metavar="FILE", help="prepare: where NAME.npz goes; show: a .png or .svg picture"
-    )
-
-    figures = commands.add_parser(
-        "figures", help="a map of the selector, loss surfaces and outlined pictures, for the report", allow_abbrev=False
-    )
-    figures.add_argument("folders", type=Path, nargs="+", metavar="DIR", help="finished runs of a personal method")
-
-    predict = commands.add_parser("predict", help="use a run's super model on a folder of pictures", allow_abbrev=False)
-    predict.add_argument(
-        "--super", type=Path, required=True, metavar="DIR", help="the folder of a finished personal run"
-    )
-    predict.add_argument("--in", type=Path, dest="pictures", metavar="FOLDER", help="pictures")
-    predict.add_argument("--out", type=Path, metavar="FOLDER", help="for masks, overlays and predictions.csv")
-    predict.add_argument("--gamma", type=float, metavar="GAMMA", help="another threshold than the stored one")
-    predict.add_argument(
-        "--site", metavar="SITE", help="use this site's model for all: its name or number, 0 for the server's"
-    )
-    predict.add_argument(
-        "--tune-gamma", action="store_true", help="first tune it on the run's validation samples, and store it"
-    )
-
-    cite = commands.add_parser(
-        "cite", help="the BibTeX entry of an algorithm's or a method's paper", allow_abbrev=False
-    )
-    cite.add_argument("name")
+    for name, (function, about, arguments, aliases) in COMMANDS.items():
+        sub = commands.add_parser(name, help=about, aliases=aliases, allow_abbrev=False)
+        sub.set_defaults(function=function)
+        for argument, options in arguments:
+            sub.add_argument(argument, **options)
     return top
 
 
-def add_training(
-    command: argparse.ArgumentParser,
-    fields: Mapping[str, dataclasses.Field[Any]],
-    types: Mapping[str, Any],
-    choices: Mapping[str, tuple[str, ...]],
-) -> None:
-    """A file of settings, a flag for each, and the run's folder."""
-    command.add_argument("config", nargs="?", type=Path, metavar="CONFIG.toml", help="settings; flags override them")
-    add_flags(command, fields, types, choices)
-    name = "algorithm" if "algorithm" in fields else "method"
-    folder = f"the run's folder [runs/{name.upper()}-DATASET-seedN]"
-    command.add_argument("--out", type=Path, metavar="DIR", help=folder)
-    command.add_argument("--resume", action="store_true", help="go on from the folder's last checkpoint")
+def command(name: str, about: str, *arguments: Argument, aliases: Sequence[str] = ()) -> Callable[[Any], Any]:
+    """Register a function as `undrift NAME`."""
+
+    def register(function: Any) -> Any:
+        COMMANDS[name] = function, about, arguments, aliases
+        return function
+
+    return register
 
 
-def add_flags(
-    command: argparse.ArgumentParser,
-    fields: Mapping[str, dataclasses.Field[Any]],
-    types: Mapping[str, Any],
-    choices: Mapping[str, tuple[str, ...]],
-) -> None:
+def arg(name: str, **options: Any) -> Argument:
+    return name, options
+
+
+def path(name: str, metavar: str = "DIR", **options: Any) -> Argument:
+    return name, {"type": Path, "metavar": metavar} | options
+
+
+def make_flags(fields: Fields, types: Mapping[str, Any], choices: Mapping[str, tuple[str, ...]]) -> list[Argument]:
+    """A flag for each setting."""
+    arguments = []
     for name, field in fields.items():
-        flag, about = f"--{name.replace('_', '-')}", str(field.metadata["help"])
+        about, shown = str(field.metadata["help"]), "|".join(choices.get(name, (name.upper(),)))
         if name == "set":
-            command.add_argument(flag, action="append", default=None, metavar="FIELD=VALUE", help=about)
-        elif types[name] is bool:
-            action = argparse.BooleanOptionalAction if field.default else "store_true"  # what is on can be switched off
-            command.add_argument(flag, action=action, default=None, help=about)
+            options: dict[str, Any] = {"action": "append", "metavar": "FIELD=VALUE", "help": about}
+        elif types[name] is bool:  # a switch that is on by default gets a --no- form
+            options = {"action": argparse.BooleanOptionalAction if field.default else "store_true", "help": about}
         else:
-            shown = "|".join(choices[name]) if name in choices else name.upper()
-            command.add_argument(flag, type=types[name], default=None, metavar=shown, help=f"{about} [{field.default}]")
+            options = {"type": types[name], "metavar": shown, "help": f"{about} [{field.default}]"}
+        arguments.append((f"--{name.replace('_', '-')}", {"default": None} | options))
+    return arguments
+
+
+def make_arguments(settings: Any) -> list[Argument]:
+    """The arguments of a command that trains: a file of settings, a flag for each setting, and the run's folder."""
+    name = "ALGORITHM" if "algorithm" in settings.FIELDS else "METHOD"
+    return [
+        path("config", "CONFIG.toml", nargs="?", help="settings; flags override them"),
+        *make_flags(settings.FIELDS, settings.TYPES, settings.CHOICES),
+        path("--out", help=f"the run's folder [runs/{name}-DATASET-seedN]"),
+        arg("--resume", action="store_true", help="go on from the folder's last checkpoint"),
+    ]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -190,28 +117,21 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         with ranks.joined():
             arguments = parser().parse_args(argv)
-            if ranks.count() > 1 and COMMANDS[arguments.command] not in (
-                run_command,
-                dataparallel_command,
-                pipe_command,
-            ):
+            if ranks.count() > 1 and arguments.command not in ON_RANKS:
                 raise BadSetting(
                     f"torchrun is for undrift run, dataparallel and pipe; start 'undrift {arguments.command}' without it"
                 )
-            return int(COMMANDS[arguments.command](arguments) or 0)
-    except UndriftError as error:
-        if ranks.speaks() or isinstance(error, LostRank):
-            print(f"undrift: {error}", file=sys.stderr, flush=True)
-        if not isinstance(error, LostRank):  # rank 0 may be waiting for this one, and notices when it has ended
+            return int(arguments.function(arguments) or 0)
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    except (UndriftError, OSError, OverflowError, SafetensorError) as error:
+        ours, lost = isinstance(error, UndriftError), isinstance(error, LostRank)
+        if ranks.speaks() or lost:
+            text = str(error) if ours else f"{type(error).__name__}: {' '.join(str(error).split())}"
+            print(f"undrift: {text}", file=sys.stderr, flush=True)
+        if not lost:  # rank 0 may be waiting for this one, and notices when it has ended
             ranks.wait_for_first_rank()
-        return 2
-    except (OSError, OverflowError, SafetensorError) as error:
-        if isinstance(error, BrokenPipeError):
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-            return 1
-        if ranks.speaks():
-            print(f"undrift: {type(error).__name__}: {' '.join(str(error).split())}", file=sys.stderr, flush=True)
-        ranks.wait_for_first_rank()
         return 2
     except KeyboardInterrupt as stopped:
         if ranks.speaks():
@@ -219,6 +139,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 130
 
 
+@command(
+    "run",
+    "simulate one federated training run",
+    *make_arguments(federated),
+    arg("--local", metavar="NAME", help="take the clients' part from this algorithm, with --server"),
+    arg("--server", metavar="NAME", help="take the server's part from this algorithm, with --local"),
+)
 def run_command(arguments: argparse.Namespace) -> None:
     from undrift.jobs.run import run
 
@@ -226,24 +153,20 @@ def run_command(arguments: argparse.Namespace) -> None:
         if arguments.algorithm is not None:
             raise BadSetting("give --algorithm, or --local and --server, not both")
         arguments.algorithm = f"{arguments.local or 'fedavg'}+{arguments.server or 'fedavg'}"
-    train(arguments, FIELDS, run)
+    train(arguments, federated.FIELDS, run)
 
 
-def dataparallel_command(arguments: argparse.Namespace) -> None:
-    train(arguments, parallel.FIELDS, parallel.run_parallel)
-
-
-def pipe_command(arguments: argparse.Namespace) -> None:
-    from undrift.pipeline.resolve import timeline
-    from undrift.pipeline.train import run_pipe
-
-    if arguments.schedule is None:
-        train(arguments, pipeline.FIELDS, functools.partial(run_pipe, say=print))
-        return
-    config, settings = read_settings(arguments, pipeline.FIELDS)
-    print(timeline(pipeline.from_mapping(pipeline.plain(config) | settings), arguments.schedule))
-
-
+@command(
+    "deploy",
+    "train real clients over Flower: write an app, make keys, or run it all on this machine",
+    arg("action", metavar="init|local|keys"),
+    path("place", nargs="?", help="init, keys: a new folder; local: a folder for the logs"),
+    path("--config", "FILE.toml", help="settings; flags override them"),
+    arg("--host", default="127.0.0.1", help="init, keys: the server's address [127.0.0.1]"),
+    arg("--insecure", action="store_true", help="local: without TLS and node authentication"),
+    path("--data", "FOLDER", help="local, with --dataset own: NAME.npz for each client"),
+    *make_flags(deployment.FLAGS, deployment.TYPES, federated.CHOICES),
+)
 def deploy_command(arguments: argparse.Namespace) -> None:
     from undrift.deploy.command import deploy
 
@@ -252,57 +175,68 @@ def deploy_command(arguments: argparse.Namespace) -> None:
     deploy(arguments.action, arguments.place, config | settings, arguments.host, arguments.insecure, arguments.data)
 
 
-def read_settings(
-    arguments: argparse.Namespace, fields: Mapping[str, dataclasses.Field[Any]]
-) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The settings of the file, with those of --set in its `set`, and the settings of the flags, which override them."""
-    config = {} if arguments.config is None else from_toml(arguments.config)
+@command(
+    "dataparallel", "train one model with compressed data-parallel workers", *make_arguments(parallel), aliases=["dp"]
+)
+def dataparallel_command(arguments: argparse.Namespace) -> None:
+    train(arguments, parallel.FIELDS, parallel.run_parallel)
+
+
+@command(
+    "pipe",
+    "train one model in blocks that work at the same time",
+    *make_arguments(pipeline),
+    arg("--schedule", type=int, metavar="N", help="print the timeline of N batches and end"),
+)
+def pipe_command(arguments: argparse.Namespace) -> None:
+    from undrift.pipeline.resolve import timeline
+    from undrift.pipeline.train import run_pipe
+
+    if arguments.schedule is None:
+        train(arguments, pipeline.FIELDS, functools.partial(run_pipe, say=print))
+    else:
+        config, settings = read_settings(arguments, pipeline.FIELDS)
+        print(timeline(pipeline.from_mapping(pipeline.plain(config) | settings), arguments.schedule))
+
+
+def read_settings(arguments: argparse.Namespace, fields: Fields) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Read the settings of the file, with those of --set under `set`, and of the flags, which override them."""
+    config = {} if arguments.config is None else federated.from_toml(arguments.config)
     settings = {n: v for n in fields if n != "set" and (v := getattr(arguments, n)) is not None}
     name = settings.get("algorithm", settings.get("method"))
     if name is not None and name != config.get("algorithm", config.get("method")):
-        config.pop("set", None)  # another algorithm: the file's fields are not its own
-    own = set_fields(arguments.set)
-    for twice in own.keys() & settings:
-        raise BadSetting(f"--{twice.replace('_', '-')} and --set {twice} are the same setting; give one of them")
-    return (config | {"set": dict(config.get("set", {})) | own} if own else config), settings
-
-
-def set_fields(pairs: list[str] | None) -> dict[str, Any]:
-    """The algorithm's fields that --set gives."""
-    fields = {}
-    for pair in pairs or []:
-        name, equals, value = pair.partition("=")
+        config.pop("set", None)  # the file's fields belong to another algorithm
+    given = dict(config.get("set", {}))
+    for pair in arguments.set or []:
+        field, equals, value = pair.partition("=")
         if not equals:
             raise BadSetting(f"--set takes FIELD=VALUE, not {pair!r}")
-        fields[name] = parse_value(value)
-    return fields
+        if field in settings:
+            raise BadSetting(f"--{field.replace('_', '-')} and --set {field} are the same setting; give one of them")
+        given[field] = federated.parse_value(value)
+    return (config | {"set": given} if arguments.set else config), settings
 
 
-def train(arguments: argparse.Namespace, fields: Mapping[str, dataclasses.Field[Any]], run: Callable[..., Any]) -> None:
-    """Run what the file and the flags ask for, with a bar of progress, and say what came of it."""
+def train(arguments: argparse.Namespace, fields: Fields, run: Callable[..., Any]) -> None:
+    """Run what the file and the flags ask for, show its progress, and print its result."""
     config, settings = read_settings(arguments, fields)
-    named = {n: f.default for n, f in fields.items()} | config | settings
-    name = str(settings.get("method") or named.get("algorithm") or named["method"])
-    folder = f"{name}-{named['dataset']}-seed{named['seed']}".replace("/", "_").replace(":", "_")
+    chosen = {n: f.default for n, f in fields.items()} | config | settings
+    name = str(settings.get("method") or chosen.get("algorithm") or chosen["method"])
+    folder = f"{name}-{chosen['dataset']}-seed{chosen['seed']}".replace("/", "_").replace(":", "_")
     out = arguments.out or Path("runs") / folder
-    tell(name, out, functools.partial(run, config, **settings), arguments.resume)
-
-
-def tell(name: str, out: Path, run: Callable[..., Any], resume: bool) -> None:
-    """Run with a bar of progress, and say what came of it."""
-    if resume and (out / "run.toml").exists():  # it knows its own method, which need not be given again
-        stored = read_toml(out / "run.toml")
+    if arguments.resume and (out / "run.toml").exists():  # the method is stored there and need not be given again
+        stored = federated.read_toml(out / "run.toml")
         name = str(stored.get("algorithm", stored.get("method", name)))
     bar = progress_bar()
     task = bar.add_task(name, total=None, accuracy="")
 
     def show(record: dict[str, Any], rounds: int) -> None:
-        bar.start()  # with the first round: a mistake in the settings needs no bar
+        bar.start()  # only now: a mistake in the settings needs no bar
         known = {} if record["accuracy"] is None else {"accuracy": f"accuracy {record['accuracy']:.4f}"}
         bar.update(task, completed=record["round"], total=rounds, **known)
 
     try:
-        result = run(out=out, resume=resume, progress=show)
+        result = run(config, **settings, out=out, resume=arguments.resume, progress=show)
     finally:
         if bar.live.is_started:
             bar.stop()
@@ -319,9 +253,16 @@ def tell(name: str, out: Path, run: Callable[..., Any], resume: bool) -> None:
         print(f"note: {remark}")
 
 
+@command(
+    "sweep",
+    "run algorithms x settings x seeds",
+    path("file", "FILE.toml"),
+    path("--out", required=True),
+    arg("--processes", type=int, default=0, metavar="N", help="runs at a time [one a core; one on a GPU]"),
+    arg("--pack", action=argparse.BooleanOptionalAction, help="run jobs of equal shapes as one program [on a GPU]"),
+)
 def sweep_command(arguments: argparse.Namespace) -> int:
     from undrift.jobs.sweep import plan, run_all
-    from undrift.report import page
 
     jobs, sweep = plan(arguments.file)
     if arguments.processes < 0:
@@ -331,12 +272,13 @@ def sweep_command(arguments: argparse.Namespace) -> int:
     (arguments.out / "sweep.toml").write_bytes(arguments.file.read_bytes())
     with progress_bar() as bar:
         whole = bar.add_task(f"{len(jobs)} runs", total=sum(j.config.rounds for j in jobs), accuracy="")
-        at: dict[str, int] = {}
+        rounds_done: dict[str, int] = {}
 
         def show(name: str, done: int, rounds: int) -> None:
-            at[name] = done
-            finished = sum(at.get(j.name) == j.config.rounds for j in jobs)
-            bar.update(whole, completed=sum(at.values()), accuracy=f"{finished} of {len(jobs)} done, now {name}")
+            rounds_done[name] = done
+            finished = sum(rounds_done.get(j.name) == j.config.rounds for j in jobs)
+            text = f"{finished} of {len(jobs)} done, now {name}"
+            bar.update(whole, completed=sum(rounds_done.values()), accuracy=text)
 
         try:
             failed = run_all(jobs, arguments.out, processes, show, bar.console.print, arguments.pack)
@@ -345,45 +287,50 @@ def sweep_command(arguments: argparse.Namespace) -> int:
     for name, message in failed.items():
         print(f"undrift: {name} failed: {message}", file=sys.stderr)
     if not any((arguments.out / job.name / "run.toml").exists() for job in jobs):
-        return 1  # nothing to report of
-    target = sweep.get("target")
-    print_summary([arguments.out], target)
-    page.write([arguments.out], arguments.out / "report.html", target)
-    print(f"written to {arguments.out / 'report.html'}")
+        return 1  # there is nothing to report
+    write_report([arguments.out], arguments.out / "report.html", sweep.get("target"))
     return 1 if failed else 0
 
 
+@command(
+    "report",
+    "write tables and plots of run folders as one HTML page",
+    path("folders", nargs="+"),
+    path("--out", "FILE.html", required=True),
+    arg("--target", type=float, metavar="ACCURACY", help="report the rounds and bytes to this accuracy"),
+)
 def report_command(arguments: argparse.Namespace) -> None:
-    from undrift.report import page
     from undrift.report.load import sweep_target
 
     if arguments.out.suffix not in (".html", ".htm"):
         raise BadSetting(f"the report is an HTML page; give --out a name that ends in .html, not {arguments.out}")
     target = arguments.target if arguments.target is not None else sweep_target(arguments.folders)
-    page.write(arguments.folders, arguments.out, target)
-    print_summary(arguments.folders, target)
-    print(f"written to {arguments.out}")
+    write_report(arguments.folders, arguments.out, target)
 
 
-def print_summary(folders: list[Path], target: float | None) -> None:
+def write_report(folders: list[Path], out: Path, target: float | None) -> None:
+    """Write the page, and print its tables."""
     from rich.console import Console
     from rich.table import Table
 
     from undrift.report import load as runs
-    from undrift.report import scores, summary, text
+    from undrift.report import page, scores, summary, text
 
+    page.write(folders, out, target)
     console = Console(width=None if sys.stdout.isatty() else 120)
     for groups in runs.by_task(runs.group_runs(runs.load(folders))):
         header, *rows = text.table(scores.rank(groups), target, brief=True)
-        shown = Table(*header)
+        table = Table(*header)
         for row in rows:
-            shown.add_row(*row)
-        console.print(shown)
+            table.add_row(*row)
+        console.print(table)
         console.print(summary.verdict(groups), highlight=False)
+    print(f"written to {out}")
 
 
+@command("list", "list what there is", arg("kind", metavar="|".join(KINDS)), arg("--json", action="store_true"))
 def list_command(arguments: argparse.Namespace) -> None:
-    entries = listed(arguments.kind)
+    entries = list_kind(arguments.kind)
     if arguments.json:
         print(json.dumps(entries, indent=1))
         return
@@ -393,8 +340,8 @@ def list_command(arguments: argparse.Namespace) -> None:
         print(f"{entry['name']:{width}}  {entry['about']}{needs}")
 
 
-def listed(kind: str) -> list[dict[str, Any]]:
-    """What `undrift list KIND --json` prints."""
+def list_kind(kind: str) -> list[dict[str, Any]]:
+    """The entries that `undrift list KIND --json` prints."""
     from undrift.core.names import describe, names
     from undrift.data.partition import PARTITIONS
     from undrift.dataparallel.methods import FILES
@@ -402,19 +349,28 @@ def listed(kind: str) -> list[dict[str, Any]]:
 
     if kind not in KINDS:
         raise UnknownName("kind of list", kind, KINDS)
-    if kind == "methods":
-        return [{"name": n, "about": (file.__doc__ or "").splitlines()[0]} for n, file in FILES.items()]
-    if kind == "partitions":
-        return [{"name": n, "about": (inspect.getdoc(f) or "").splitlines()[0]} for n, f in PARTITIONS.items()]
+    if kind in ("methods", "partitions"):
+        documented: Mapping[str, Any] = FILES if kind == "methods" else PARTITIONS
+        return [{"name": n, "about": (inspect.getdoc(o) or "").splitlines()[0]} for n, o in documented.items()]
     entries: list[dict[str, Any]] = [{"name": n, "about": describe(kind, n)} for n in names(kind)]
-    if kind == "algorithms":
-        for entry in entries:
-            found = algorithm_class(entry["name"])
-            entry["server_needs"] = "single updates" if looks_at_single_uploads(found) else "their sum"
-            entry["fields"] = {f.name: f.default for f in dataclasses.fields(found)}
+    for entry in entries if kind == "algorithms" else ():
+        alg = algorithm_class(entry["name"])
+        entry["server_needs"] = "single updates" if looks_at_single_uploads(alg) else "their sum"
+        entry["fields"] = {f.name: f.default for f in dataclasses.fields(alg)}
     return entries
 
 
+@command(
+    "data",
+    "list the data sets, prepare one, or show a partition",
+    arg("action", metavar="list|prepare|show"),
+    arg("name", nargs="?", default="digits", help="a data set [digits]"),
+    arg("--partition", default="dirichlet:0.1", metavar="SPEC"),
+    arg("--clients", type=int, default=100, metavar="N"),
+    arg("--seed", type=int, default=0),
+    arg("--own-test", type=float, default=0.0, metavar="F", help="the share that clients hold out [0]"),
+    path("--out", "FILE", help="prepare: where NAME.npz goes; show: a .png or .svg picture"),
+)
 def data_command(arguments: argparse.Namespace) -> None:
     from undrift.data import load as datasets
 
@@ -442,6 +398,30 @@ def data_command(arguments: argparse.Namespace) -> None:
         raise UnknownName("data action", arguments.action, ("list", "prepare", "show"))
 
 
+@command(
+    "figures",
+    "draw a map of the selector, loss surfaces and outlined pictures, for the report",
+    path("folders", nargs="+", help="finished runs of a personal method"),
+)
+def figures_command(arguments: argparse.Namespace) -> None:
+    from undrift.personal.figures import look
+
+    for folder in arguments.folders:
+        print(f"written to {look(folder)}; undrift report shows it", flush=True)
+    if importlib.util.find_spec("sklearn") is None:
+        print("the map of the selector's features is left out: it needs scikit-learn; pip install 'undrift[figures]'")
+
+
+@command(
+    "predict",
+    "use a run's super model on a folder of pictures",
+    path("--super", required=True, help="the folder of a finished personal run"),
+    path("--in", "FOLDER", dest="pictures", help="pictures"),
+    path("--out", "FOLDER", help="for masks, overlays and predictions.csv"),
+    arg("--gamma", type=float, metavar="GAMMA", help="another threshold than the stored one"),
+    arg("--site", metavar="SITE", help="use this site's model for all: its name or number, 0 for the server's"),
+    arg("--tune-gamma", action="store_true", help="first tune it on the run's validation samples, and store it"),
+)
 def predict_command(arguments: argparse.Namespace) -> None:
     from undrift.personal.supermodel import SuperModel, predict_folder, tune
 
@@ -457,17 +437,7 @@ def predict_command(arguments: argparse.Namespace) -> None:
     print(f"{count} pictures; written to {arguments.out}")
 
 
-def figures_command(arguments: argparse.Namespace) -> None:
-    from undrift.personal.figures import look
-
-    for folder in arguments.folders:
-        print(f"written to {look(folder)}; undrift report shows it", flush=True)
-    if importlib.util.find_spec("sklearn") is None:
-        print(
-            "without a map of the selector's features, for which scikit-learn is needed: pip install 'undrift[figures]'"
-        )
-
-
+@command("cite", "print the BibTeX entry of an algorithm's or a method's paper", arg("name"))
 def cite_command(arguments: argparse.Namespace) -> None:
     from undrift.core.papers import papers_of
 
@@ -496,19 +466,3 @@ def default_processes(device: str) -> int:
     from undrift.jobs.sweep import cores
 
     return 1 if device != "cpu" and torch.cuda.is_available() else cores()
-
-
-COMMANDS = {
-    "run": run_command,
-    "deploy": deploy_command,
-    "dataparallel": dataparallel_command,
-    "dp": dataparallel_command,
-    "pipe": pipe_command,
-    "sweep": sweep_command,
-    "report": report_command,
-    "list": list_command,
-    "data": data_command,
-    "predict": predict_command,
-    "figures": figures_command,
-    "cite": cite_command,
-}

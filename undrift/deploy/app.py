@@ -10,24 +10,19 @@ from undrift import __version__
 from undrift.core.errors import BadSetting
 from undrift.deploy.settings import Plan
 
-SERVER = '''"""The server: seeded cohorts, rounds, checkpoints and records, by undrift."""
+APP = '''"""{about}, by undrift."""
 
-from undrift.deploy.flower import server_app
+from undrift.deploy.flower import {name}
 
-app = server_app()
+app = {name}()
 '''
-CLIENT = '''"""A client: the local steps of the algorithm that pyproject.toml names, by undrift."""
-
-from undrift.deploy.flower import client_app
-
-app = client_app()
-'''
+SERVER = "The server: seeded cohorts, rounds, checkpoints and records"
+CLIENT = "A client: the local steps of the algorithm that pyproject.toml names"
 README = """# {name}
 
 {algorithm} on {dataset} with {clients} clients, {cohort} of them a round: a Flower app made by `undrift deploy init`.
 Its settings stand in `pyproject.toml`. Server and clients need `pip install 'undrift[flower]'`, and {samples}.
-
-The commands for the server are meant for this folder.
+Run the server's commands in this folder.
 
 ## Keys
 
@@ -47,7 +42,7 @@ flower-superlink --ssl-ca-certfile keys/ca.crt --ssl-certfile keys/server.crt --
   --enable-supernode-auth --host 0.0.0.0 --port {port} --database state.db --disable-runtime-dependency-installation
 ```
 
-In another terminal, say where it is and let the clients in, each once:
+In another terminal, write its address down and register the clients, each once:
 
 ```sh
 export FLWR_TELEMETRY_ENABLED=0 FLWR_HOME=$PWD/flwr
@@ -68,9 +63,9 @@ flower-supernode --superlink {host}:{port} --root-certificates ca.crt --auth-sup
   --node-config '{who} state-dir="/var/lib/undrift"'
 ```
 
-A node that has not been let in is turned away and ends. Run it under something that starts it again, such as systemd with
-`Restart=always`. Several on one machine need a `--port` each, such as 9095.
-{own}
+The server turns away a node that is not registered, and the node ends. Let something start it again, such as systemd with
+`Restart=always`. Several nodes on one machine need a `--port` each, such as 9095.
+{site_files}
 ## The run
 
 In the server's other terminal:
@@ -79,16 +74,16 @@ In the server's other terminal:
 flwr run . federation --stream
 ```
 
-It waits until all clients are there, or as long as `wait` in `pyproject.toml` says. The run's folder is on the server, where
-`out` says. After a crash:
+It waits for all clients, at most `wait` seconds, and writes to the folder `out` (see `pyproject.toml`). After a crash:
 
 ```sh
 flwr run . federation --stream --run-config 'resume=true'
 ```
 """
-OWN = """
-`data` is the client's own file, which stays where it is: an .npz of plain arrays with `x_train` and `y_train`, or `x` and `y`,
-all of which it trains on (`split` [n] may say train, val or test for each). {pictures}
+SITE_FILES = """
+`data` is the client's file, which stays where it is: an .npz of plain arrays with `x_train` and `y_train`, or `x` and `y`,
+all of which it trains on (`split` [n] may say train, val or test for each). Pictures are uint8 [n, height, width] or
+[n, height, width, channels] and are scaled to 0..1; other inputs go in as they are.
 {targets} In Python:
 
 ```python
@@ -96,17 +91,15 @@ np.savez("site.npz", x=inputs, y=targets)
 ```
 
 The server learns how many training samples a client has, the shape of one input ({shape} as the model sees it) and the
-highest label, and turns away, by name, whoever does not fit. To score the model it needs samples of its own: give it
+highest label, and turns away a client that does not fit. To score the model the server needs test samples: give it
 `x_test` and `y_test`, or `x` and `y`, in an .npz, as `test` in `pyproject.toml`; without one there are no scores.
 """
-PICTURES = """Pictures are uint8 [n, height, width] or
-[n, height, width, channels] and are scaled to 0..1; other inputs go in as they are."""
 LABELS = "Targets are class labels [n] from 0 to {last}."
 MASKS = "Targets are masks [n, height, width]: 0 for background, then {structures} from the outside in."
 
 
 def write_app(folder: Path, plan: Plan, host: str = "127.0.0.1", port: int = 8000) -> None:
-    """The app's files in a new or empty folder."""
+    """Write the app into a new or empty folder."""
     if folder.exists() and any(folder.iterdir()):
         raise BadSetting(f"{folder} is not empty; give another folder")
     folder.mkdir(parents=True, exist_ok=True)
@@ -114,9 +107,10 @@ def write_app(folder: Path, plan: Plan, host: str = "127.0.0.1", port: int = 800
     package = name.replace("-", "_")
     package = package if package.isidentifier() else f"app_{package}"
     (folder / package).mkdir()
-    for file, text in (("__init__", ""), ("server_app", SERVER), ("client_app", CLIENT)):
-        (folder / package / f"{file}.py").write_text(text)
-    run, data = plan.run, "files of their own" if plan.own else plan.run.dataset
+    (folder / package / "__init__.py").write_text("")
+    for file, about in (("server_app", SERVER), ("client_app", CLIENT)):
+        (folder / package / f"{file}.py").write_text(APP.format(about=about, name=file))
+    run, data = plan.run, "files of their own" if plan.site_files else plan.run.dataset
     components = {"serverapp": f"{package}.server_app:app", "clientapp": f"{package}.client_app:app"}
     project = {
         "project": {
@@ -130,13 +124,14 @@ def write_app(folder: Path, plan: Plan, host: str = "127.0.0.1", port: int = 800
         },
     }  # fmt: skip
     (folder / "pyproject.toml").write_text(tomli_w.dumps(project))
-    facts = {"algorithm": run.algorithm, "dataset": data, "clients": run.clients, "cohort": run.cohort}
-    who = 'name="NAME"' if plan.deploy.names else "partition-id=i"
-    who += ' data="/path/to/site.npz"' if plan.own else ""
-    facts["samples"] = "each client a file with its own samples" if plan.own else "each the data set"
-    own = ""
-    if plan.own:
-        labels = LABELS.format(last=plan.classes - 1), MASKS.format(structures=", ".join(plan.structures))
-        own = OWN.format(pictures=PICTURES, targets=labels[bool(plan.structures)], shape=plan.deploy.shape)
-    text = README.format(name=name, who=who, host=host, port=port, last=run.clients - 1, own=own, **facts)
+    who, samples, site_files = 'name="NAME"' if plan.deploy.names else "partition-id=i", "each the data set", ""
+    if plan.site_files:
+        who, samples = f'{who} data="/path/to/site.npz"', "each client a file with its own samples"
+        targets = MASKS if plan.structures else LABELS
+        targets = targets.format(last=plan.classes - 1, structures=", ".join(plan.structures))
+        site_files = SITE_FILES.format(targets=targets, shape=plan.deploy.shape)
+    text = README.format(
+        name=name, who=who, host=host, port=port, last=run.clients - 1, site_files=site_files, samples=samples,
+        algorithm=run.algorithm, dataset=data, clients=run.clients, cohort=run.cohort,
+    )  # fmt: skip
     (folder / "README.md").write_text(text)

@@ -1,12 +1,13 @@
-"""A client of a real federation: it answers letters with the same local steps that the simulator takes.
+"""A client of a real federation: it answers letters with the simulator's local steps.
 
-It holds the algorithm, the net and its samples, and nothing of the server's: what the server will send, and what a state is
-like, it knows from forms without memory (PyTorch's meta device).
+It holds the algorithm, the net and its samples. The forms of messages and states it knows as tensors without memory
+(PyTorch's meta device).
 """
 
 from __future__ import annotations
 
 import time
+from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
@@ -28,61 +29,52 @@ from undrift.round.shapes import Forms
 from undrift.simulate.simulation import Settings
 from undrift.simulate.work import LocalWhole, LocalWork
 
-MEASURE, TRAIN = "measure", "train"  # the exchanges of a round
-CLOSE = "close"  # and one after the last round, for whom a reply is still to be sent
+# The exchanges: two in a round, and one after the last round for replies that are still to be sent.
+MEASURE, TRAIN, CLOSE = "measure", "train", "close"
 
 
 class Request(NamedTuple):
-    """The arrays that the server sends."""
+    """The arrays of the server's letter; when the run is over, only the reply."""
 
-    down: State
-    buffers: Tensor
-    reply: State = (
-        Nothing()
-    )  # what the algorithm sends this client when a round is over, of the last one that it was in
-
-
-class Closing(NamedTuple):
-    """The arrays that it sends when the run is over."""
-
-    reply: State
+    down: State = Nothing()
+    buffers: State = Nothing()
+    reply: State = Nothing()  # the server's reply to the client's last round
 
 
 class Reply(NamedTuple):
-    """The arrays that a client sends back when it has trained."""
+    """The arrays that a client sends when it has trained."""
 
     up: State
     buffers: Tensor
 
 
 class Measured(NamedTuple):
-    """The arrays that it sends back when it has measured."""
+    """The arrays that a client sends when it has measured."""
 
     sent: Vec
 
 
+@dataclass
 class Client:
-    """One client: its name, what it trains on what, and where its states are kept."""
+    """One client."""
 
-    def __init__(
-        self,
-        name: str,
-        alg: Algorithm,
-        net: Net,
-        data: Federation,
-        settings: Settings,
-        device: torch.device,
-        root: Path,
-    ) -> None:
-        self.name, self.alg, self.net, self.data = name, alg, net.to(device), data
-        self.settings, self.device, self.root = settings, device, root
+    name: str
+    alg: Algorithm
+    net: Net
+    data: Federation
+    settings: Settings
+    device: torch.device
+    root: Path  # the folder of its states
+
+    def __post_init__(self) -> None:
+        self.net = self.net.to(self.device)
 
     def algorithm(self, t: int) -> Algorithm:
-        """What the algorithm does in round t."""
+        """The algorithm as it is in round t."""
         return wrap(self.alg.at(t), self.settings.schedule(t))
 
     def answer(self, letter: Letter) -> Letter:
-        """The answer to a letter of the server; Refused where the letter is not for this client or cannot be read."""
+        """Answer a letter of the server; raise Refused if it is not for this client or cannot be read."""
         began = time.perf_counter()
         id, t, since = (letter.fact(name, int) for name in ("id", "round", "since"))
         position, exchange = letter.fact("position", int), letter.fact("exchange", str)
@@ -94,17 +86,15 @@ class Client:
             raise Refused(f"a round, or a number of batches, below 0: {t}, {since}, {position}")
         store = Store(self.root, letter.fact("run", str), self.name)
         alg, net = self.algorithm(t), self.net
-        past = self.algorithm(since - 1) if since else alg  # the algorithm as it was in this client's last round
-        forms = Forms.of(alg, net, self.data.clients)
-        before = Forms.of(past, net, self.data.clients)
+        past = self.algorithm(since - 1) if since else alg  # as it was in this client's last round
+        forms, before = (Forms.of(a, net, self.data.clients) for a in (alg, past))
         due = before.reply if since and exchange in (TRAIN, CLOSE) else Nothing()
         if exchange == CLOSE:
-            reply = unpack(letter.arrays, Closing(due), net, self.device).reply
-            kept = store.read(since)
-            if kept is None:
+            reply = unpack(letter.arrays, Request(reply=due), net, self.device).reply
+            if (kept := store.read(since)) is None:
                 raise Refused(f"the state after round {since}, to which the last reply belongs, is not here")
-            state = receive(past, self.placed(before.client, kept), reply)
-            store.finish(since, dict(named_leaves("client", state)))
+            state = receive(past, self.place(before.client, kept), reply)
+            store.write(since, since, dict(named_leaves("client", state)), "final")
             return Letter(self.about(letter, id) | {"gradients": 0, "seconds": time.perf_counter() - began}, {})
         down, buffers, reply = unpack(letter.arrays, Request(forms.down, forms.buffers, due), net, self.device)
         work = self.work(id, t, position)
@@ -115,17 +105,13 @@ class Client:
             kept = store.read(since) if since and leaves(forms.client) else None
             state = new_clients(alg, down, work.ids[0], buffers)
             if kept is not None:
-                state = receive(past, self.placed(state, kept), reply)
+                state = receive(past, self.place(state, kept), reply)
             answers = train(alg, down, state, buffers, work.steps(0), whole)
             if leaves(forms.client):
                 store.write(since, t + 1, dict(named_leaves("client", answers.client)))
             arrays = pack(Reply(answers.up, answers.buffers), net)
-            facts |= {
-                "loss": float(answers.loss),
-                "steps": int(work.table.steps[0]),
-                # Its state is gone, with its disk perhaps: it has begun anew.
-                "anew": bool(since and leaves(forms.client) and kept is None),
-            }
+            lost = bool(since and leaves(forms.client) and kept is None)  # its state, so that it began anew
+            facts |= {"loss": float(answers.loss), "steps": int(work.table.steps[0]), "anew": lost}
             facts |= {f"fact.{name}": float(value) for name, value in answers.facts._asdict().items()}
         else:
             raise Refused(f"the exchange is {exchange!r}, not {MEASURE}, {TRAIN} or {CLOSE}")
@@ -133,22 +119,20 @@ class Client:
         return Letter(facts | {"gradients": gradients, "seconds": time.perf_counter() - began}, arrays)
 
     def work(self, id: int, t: int, position: int) -> LocalWork:
-        """What this client trains on in a round, when it has taken `position` batches before."""
+        """The samples and steps of a round, after `position` earlier batches."""
         ids, plan, seed = np.array([id]), self.settings.plan, self.settings.seed
         table = self.data.table(plan, seed, t, ids, np.array([position]))
         return LocalWork(self.net, self.data, seed, t, torch.from_numpy(ids).to(self.device), table, plan.batch)
 
     def about(self, letter: Letter, id: int) -> dict[str, Fact]:
-        """What every answer says: to what it is one, and how many samples this client has."""
+        """The facts of every answer: which letter it answers, and how many samples this client has."""
         facts: dict[str, Fact] = {name: letter.facts[name] for name in ("run", "client", "round", "exchange")}
         return facts | {"samples": int(self.data.sizes[id])}
 
-    def placed(self, fresh: State, kept: dict[str, Tensor]) -> State:
-        """The state as it was kept, in the form of a fresh one."""
+    def place(self, fresh: State, kept: dict[str, Tensor]) -> State:
+        """Put the kept tensors into the form of a fresh state."""
         form = dict(named_leaves("client", fresh))
-        if kept.keys() != form.keys() or any(
-            kept[n].shape != v.shape or kept[n].dtype != v.dtype for n, v in form.items()
-        ):
+        if {n: (t.shape, t.dtype) for n, t in kept.items()} != {n: (t.shape, t.dtype) for n, t in form.items()}:
             raise Refused("the state on this client's disk has another form; another version of the algorithm wrote it")
         stored = iter([kept[name].to(self.device) for name in form])
         return map_leaves(lambda _: next(stored), fresh)

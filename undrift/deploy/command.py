@@ -10,24 +10,19 @@ from pathlib import Path
 from typing import Any
 
 from undrift.core.errors import BadSetting, UnknownName
-from undrift.deploy.settings import Plan, named
+from undrift.deploy.settings import Plan, split_names
 from undrift.jobs.config import RunConfig
 
 ACTIONS = ("init", "local", "keys")
 
 
 def deploy(
-    action: str,
-    place: Path | None,
-    settings: Mapping[str, Any],
-    host: str,
-    insecure: bool,
-    data: Path | None = None,
+    action: str, place: Path | None, settings: Mapping[str, Any], host: str, insecure: bool, data: Path | None = None
 ) -> None:
-    """One of the actions, with the settings by their names."""
+    """Carry out one of the actions."""
     if action not in ACTIONS:
         raise UnknownName("deploy action", action, ACTIONS)
-    clients = int(settings.get("clients", len(named(str(settings.get("names", "")))) or 4))
+    clients = int(settings.get("clients", len(split_names(str(settings.get("names", "")))) or 4))
     cohort = settings.get("cohort", min(clients, RunConfig.cohort))
     plan = Plan.of({"clients": clients, "cohort": cohort} | dict(settings))
     if importlib.util.find_spec("flwr") is None:
@@ -53,15 +48,11 @@ def local(plan: Plan, home: Path | None, insecure: bool, data: Path | None) -> N
     from undrift.deploy.local import run_local
 
     if insecure:
-        print(
-            "undrift: --insecure: nothing is encrypted and any node may join; use it on your own machine only",
-            file=sys.stderr,
-        )
+        warning = "--insecure: nothing is encrypted and any node may join; use it on your own machine only"
+        print(f"undrift: {warning}", file=sys.stderr)
 
-    def ended(number: int, frame: object) -> None:  # so that everything that was started is ended too
-        raise KeyboardInterrupt
-
-    before = signal.signal(signal.SIGTERM, ended)
+    # As Ctrl-C does: run_local then ends every process that it started.
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         run_local(plan, not insecure, home, print, data)
     finally:

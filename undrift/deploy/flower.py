@@ -1,10 +1,9 @@
-"""Flower's side: letters as its messages, clients found by name, and the two apps that a federation runs."""
+"""Flower: carries letters in its messages, finds clients by name, and provides the server's and the client's app."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Mapping
-from pathlib import Path
 from typing import Any
 
 from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Message, RecordDict
@@ -13,13 +12,13 @@ from flwr.serverapp import Grid, ServerApp
 
 from undrift.core.errors import UndriftError, UnknownName
 from undrift.deploy.messages import Encoded, Fact, Letter, Refused
-from undrift.deploy.node import name_of, this_client
-from undrift.deploy.run import Roster, deploy
+from undrift.deploy.node import build_client, name_of
+from undrift.deploy.run import deploy
 from undrift.deploy.settings import Plan
-from undrift.deploy.site_files import Report, check_fits, own_path, own_report
+from undrift.deploy.site_files import Report, check_fits, read_report, site_path
 
 NPY = "numpy.ndarray"  # Flower's name for a .npy file
-PAUSE = 1.0  # seconds between two looks at who is there
+PAUSE = 1.0  # seconds between two queries for new nodes
 
 
 def to_records(letter: Letter) -> RecordDict:
@@ -28,13 +27,9 @@ def to_records(letter: Letter) -> RecordDict:
 
 
 def from_records(records: RecordDict) -> Letter:
-    """The letter in a message; nothing is made of its arrays yet."""
+    """Read the letter in a message, without decoding its arrays."""
     arrays, facts = records.get("arrays"), records.get("facts")
-    if (
-        set(records) != {"arrays", "facts"}
-        or not isinstance(arrays, ArrayRecord)
-        or not isinstance(facts, ConfigRecord)
-    ):
+    if not isinstance(arrays, ArrayRecord) or not isinstance(facts, ConfigRecord) or len(records) > 2:
         raise Refused(f"a message has the records arrays and facts, not {sorted(records)[:5]}")
     for name, array in arrays.items():
         if array.stype != NPY:
@@ -44,22 +39,20 @@ def from_records(records: RecordDict) -> Letter:
 
 
 class GridPost:
-    """Carries letters over Flower's grid to the nodes that said they are these clients."""
+    """Carries letters over Flower's grid to the nodes of the clients."""
 
     def __init__(self, grid: Grid, timeout: float, say: Callable[[str], None], plan: Plan | None = None) -> None:
-        """`plan` is asked whether a client's own samples fit, where clients have them."""
         self.grid, self.timeout, self.say = grid, timeout, say
-        self.own = plan if plan is not None and plan.own else None
-        self.node: dict[str, int] = {}  # by the client's name
-        self.samples: dict[str, int] = {}  # that each says it has, where they are its own
-        self.told: set[tuple[str, str]] = set()  # why a client was turned away: said once
+        self.plan = plan if plan is not None and plan.site_files else None  # where clients report on their files
+        self.node: dict[str, int] = {}  # node ids by client name
+        self.samples: dict[str, int] = {}  # numbers of samples that clients with files have reported
+        self.rejected: set[tuple[str, str]] = set()  # (name, reason), to say each once
 
     def roll(self, timeout: float) -> None:
-        """Ask the nodes that are new for their names."""
-        there = set(self.grid.get_node_ids())
-        new = sorted(there - set(self.node.values()))
-        asked = [Message(RecordDict(), node, "query", ttl=timeout) for node in new]
-        for reply in self.grid.send_and_receive(asked, timeout=timeout) if asked else ():
+        """Ask new nodes for their names."""
+        nodes = set(self.grid.get_node_ids())
+        queries = [Message(RecordDict(), n, "query", ttl=timeout) for n in sorted(nodes - set(self.node.values()))]
+        for reply in self.grid.send_and_receive(queries, timeout=timeout) if queries else ():
             if reply.has_error():  # it is starting, or it is gone
                 continue
             node = reply.metadata.src_node_id
@@ -70,31 +63,29 @@ class GridPost:
                 self.say(f"node {node} does not say its name: {error}")
                 continue
             if reason := self.unfit(letter):
-                if (name, reason) not in self.told:
+                if (name, reason) not in self.rejected:
                     self.say(f"{name} is turned away: {reason}")
-                    self.told.add((name, reason))
-                continue
-            if self.node.get(name) in there:
+                    self.rejected.add((name, reason))
+            elif self.node.get(name) in nodes:
                 self.say(f"node {node} is turned away: {name} is there already")
             else:
                 self.node[name] = node
-                if self.own is not None:
+                if self.plan is not None:
                     self.samples[name] = Report.of(letter).samples
 
     def unfit(self, letter: Letter) -> str:
-        """Why the client cannot take part with the samples that it has; nothing where it can."""
-        if "unfit" in letter.facts:
-            return str(letter.facts["unfit"])[:300]
-        if self.own is not None:
-            try:
-                check_fits(Report.of(letter), self.own)
-            except UndriftError as error:
-                return str(error)
+        """Why the client's samples do not fit the run; empty if they do."""
+        if "unfit" in letter.facts or self.plan is None:
+            return str(letter.facts.get("unfit", ""))[:300]
+        try:
+            check_fits(Report.of(letter), self.plan)
+        except UndriftError as error:
+            return str(error)
         return ""
 
-    def meet(self, clients: Iterable[str], wait: float) -> None:
-        """Wait until all these clients have said their names, or until the time is over."""
-        wanted, told, until = set(clients), set[str](), time.monotonic() + wait
+    def meet(self, clients: Iterable[str], wait: float) -> int:
+        """Wait until all these clients have joined, at most `wait` seconds, and count those that have."""
+        wanted, strangers, until = set(clients), set[str](), time.monotonic() + wait
         awaited: list[str] = []
         while wanted - self.node.keys() and time.monotonic() < until:
             self.roll(min(30.0, wait))
@@ -102,14 +93,15 @@ class GridPost:
                 more = f" and {len(missing) - 5} more" if len(missing) > 5 else ""
                 self.say(f"waiting for {', '.join(missing[:5])}{more}, at most {until - time.monotonic():.0f} s")
                 awaited = missing
-            for name in sorted(self.node.keys() - wanted - told):
+            for name in sorted(self.node.keys() - wanted - strangers):
                 self.say(f"a node is left out: {UnknownName('client', name, wanted)}")
-                told.add(name)
+                strangers.add(name)
             time.sleep(PAUSE)
+        return len(wanted & self.node.keys())
 
     def exchange(self, letters: Mapping[str, Letter]) -> dict[str, Letter | str]:
-        there = set(self.grid.get_node_ids())
-        if any(self.node.get(name) not in there for name in letters):
+        nodes = set(self.grid.get_node_ids())
+        if any(self.node.get(name) not in nodes for name in letters):
             self.roll(min(30.0, self.timeout))
         answers: dict[str, Letter | str] = {}
         messages, names = [], {}
@@ -133,57 +125,52 @@ class GridPost:
 
 
 def server_app() -> ServerApp:
-    """What a federation's server runs."""
+    """The app of a federation's server."""
     app = ServerApp()
 
+    @app.main()
     def main(grid: Grid, context: Context) -> None:
         plan = Plan.from_flat(context.run_config)
-        post = GridPost(grid, plan.deploy.timeout, tell, plan)
+        post = GridPost(grid, plan.deploy.timeout, say, plan)
+        deploy(plan, post, lambda: post.meet(plan.names, plan.deploy.wait), post.samples, say)
 
-        def meet(names: list[str]) -> Roster:
-            post.meet(names, plan.deploy.wait)
-            return Roster(names, [name for name in names if name in post.node], post.samples)
-
-        deploy(plan, post, meet, Path(plan.deploy.out), tell)
-
-    app.main()(main)
     return app
 
 
 def client_app() -> ClientApp:
-    """What each client of a federation runs."""
+    """The app of each client."""
     app = ClientApp()
 
+    @app.query()
     def query(message: Message, context: Context) -> Message:
         facts: dict[str, Fact] = {"client": name_of(context.node_config)}
         plan = Plan.from_flat(context.run_config)
         try:
-            path = own_path(plan, context.node_config)
-            facts |= {} if path is None else own_report(plan, path)._asdict()
-        except UndriftError as error:  # the server's log gets it too
-            tell(f"{facts['client']}: {error}")
-            where = str(context.node_config.get("data", ""))  # stays here
-            facts["unfit"] = str(error).replace(where, "its file") if where else str(error)
+            path = site_path(plan, context.node_config)
+            facts |= {} if path is None else read_report(plan, path)._asdict()
+        except UndriftError as error:
+            say(f"{facts['client']}: {error}")
+            file = str(context.node_config.get("data", ""))  # the server need not know its path
+            facts["unfit"] = str(error).replace(file, "its file") if file else str(error)
         return Message(to_records(Letter(facts, {})), reply_to=message)
 
+    @app.train()
     def train(message: Message, context: Context) -> Message:
-        client = this_client(Plan.from_flat(context.run_config), context.node_config)
+        client = build_client(Plan.from_flat(context.run_config), context.node_config)
         try:
             letter = from_records(message.content)
             answer = client.answer(letter)
         except UndriftError as error:
-            tell(f"{client.name}: {error}")
+            say(f"{client.name}: {error}")
             raise
-        tell(
+        say(
             f"{client.name}: round {int(letter.facts['round']) + 1} of run {letter.facts['run']}, {letter.facts['exchange']}: "
             f"{answer.facts.get('steps', 0)} steps in {answer.facts['seconds']:.2f} s, {answer.nbytes} bytes up"
         )
         return Message(to_records(answer), reply_to=message)
 
-    app.query()(query)
-    app.train()(train)
     return app
 
 
-def tell(line: str) -> None:
+def say(line: str) -> None:
     print(line, flush=True)

@@ -1,4 +1,4 @@
-"""Certificates for TLS and keys for node authentication, made on the spot."""
+"""Makes certificates for TLS and keys for node authentication."""
 
 from __future__ import annotations
 
@@ -12,57 +12,53 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
 
-DAYS = 365  # that a certificate is good for
+DAYS = 365  # a certificate is valid for so long
+AUTHORITY = "undrift federation"
+Key = ec.EllipticCurvePrivateKey
 
 
 def write_keys(folder: Path, host: str, clients: int) -> None:
-    """ca.crt, server.crt and server.key for the server's address, and a pair client-i, client-i.pub for each client."""
+    """Write ca.crt, server.crt and server.key for the server's address, and client-i and client-i.pub for each client."""
     folder.mkdir(parents=True, exist_ok=True)
     authority, server = new_key(), new_key()
-    root = certificate("undrift federation", authority, "undrift federation", authority, None)
+    root, signed = certify(AUTHORITY, authority, authority, None), certify(host, server, authority, host)
     write(folder / "ca.crt", root.public_bytes(serialization.Encoding.PEM))
-    signed = certificate(host, server, "undrift federation", authority, host)
     write(folder / "server.crt", signed.public_bytes(serialization.Encoding.PEM))
-    write(folder / "server.key", private(server))
+    write(folder / "server.key", private_bytes(server))
     for client in range(clients):
         write_client_key(folder / f"client-{client}")
 
 
 def write_client_key(file: Path) -> None:
-    """A client's private key, and beside it the public one that the server is told."""
+    """Write a client's private key, and its public key for the server."""
     key = new_key()
     form = serialization.Encoding.OpenSSH, serialization.PublicFormat.OpenSSH
-    write(file, private(key, serialization.PrivateFormat.OpenSSH))
+    write(file, private_bytes(key, serialization.PrivateFormat.OpenSSH))
     write(file.with_name(f"{file.name}.pub"), key.public_key().public_bytes(*form))
 
 
-def new_key() -> ec.EllipticCurvePrivateKey:
+def new_key() -> Key:
     return ec.generate_private_key(ec.SECP384R1())
 
 
-def private(
-    key: ec.EllipticCurvePrivateKey, form: serialization.PrivateFormat = serialization.PrivateFormat.PKCS8
-) -> bytes:
-    pem: bytes = key.private_bytes(serialization.Encoding.PEM, form, serialization.NoEncryption())
-    return pem
+def private_bytes(key: Key, form: serialization.PrivateFormat = serialization.PrivateFormat.PKCS8) -> bytes:
+    return bytes(key.private_bytes(serialization.Encoding.PEM, form, serialization.NoEncryption()))
 
 
 def write(file: Path, content: bytes) -> None:
-    """A file that only its owner reads."""
+    """Write a file that only its owner can read."""
     with os.fdopen(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as opened:
         opened.write(content)
 
 
-def certificate(
-    name: str, key: ec.EllipticCurvePrivateKey, issuer: str, signer: ec.EllipticCurvePrivateKey, host: str | None
-) -> x509.Certificate:
-    """A certificate of `key`; for a server's host, or for an authority where host is None."""
-    called = [x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, n)]) for n in (name, issuer)]
+def certify(name: str, key: Key, signer: Key, host: str | None) -> x509.Certificate:
+    """Sign a certificate of `key`: a server's for its host, or the authority's own if `host` is None."""
+    subject, issuer = (x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, n)]) for n in (name, AUTHORITY))
     now = datetime.datetime.now(datetime.UTC)
-    made = (
+    builder = (
         x509.CertificateBuilder()
-        .subject_name(called[0])
-        .issuer_name(called[1])
+        .subject_name(subject)
+        .issuer_name(issuer)
         .public_key(key.public_key())
         .serial_number(x509.random_serial_number())
         .not_valid_before(now - datetime.timedelta(minutes=5))
@@ -72,15 +68,15 @@ def certificate(
         .add_extension(x509.AuthorityKeyIdentifier.from_issuer_public_key(signer.public_key()), critical=False)
     )
     if host is None:
-        uses = x509.KeyUsage(True, False, False, False, False, True, True, False, False)  # signs, also certificates
-        made = made.add_extension(uses, critical=True)
+        uses = x509.KeyUsage(True, False, False, False, False, True, True, False, False)  # may sign certificates
+        builder = builder.add_extension(uses, critical=True)
     else:
-        made = made.add_extension(x509.SubjectAlternativeName(names_of(host)), critical=False)
-    return made.sign(signer, hashes.SHA384())
+        builder = builder.add_extension(x509.SubjectAlternativeName(names_of(host)), critical=False)
+    return builder.sign(signer, hashes.SHA384())
 
 
 def names_of(host: str) -> list[x509.GeneralName]:
-    """The host, and loopback, over which the server's own parts talk to each other."""
+    """The host, and loopback, which the server's processes use among themselves."""
     names: list[x509.GeneralName] = [x509.DNSName("localhost"), x509.IPAddress(ipaddress.ip_address("127.0.0.1"))]
     try:
         address: x509.GeneralName = x509.IPAddress(ipaddress.ip_address(host))

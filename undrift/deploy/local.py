@@ -1,7 +1,7 @@
-"""`undrift deploy local`: a SuperLink and SuperNodes on this machine, over TLS with keys made on the spot.
+"""`undrift deploy local`: a SuperLink and SuperNodes on this machine, over TLS with new keys.
 
-Everything that is started is ended again, also after Ctrl-C. Flower's processes start others, some of them detached; they are
-known by the FLWR_HOME and the name that they all inherit.
+All processes are ended again, even after Ctrl-C. Flower's processes start others, some of them detached; they are recognised
+by FLWR_HOME and a mark in their environment.
 """
 
 from __future__ import annotations
@@ -26,18 +26,11 @@ from undrift.deploy.settings import Plan
 from undrift.jobs.folder import RunFolder
 
 HOST = "127.0.0.1"
-MARK = "UNDRIFT_DEPLOY_PART"  # names, in a process's environment, what it belongs to
+MARK = "UNDRIFT_DEPLOY_PART"  # in a process's environment: the part that it belongs to
 AGAIN = 'trap \'kill $!; wait; exit\' TERM; while :; do "$0" "$@" & wait $!; sleep 3; done'
 PATIENCE = 60.0  # seconds until the SuperLink must answer
 GRACE = 5.0  # seconds that a process has to end by itself
-
-
-Within = Callable[[str], list[str]]
-
-
-def here(name: str) -> list[str]:
-    """On this machine, as it is."""
-    return []
+Within = Callable[[str], list[str]]  # words before the command of a part, such as those that start it in a namespace
 
 
 class Failed(UndriftError):
@@ -47,20 +40,19 @@ class Failed(UndriftError):
 class LocalFederation:
     """The processes of a federation on loopback. Use it as `with federation(...)`."""
 
-    def __init__(self, home: Path, clients: int, secure: bool, host: str = HOST, within: Within = here) -> None:
-        """`within` puts words before the command of a part, such as those that start it in a network namespace."""
+    def __init__(self, home: Path, clients: int, secure: bool, host: str, within: Within) -> None:
         self.home, self.clients, self.secure, self.host, self.within = home, clients, secure, host, within
         self.keys, self.app, self.port = home / "keys", home / "app", free_port()
         self.started: dict[str, subprocess.Popen[bytes]] = {}
-        self.names: list[str] = []  # of the clients, where they are not called by their numbers
-        self.files: list[Path] = []  # with their samples, where they have their own
+        self.names: list[str] = []  # the clients' names, if they are not numbers
+        self.files: list[Path] = []  # the clients' files, if they have any
         self.environment = os.environ | {
             "FLWR_HOME": str(home / "flwr"), "FLWR_TELEMETRY_ENABLED": "0", "FLWR_DISABLE_UPDATE_CHECK": "1",
             "PYTHONUNBUFFERED": "1", "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}",
         }  # fmt: skip
 
     def start(self, name: str, *command: str) -> subprocess.Popen[bytes]:
-        """A process whose output goes to its log."""
+        """Start a process whose output goes to its log."""
         with (self.home / f"{name}.log").open("ab") as log:
             process = subprocess.Popen(
                 [*self.within(name), *command], stdout=log, stderr=log, stdin=subprocess.DEVNULL,
@@ -70,26 +62,22 @@ class LocalFederation:
         return process
 
     def flwr(self, *arguments: str) -> str:
-        """A `flwr` command's output."""
+        """Run a `flwr` command and return its output."""
         done = subprocess.run(
-            [*self.within("run"), "flwr", *arguments],
-            env=self.environment,
-            cwd=self.home,
-            capture_output=True,
-            text=True,
-            check=False,
-        )
+            [*self.within("run"), "flwr", *arguments], env=self.environment, cwd=self.home, capture_output=True,
+            text=True, check=False,
+        )  # fmt: skip
         if done.returncode:
             raise Failed(f"flwr {arguments[0]} failed: {done.stdout}{done.stderr}")
         return done.stdout + done.stderr
 
     def open(self) -> None:
-        """Start the SuperLink and let the clients' keys in."""
+        """Start the SuperLink and register the clients' keys."""
         known = ["insecure = true"]
         if self.secure:
             write_keys(self.keys, self.host, self.clients)
             known = [f'root-certificates = "{self.keys / "ca.crt"}"']
-        for old in self.home.glob("state.db*"):  # of an earlier federation in this folder; its nodes are gone
+        for old in self.home.glob("state.db*"):  # left by an earlier federation, whose nodes are gone
             old.unlink()
         (self.home / "flwr").mkdir(exist_ok=True)
         config = ["[superlink]", 'default = "here"', "[superlink.here]", f'address = "{self.host}:{self.port}"', *known]
@@ -99,7 +87,7 @@ class LocalFederation:
             self.flwr("supernode", "register", str(self.keys / f"client-{client}.pub"), "here")
 
     def start_server(self) -> None:
-        """Start the SuperLink, and wait until it answers; started again, it knows its clients from its database."""
+        """Start the SuperLink, and wait until it answers; after a restart its database knows the clients."""
         security = ["--insecure"]
         if self.secure:
             files = {"ca-certfile": "ca.crt", "certfile": "server.crt", "keyfile": "server.key"}
@@ -117,7 +105,7 @@ class LocalFederation:
             time.sleep(0.2)
 
     def start_client(self, client: int, key: Path | None = None) -> subprocess.Popen[bytes]:
-        """Client number `client`, with its own key or another one."""
+        """Start a client with its key, or with another one."""
         security = ["--insecure"]
         if self.secure:
             key = key or self.keys / f"client-{client}"
@@ -130,11 +118,11 @@ class LocalFederation:
             "flower-supernode", *security, "--superlink", f"{self.host}:{self.port}", "--port", str(free_port()),
             "--node-config", config,
         )  # fmt: skip
-        # For a minute after a node was killed, the SuperLink holds its place and turns it away: it tries again.
+        # For a minute after a node was killed, the SuperLink turns it away: it tries again.
         return self.start(f"client-{client}", "sh", "-c", AGAIN, *node)
 
     def run(self, plan: Plan, changed: Mapping[str, str] = {}) -> subprocess.Popen[bytes]:
-        """Start the run; its log is the server's output. `changed` are files of the app to be written otherwise."""
+        """Start the run; its log is the server's output. `changed` replaces files of the app, by name."""
         shutil.rmtree(self.app, ignore_errors=True)
         write_app(self.app, plan, self.host, self.port)
         for file, text in changed.items():
@@ -146,13 +134,13 @@ class LocalFederation:
         return file.read_text(errors="replace") if file.exists() else ""
 
     def kill(self, name: str, how: signal.Signals = signal.SIGKILL) -> None:
-        """End a process and all that it started."""
+        """End a process and its descendants."""
         process = self.started.pop(name)
         if how != signal.SIGKILL:
             process.send_signal(how)
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(GRACE)
-        for pid in {*descended(self.home, name), *([process.pid] if process.poll() is None else [])}:
+        for pid in {*descendants(self.home, name), *([process.pid] if process.poll() is None else [])}:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         process.wait()
@@ -166,22 +154,22 @@ class LocalFederation:
 def federation(
     clients: int, secure: bool = True, home: Path | None = None, host: str = HOST, within: Within | None = None
 ) -> Iterator[LocalFederation]:
-    """A SuperLink and its folder; nothing of it is left afterwards, unless `home` says where it is to be."""
+    """Open a SuperLink in a temporary folder, or in `home`, which is kept."""
     folder = Path(tempfile.mkdtemp(prefix="undrift-")) if home is None else home.resolve()
     folder.mkdir(parents=True, exist_ok=True)
-    made = LocalFederation(folder, clients, secure, host, within or here)
+    local = LocalFederation(folder, clients, secure, host, within or (lambda name: []))
     try:
-        made.open()
-        yield made
+        local.open()
+        yield local
     finally:
-        made.close()
+        local.close()
         if home is None:
             shutil.rmtree(folder, ignore_errors=True)
 
 
 def files_of(plan: Plan, folder: Path | None) -> list[Path]:
-    """The clients' own files NAME.npz in a folder; none where they take parts of one data set."""
-    if plan.own != (folder is not None):
+    """The clients' files NAME.npz in a folder; none if the clients share a data set."""
+    if plan.site_files != (folder is not None):
         raise BadSetting("--data FOLDER, with NAME.npz for each client, goes with --dataset own, and only with it")
     files = [] if folder is None else [(folder / f"{name}.npz").resolve() for name in plan.names]
     for file in files:
@@ -190,10 +178,8 @@ def files_of(plan: Plan, folder: Path | None) -> list[Path]:
     return files
 
 
-def run_local(
-    plan: Plan, secure: bool, home: Path | None, say: Callable[[str], None], data: Path | None = None
-) -> None:
-    """The whole run on this machine, with one SuperNode a client; `data` is the folder of their own files, if they have any."""
+def run_local(plan: Plan, secure: bool, home: Path | None, say: Callable[[str], None], data: Path | None) -> None:
+    """Run everything on this machine, with a SuperNode for each client; `data` is the folder of their files, if any."""
     files = files_of(plan, data)
     test = plan.deploy.test and str(Path(plan.deploy.test).resolve())
     plan = replace(plan, deploy=replace(plan.deploy, out=str(Path(plan.deploy.out).resolve()), test=test))
@@ -201,30 +187,28 @@ def run_local(
         parts.names, parts.files = plan.names if plan.deploy.names else [], files
         for client in range(plan.run.clients):
             parts.start_client(client)
-        process, shown = parts.run(plan), 0
-        while True:
+        process, shown, ended = parts.run(plan), 0, False
+        while not ended:
+            time.sleep(0.3)
             ended = process.poll() is not None
             text = parts.log("run")
             for line in text[shown:].splitlines():
                 if not line.startswith(("INFO", "\x1b")) or "round" in line:
                     say(line)
             shown = len(text)
-            if ended:
-                break
-            time.sleep(0.3)
         if not RunFolder(Path(plan.deploy.out)).finished():
             raise Failed(f"the run did not come to its end:\n{tail(text)}\n{tail(parts.log('superlink'))}")
 
 
-def descended(home: Path, name: str) -> list[int]:
-    """The processes that were started under this name in this federation; only Linux tells."""
+def descendants(home: Path, name: str) -> list[int]:
+    """The ids of the processes of this part of this federation; only on Linux."""
     marks = {f"FLWR_HOME={home / 'flwr'}".encode(), f"{MARK}={name}".encode()}
-    found = []
+    pids = []
     for entry in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):
             if marks <= set((entry / "environ").read_bytes().split(b"\0")):
-                found.append(int(entry.name))
-    return found
+                pids.append(int(entry.name))
+    return pids
 
 
 def tail(text: str, lines: int = 20) -> str:

@@ -1,7 +1,7 @@
-"""What travels between the server and a client: named arrays and a few plain facts.
+"""Messages between the server and a client: named arrays and a few plain facts.
 
-An array travels as a .npy file without pickle, the form that Flower uses too. Whoever receives one knows which names, shapes
-and dtypes to expect, and compares them, and the number of bytes, before an array is made of anything.
+An array travels as a .npy file without pickle, as in Flower. The receiver knows which names, shapes and dtypes to expect, and
+checks them and the number of bytes before it decodes an array.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from undrift.oracle.net import Net
 
 T = TypeVar("T")
 Fact = bool | int | float | str
-HEADER = 256  # bytes of a .npy file before the numbers, at most, for arrays of so few dimensions
+HEADER = 256  # most bytes of a .npy header for arrays of few dimensions
 
 
 class Refused(UndriftError):
-    """A message that is not what was asked for; the text says why."""
+    """A message is not as expected; the text says why."""
 
 
 class Encoded(NamedTuple):
@@ -47,18 +47,18 @@ class Letter:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the arrays as they travel; the facts are a few hundred more."""
+        """Bytes of the encoded arrays; the facts are a few hundred more."""
         return sum(len(array.data) for array in self.arrays.values())
 
     def fact(self, name: str, kind: type[T]) -> T:
-        """A fact of that kind."""
+        """Read a fact of that type."""
         value = self.facts.get(name)
         if not isinstance(value, kind) or (kind is not bool and isinstance(value, bool)):
             raise Refused(f"{name} must be {kind.__name__}, not {value!r}")
         return value
 
     def number(self, name: str) -> float:
-        """A fact that is a finite number."""
+        """Read a fact that is a finite number."""
         value = self.facts.get(name)
         if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
             raise Refused(f"{name} must be a finite number, not {value!r}")
@@ -73,22 +73,22 @@ def encode(tensor: Tensor) -> Encoded:
 
 
 def decode(name: str, sent: Encoded, like: Tensor) -> Tensor:
-    """The tensor that was sent, if it has the shape and the dtype of `like`."""
+    """Decode a tensor that must have the shape and dtype of `like`."""
     dtype = np.dtype(str(like.dtype).removeprefix("torch."))
     expected, bytes_expected = tuple(like.shape), like.numel() * dtype.itemsize
     if len(sent.data) > bytes_expected + HEADER:
         raise Refused(f"{name} has {len(sent.data)} bytes, but {bytes_expected} were expected")
-    said: Any = sent.dtype, tuple(sent.shape)
-    if said == (str(dtype), expected):
+    form: Any = sent.dtype, tuple(sent.shape)
+    if form == (str(dtype), expected):
         file = io.BytesIO(sent.data)
         try:
             version = np.lib.format.read_magic(file)
             shape, fortran, inside = np.lib.format.read_array_header_1_0(file) if version == (1, 0) else (None,) * 3
         except ValueError as error:
             raise Refused(f"{name} is not a .npy file: {error}") from error
-        said = str(inside), shape
-    if said != (str(dtype), expected):
-        raise Refused(f"{name} is {said[0]} {list(said[1] or ())}, but {dtype} {list(expected)} was expected")
+        form = str(inside), shape
+    if form != (str(dtype), expected):
+        raise Refused(f"{name} is {form[0]} {list(form[1] or ())}, but {dtype} {list(expected)} was expected")
     body = sent.data[file.tell() :]
     if fortran or len(body) != bytes_expected:
         raise Refused(f"{name} has {len(body)} bytes of numbers, but {bytes_expected} were expected")
@@ -96,12 +96,12 @@ def decode(name: str, sent: Encoded, like: Tensor) -> Tensor:
 
 
 def pack(state: Any, net: Net) -> dict[str, Encoded]:
-    """The arrays of a NamedTuple under dotted names, without what pads vectors."""
+    """Encode the arrays of a NamedTuple under dotted names, without the padding of vectors."""
     return {name.removeprefix("."): encode(leaf) for name, leaf in named_leaves("", net.sent(state))}
 
 
 def unpack(arrays: Mapping[str, Encoded], like: T, net: Net, device: torch.device) -> T:
-    """A NamedTuple like this one, whose tensors need no memory, from what was sent; vectors get their padding again."""
+    """Decode a NamedTuple of the form of `like` (meta tensors will do); vectors get their padding again."""
     expected = {name.removeprefix("."): leaf for name, leaf in named_leaves("", net.sent(like))}
     if arrays.keys() != expected.keys():
         missing, extra = sorted(expected.keys() - arrays.keys()), sorted(arrays.keys() - expected.keys())
@@ -112,14 +112,15 @@ def unpack(arrays: Mapping[str, Encoded], like: T, net: Net, device: torch.devic
         raise Refused(f"the arrays have {total} bytes, but at most {largest} were expected")
     sent: Iterator[Tensor] = iter([decode(name, arrays[name], leaf) for name, leaf in expected.items()])
 
-    def padded(whole: Tensor) -> Tensor:
+    def pad(whole: Tensor) -> Tensor:
         tensor = next(sent)
         return F.pad(tensor, (0, whole.shape[-1] - tensor.shape[-1])).to(device)
 
-    return map_leaves(padded, like)
+    return map_leaves(pad, like)
 
 
-def check_finite(state: Any) -> None:
+def check_finite(state: T) -> T:
     """Refuse NaN and infinity."""
     if not all(bool(leaf.isfinite().all()) for leaf in leaves(state)):
         raise Refused("it is not finite")
+    return state

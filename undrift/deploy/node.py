@@ -1,8 +1,7 @@
-"""Which client a node is: its name, its samples, and where it keeps its states.
+"""Builds a node's client from its --node-config.
 
-A node is told by its --node-config: `partition-id=3` or `name="clinic-a"`; `data="/path/to/its.npz"` says where its own samples
-lie, in a run whose dataset is `own`; `state-dir="/path"` says where its states go; `allow="mypackage"` lets the run name models,
-data sets and algorithms of that installed package.
+`partition-id=3` or `name="clinic-a"` is its name; `data="/path/to/its.npz"` its samples, if the run's dataset is `own`;
+`state-dir="/path"` the folder of its states; `allow="mypackage"` an installed package whose code the run may use.
 """
 
 from __future__ import annotations
@@ -17,12 +16,12 @@ from undrift.core.errors import BadSetting
 from undrift.data.load import load_dataset
 from undrift.deploy.client import Client
 from undrift.deploy.settings import Plan
-from undrift.deploy.site_files import own_federation, own_path
+from undrift.deploy.site_files import site_federation, site_path
 from undrift.jobs.run import build_net, deal_out, settings_of
 
 
 def name_of(node: Mapping[str, Any]) -> str:
-    """The client's name: one that it was given, or its partition's number."""
+    """The client's name, or the number of its partition."""
     if "name" in node:
         return str(node["name"])
     if "partition-id" not in node:
@@ -30,13 +29,8 @@ def name_of(node: Mapping[str, Any]) -> str:
     return str(int(node["partition-id"]))
 
 
-def state_folder(node: Mapping[str, Any]) -> Path:
-    """Where this node keeps its states."""
-    return Path(str(node.get("state-dir") or os.environ.get("UNDRIFT_STATE") or Path.home() / ".undrift" / "clients"))
-
-
 def check_allowed(plan: Plan, node: Mapping[str, Any]) -> None:
-    """Refuse a run that names code which this node was not told to run."""
+    """Refuse a run that names code which this node does not allow."""
     allowed = [part for part in str(node.get("allow", "")).split(",") if part]
     for setting in ("algorithm", "model", "dataset"):
         value = str(getattr(plan.run, setting))
@@ -48,15 +42,16 @@ def check_allowed(plan: Plan, node: Mapping[str, Any]) -> None:
             )
 
 
-def this_client(plan: Plan, node: Mapping[str, Any]) -> Client:
-    """The client that this node is in the run."""
+def build_client(plan: Plan, node: Mapping[str, Any]) -> Client:
+    """Build this node's client."""
     check_allowed(plan, node)
     name, run, device = name_of(node), plan.run, pick_device(plan.run.device)
-    path, structures = own_path(plan, node), plan.structures
+    path, structures = site_path(plan, node), plan.structures
     if path is None:
         dataset = load_dataset(run.dataset)
         data, structures = deal_out(run, dataset, device), dataset.structures
     else:
-        data = own_federation(plan, name, path, device)
+        data = site_federation(plan, name, path, device)
     net = build_net(data, run, plan.alg, structures, run.model)
-    return Client(name, plan.alg, net, data, settings_of(run, data.sizes, device), device, state_folder(node))
+    states = node.get("state-dir") or os.environ.get("UNDRIFT_STATE") or Path.home() / ".undrift" / "clients"
+    return Client(name, plan.alg, net, data, settings_of(run, data.sizes, device), device, Path(str(states)))

@@ -3,15 +3,15 @@
     d = (sum_i clip(d_i, C) + N(0, sigma^2 C^2 I)) / (q N)
 
 McMahan, Ramage, Talwar, Zhang: Learning Differentially Private Recurrent Language Models. ICLR 2018, with a fixed
-denominator. Each client takes part with probability q; who fails to answer counts as zero, so that the weights never depend on
-who answered. The noise comes from the operating system, not from the run's seed, which the clients know.
+denominator. Each client takes part with probability q. A missing answer counts as zero, so that weights do not depend on who
+answers. The noise comes from the operating system, because clients know the run's seed.
 """
 
 from __future__ import annotations
 
 import importlib.util
 
-from undrift.algorithms.base import Algorithm, Worker
+from undrift.algorithms.base import Worker
 from undrift.algorithms.settings import looks_at_single_uploads
 from undrift.core.errors import BadSetting
 from undrift.core.trees import leaves
@@ -20,16 +20,16 @@ from undrift.oracle.net import Net
 from undrift.round.private import Private
 from undrift.round.shapes import Forms
 
-UNLIKELY = 0.01  # of delta: how likely a cohort of nobody, which is drawn again, may be in the whole run
+UNLIKELY = 0.01  # largest probability, over delta, of an empty cohort (which is drawn again) in the whole run
 
 
 def make_private(plan: Plan) -> Private:
-    """The algorithm with a private sum in place of the weighted mean."""
+    """Replace the algorithm's weighted mean by a private sum."""
     return Private(plan.alg, plan.deploy.privacy_clip, plan.deploy.privacy_noise, float(plan.run.cohort))  # q N = S
 
 
 def epsilon(rate: float, noise: float, rounds: int, delta: float) -> float:
-    """What the rounds so far cost, for adding or removing one client, by Renyi differential privacy."""
+    """The epsilon of so many rounds, for adding or removing one client, by Renyi differential privacy."""
     import dp_accounting
 
     add_or_remove = dp_accounting.NeighboringRelation.ADD_OR_REMOVE_ONE
@@ -39,38 +39,28 @@ def epsilon(rate: float, noise: float, rounds: int, delta: float) -> float:
 
 
 def check_private(plan: Plan, net: Net) -> None:
-    """Refuse settings under which the promise would not hold, with the reason."""
+    """Refuse settings under which the guarantee would not hold."""
     run, deploy, alg = plan.run, plan.deploy, plan.alg
     more = not alg.sends_updates or type(alg).gather is not Worker.gather or alg.measures
+    stateful = alg.personalises or alg.keep_moments or bool(leaves(Forms.of(alg, net, run.clients).client))
     empty = run.rounds * (1 - run.cohort / run.clients) ** run.clients
+    norms, bounded = net.buffer_layout.size > 0, deploy.privacy_noise > 0 and 0 < deploy.privacy_delta < 1
     for wrong, why in (
         (looks_at_single_uploads(alg), "its server looks at single updates"),
         (more, "its clients send more than their update"),
-        (keeps_state(alg, net, run.clients), "its clients keep a state, which ties rounds together"),
+        (stateful, "its clients keep a state, which ties rounds together"),
     ):
         if wrong:
-            raise BadSetting(
-                f"{run.algorithm} cannot be made private: {why}; use one that needs only the sum, such as fedavg"
-            )
+            sums = "use one that needs only the sum, such as fedavg"
+            raise BadSetting(f"{run.algorithm} cannot be made private: {why}; {sums}")
     for wrong, why in (
         (run.sampling != "bernoulli", "give --sampling bernoulli: the promise is for clients drawn independently"),
         (run.weights != "uniform", "give --weights uniform: a weight by size would change a client's share"),
         (deploy.min_replies > 1, "leave min_replies at 1: a round must not depend on how many answer"),
-        (
-            net.buffer_layout.size > 0,
-            "the model has BatchNorm, whose statistics would go up without noise; use another normalisation",
-        ),
-        (
-            not (deploy.privacy_noise > 0 and 0 < deploy.privacy_delta < 1),
-            "privacy_noise must be above 0 and privacy_delta between 0 and 1",
-        ),
+        (norms, "the model has BatchNorm, whose statistics would go up without noise; use another normalisation"),
+        (not bounded, "privacy_noise must be above 0 and privacy_delta between 0 and 1"),
         (empty > UNLIKELY * deploy.privacy_delta, "a round without any client is too likely; raise cohort or clients"),
         (importlib.util.find_spec("dp_accounting") is None, "install dp-accounting: pip install 'undrift[privacy]'"),
     ):
         if wrong:
             raise BadSetting(f"privacy_clip: {why}")
-
-
-def keeps_state(alg: Algorithm, net: Net, clients: int) -> bool:
-    """Whether a client has something to keep between rounds."""
-    return alg.personalises or alg.keep_moments or bool(leaves(Forms.of(alg, net, clients).client))

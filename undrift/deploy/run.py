@@ -1,4 +1,4 @@
-"""A deployed run on the server, from settings to records and a trained model; the folder is that of a simulation."""
+"""Runs a deployment on the server; it leaves the same folder as a simulation."""
 
 from __future__ import annotations
 
@@ -6,9 +6,8 @@ import contextlib
 import json
 import secrets
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from undrift.core.device import pick_device
 from undrift.core.errors import BadRunFolder
@@ -21,66 +20,61 @@ from undrift.deploy.site_files import server_federation
 from undrift.jobs.config import RunConfig
 from undrift.jobs.course import Result
 from undrift.jobs.folder import RunFolder
-from undrift.jobs.run import simulated, simulated_on
+from undrift.jobs.run import build_simulation, simulate_clients
 from undrift.jobs.start import start
 from undrift.simulate.simulation import Simulation
 
 
-class Roster(NamedTuple):
-    """The federation's clients in the order of their ids, and who of them is there."""
-
-    names: list[str]
-    present: list[str]
-    samples: Mapping[str, int] = {}  # that those with files of their own have said they have; grows as they come
-
-
 def deploy(
-    plan: Plan, post: Post, meet: Callable[[list[str]], Roster], out: Path, say: Callable[[str], None]
+    plan: Plan, post: Post, meet: Callable[[], int], samples: Mapping[str, int], say: Callable[[str], None]
 ) -> Result[RunConfig]:
-    """Run the rounds with clients that `post` reaches; `meet` waits for them."""
-    config = plan.run
-    private = plan.deploy.privacy_clip > 0
+    """Run the rounds; `meet` waits for the clients and counts them, and `post` carries letters to them.
+
+    `samples` are the numbers that clients with files have reported, by name; they grow as clients join.
+    """
+    config, out, private = plan.run, Path(plan.deploy.out), plan.deploy.privacy_clip > 0
 
     def show(record: dict[str, Any], rounds: int) -> None:
-        scored = "" if record["accuracy"] is None else f", accuracy {record['accuracy']:.4f}"
+        score = "" if record["accuracy"] is None else f", accuracy {record['accuracy']:.4f}"
         say(
             f"round {record['round']} of {rounds}: {record['clients'] - record['dropped']} of {record['clients']} clients, "
-            f"{record['wire_down']} bytes down, {record['wire_up']} up, {record['seconds']:.1f} s{scored}"
+            f"{record['wire_down']} bytes down, {record['wire_up']} up, {record['seconds']:.1f} s{score}"
         )
 
-    def build(given: dict[str, Any]) -> tuple[RunConfig, AbstractContextManager[Deployment]]:
+    def build(given: dict[str, Any]) -> tuple[RunConfig, contextlib.AbstractContextManager[Deployment]]:
         alg, device = make_private(plan) if private else plan.alg, pick_device(config.device)
-        if plan.own:
+        if plan.site_files:
             federation = server_federation(plan, device)
-            simulation = simulated_on(federation, config, alg, plan.structures, config.model, device)
+            simulation = simulate_clients(federation, config, alg, plan.structures, config.model, device)
         else:
-            simulation = simulated(config, alg, load_dataset(config.dataset), config.model, device)
+            simulation = build_simulation(config, alg, load_dataset(config.dataset), config.model, device)
         if private:
             check_private(plan, simulation.net)
         return config, serve(simulation)
 
     @contextlib.contextmanager
     def serve(simulation: Simulation) -> Iterator[Deployment]:
-        """The run with its clients, and at its end their last replies."""
+        """Open the deployment; at its end, send the clients their last replies."""
         token, visits = run_token(out, plan.deploy.resume), out / "clients.jsonl"
-        cut_back(visits, RunFolder(out).reached())
-        roster = meet(plan.names)
-        say(f"{len(roster.present)} of {config.clients} clients are there; run {token}")
-        remote = Remote(post, roster.names, token, plan.deploy.min_replies, say)
+        kept, reached = read_visits(visits), RunFolder(out).reached()
+        visits.write_text("".join(json.dumps(v) + "\n" for v in kept if v["round"] <= reached))
+        say(f"{meet()} of {config.clients} clients are there; run {token}")
+        remote = Remote(post, plan.names, token, plan.deploy.min_replies, say)
         if private:
             remote.absent, remote.least = 0.0, 0
 
-        def spent(rounds: int) -> dict[str, float]:
+        def spend(rounds: int) -> dict[str, float]:
             rate, deploy = config.cohort / config.clients, plan.deploy
             return {"epsilon": epsilon(rate, deploy.privacy_noise, rounds, deploy.privacy_delta)} if private else {}
 
-        def keep(made: list[Visit]) -> None:
+        def keep(new: list[Visit]) -> None:
             with visits.open("a") as file:
-                file.writelines(json.dumps(visit._asdict()) + "\n" for visit in made)
+                file.writelines(json.dumps(visit._asdict()) + "\n" for visit in new)
 
-        deployment = Deployment(simulation, remote, keep, spent, roster.samples if plan.own else None)
+        deployment = Deployment(simulation, remote, keep, spend, samples if plan.site_files else None)
         yield deployment
-        deployment.close(delivered(visits))
+        closed = [v for v in read_visits(visits) if v["exchange"] == CLOSE and v["outcome"] == "answered"]
+        deployment.close({(v["client"], v["round"]) for v in closed})
 
     result = start(config, {}, build, out, plan.deploy.resume, show)
     say(f"{len(result.records)} rounds; stopped by {result.stopped}; written to {out}")
@@ -88,7 +82,7 @@ def deploy(
 
 
 def run_token(out: Path, resume: bool) -> str:
-    """The name that ties letters and clients' states to this run; a resumed run keeps it."""
+    """The token of this run in letters and clients' states; a resumed run keeps it."""
     file = out / "deploy.json"
     if resume:
         try:
@@ -100,19 +94,10 @@ def run_token(out: Path, resume: bool) -> str:
     return token
 
 
-def delivered(visits: Path) -> set[tuple[str, int]]:
-    """Who has been sent the reply to its last round, and which that was, as clients.jsonl says."""
-    made = [json.loads(line) for line in visits.read_text().splitlines()] if visits.exists() else []
-    return {(v["client"], v["round"]) for v in made if v["exchange"] == CLOSE and v["outcome"] == "answered"}
-
-
-def cut_back(visits: Path, t: int) -> None:
-    """Leave in clients.jsonl only what belongs to rounds that are done."""
-    if not visits.exists():
-        return
-    kept = []
-    for line in visits.read_text().splitlines():
-        with contextlib.suppress(ValueError):  # the last line, half written when the server was killed
-            if json.loads(line)["round"] <= t:
-                kept.append(line + "\n")
-    visits.write_text("".join(kept))
+def read_visits(file: Path) -> list[dict[str, Any]]:
+    """Read clients.jsonl."""
+    visits = []
+    for line in file.read_text().splitlines() if file.exists() else ():
+        with contextlib.suppress(ValueError):  # a kill may leave the last line half written
+            visits.append(json.loads(line))
+    return visits

@@ -1,6 +1,6 @@
-"""The settings of a deployment: those of a run, and how the server deals with clients that are elsewhere.
+"""The settings of a deployment: those of a run, and how the server deals with remote clients.
 
-In a Flower app they stand in [tool.flwr.app.config] of its pyproject.toml, where values are plain: the algorithm's fields as
+A Flower app holds them as plain values in [tool.flwr.app.config] of its pyproject.toml: the algorithm's fields as
 "set.lr", a list of numbers as text.
 """
 
@@ -13,14 +13,11 @@ from dataclasses import asdict, dataclass
 from typing import Any, get_type_hints
 
 from undrift.core.errors import BadSetting
-from undrift.jobs.config import FIELDS, RunConfig, from_mapping, make_algorithm, parse_value, setting, typed
-from undrift.jobs.registry import algorithm_class
+from undrift.jobs.config import FIELDS, RunConfig, build_algorithm, from_mapping, parse_value, setting, typed
 
-NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,63}")  # of a client or a run: it becomes the name of a folder
-OWN = "own"  # the dataset, and the partition, of a run whose clients have samples of their own
-# Settings of a simulation that a real federation has no use for: its clients fail, dawdle and wait for the network by
-# themselves, and each runs as it can.
-SIMULATED = ("dropout_rate", "slow", "bandwidth", "latency")
+NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,63}")  # of a client or a run, and of its folder
+OWN = "own"  # the dataset, and the partition, of a run whose clients each read a file
+SIMULATED = ("dropout_rate", "slow", "bandwidth", "latency")  # real clients are slow, and fail, by themselves
 HERE_ONLY = (*SIMULATED, "chunk", "client_state", "compress")  # have no flag
 UNUSED = (*HERE_ONLY, "execution", "replay", "compile", "checkpoint_every")
 RENAMED = {"dp_clip": "privacy_clip", "dp_noise": "privacy_noise", "dp_delta": "privacy_delta"}
@@ -32,17 +29,17 @@ class DeployConfig:
 
     out: str = setting("runs/deployed", "the run's folder, on the server")
     resume: bool = setting(False, "go on from the folder's last checkpoint")
-    timeout: float = setting(600.0, "seconds that clients have for an answer")
-    min_replies: int = setting(1, "answers without which a round leaves the model as it is")
+    timeout: float = setting(600.0, "seconds that clients have to answer")
+    min_replies: int = setting(1, "fewest answers with which a round changes the model")
     wait: float = setting(600.0, "seconds to wait for all clients before the first round")
-    names: str = setting("", "the clients' names, with commas between; in sorted order they are clients 0, 1, ...")
-    shape: str = setting("", "with --dataset own: of one input as the model sees it, such as 1,28,28")
-    classes: int = setting(0, "with --dataset own: how many class labels there are")
+    names: str = setting("", "the clients' names, separated by commas; sorted, they are clients 0, 1, ...")
+    shape: str = setting("", "with --dataset own: the shape of one input as the model sees it, such as 1,28,28")
+    classes: int = setting(0, "with --dataset own: the number of class labels")
     structures: str = setting("", "with --dataset own, instead of classes: what masks show, such as disc,cup")
     test: str = setting("", "with --dataset own: an .npz on the server with samples to test the model on")
-    privacy_clip: float = setting(0.0, "C, longest update of a client, for differential privacy; 0: none")
+    privacy_clip: float = setting(0.0, "C, the largest norm of a client's update, for differential privacy; 0: none")
     privacy_noise: float = setting(1.0, "sigma: the noise on the sum is N(0, sigma^2 C^2)")
-    privacy_delta: float = setting(1e-5, "delta, for which the record says epsilon")
+    privacy_delta: float = setting(1e-5, "delta, for the epsilon in the records")
 
     def __post_init__(self) -> None:
         if not self.privacy_clip >= 0:
@@ -58,28 +55,23 @@ FLAGS["checkpoint_every"] = setting(1, "always 1: clients keep only the states b
 
 
 def check_flags(settings: Mapping[str, Any]) -> None:
-    """Refuse what a real federation cannot choose; in a file it is left aside, so that a simulation's can be deployed."""
-    if settings.get("execution", "auto") != "auto":
-        raise BadSetting(
-            f"real clients are neither stacked nor pooled; leave --execution at auto, not {settings['execution']}"
-        )
+    """Refuse flags that a real federation cannot obey; in a file they are ignored, so that a simulation's can be used."""
+    if (how := settings.get("execution", "auto")) != "auto":
+        raise BadSetting(f"real clients are neither stacked nor pooled; leave --execution at auto, not {how}")
     if settings.get("compile") == "on":
         raise BadSetting("real clients run as they are and cannot be compiled; leave --compile at auto, or off")
     if settings.get("checkpoint_every", 1) != 1:
         raise BadSetting("a deployed run is saved after every round; leave --checkpoint-every out")
 
 
-def named(names: str) -> list[str]:
-    """
-    >>> named("b, a")
-    ['a', 'b']
-    """
+def split_names(names: str) -> list[str]:
+    """Split and sort names: "b, a" gives ["a", "b"]."""
     return sorted(part.strip() for part in names.split(",") if part.strip())
 
 
 @dataclass(frozen=True)
 class Plan:
-    """A deployment as it was asked for."""
+    """A deployment: its settings, checked, and its algorithm."""
 
     run: RunConfig
     alg: Any
@@ -88,21 +80,19 @@ class Plan:
     @property
     def names(self) -> list[str]:
         """The clients' names in the order of their ids."""
-        return named(self.deploy.names) or [str(id) for id in range(self.run.clients)]
+        return split_names(self.deploy.names) or [str(id) for id in range(self.run.clients)]
 
     @property
-    def own(self) -> bool:
-        """Whether each client reads a file of its own."""
+    def site_files(self) -> bool:
+        """Whether each client reads its samples from a file."""
         return self.run.dataset == OWN
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of one input, where clients have their own."""
-        try:
-            shape = tuple(int(part) for part in self.deploy.shape.split(","))
-        except ValueError:
-            shape = ()
-        if not shape or min(shape) < 1:
+        """The shape of one input, for clients with files."""
+        parts = [part.strip() for part in self.deploy.shape.split(",")]
+        shape = tuple(int(part) for part in parts if part.isdecimal())
+        if len(shape) < len(parts) or min(shape) < 1:
             raise BadSetting(
                 f"with --dataset own the server must know the shape of one input; give --shape 1,28,28 for grey pictures or "
                 f"--shape 5 for five numbers, not {self.deploy.shape!r}"
@@ -111,25 +101,24 @@ class Plan:
 
     @property
     def structures(self) -> tuple[str, ...]:
-        """What masks show, from the outside in; none where targets are class labels."""
+        """The structures that masks show, from the outside in; empty for class labels."""
         return tuple(part.strip() for part in self.deploy.structures.split(",") if part.strip())
 
     @property
     def classes(self) -> int:
-        """Outputs of the model, where clients have their own samples."""
+        """The number of outputs of the model, for clients with files."""
         return self.deploy.classes or len(self.structures)
 
-    def check_own(self, given: Mapping[str, Any]) -> None:
-        """Refuse settings that do not go with clients that have their own samples, or only go with them."""
-        if not self.own:
+    def check_site_files(self, given: Mapping[str, Any]) -> None:
+        """Refuse settings that do not go with clients' files, or that need them."""
+        if not self.site_files:
             for name in ("shape", "classes", "structures", "test"):
                 if getattr(self.deploy, name):
                     raise BadSetting(f"{name} is for --dataset own; {self.run.dataset} says it itself")
             return
         if not self.shape or (self.deploy.classes < 2) == (not self.structures):
-            raise BadSetting(
-                "with --dataset own give --classes 10, or --structures disc,cup where the targets are masks"
-            )
+            choices = "--classes 10, or --structures disc,cup where the targets are masks"
+            raise BadSetting(f"with --dataset own give {choices}")
         if given.get("partition", OWN) != OWN:
             raise BadSetting("with --dataset own nothing is dealt out; leave partition away")
         if self.run.val_fraction:
@@ -139,18 +128,17 @@ class Plan:
 
     @classmethod
     def of(cls, given: Mapping[str, Any]) -> Plan:
-        """From settings by their names; the algorithm's fields are under `set`."""
+        """A plan from settings by name; the algorithm's fields are under `set`."""
         for old in given.keys() & RENAMED:
             raise BadSetting(f"{old} is called {RENAMED[old]} now")
-        own = typed({n: v for n, v in given.items() if n in DEPLOY_FIELDS}, TYPES)
-        of_run = {n: v for n, v in given.items() if n not in DEPLOY_FIELDS}
-        chosen = from_mapping(({"partition": OWN} if of_run.get("dataset") == OWN else {}) | of_run)
-        names = named(str(own.get("names", "")))
-        for name in names:
-            if not NAME.fullmatch(name) or names.count(name) > 1:
-                raise BadSetting(
-                    f"{name!r} cannot be a client's name, or two have it; use letters, digits, '.', '_', '-'"
-                )
+        deployed = typed({n: v for n, v in given.items() if n in DEPLOY_FIELDS}, TYPES)
+        simulated = {n: v for n, v in given.items() if n not in DEPLOY_FIELDS}
+        chosen = from_mapping(({"partition": OWN} if simulated.get("dataset") == OWN else {}) | simulated)
+        names = split_names(str(deployed.get("names", "")))
+        if bad := [name for name in names if not NAME.fullmatch(name) or names.count(name) > 1]:
+            raise BadSetting(
+                f"{bad[0]!r} cannot be a client's name, or two have it; use letters, digits, '.', '_', '-'"
+            )
         if names and len(names) != chosen.clients:
             raise BadSetting(f"there are {len(names)} names for {chosen.clients} clients; give --clients {len(names)}")
         for name in SIMULATED:
@@ -158,33 +146,30 @@ class Plan:
                 raise BadSetting(f"{name} is for simulations; real clients and links are as they are")
         if chosen.compress:
             raise BadSetting("compress is not offered in a deployment yet; leave it out")
-        alg = make_algorithm(algorithm_class(chosen.algorithm), chosen.algorithm, chosen.set)
+        alg = build_algorithm(chosen)
         if alg.pools:
             raise BadSetting(
                 f"{chosen.algorithm} puts all samples into one hand, which a federation is there to avoid; simulate it"
             )
-        # A checkpoint after every round: clients keep only the states before and after their last one.
+        # Clients keep only the states before and after their last round.
         chosen = dataclasses.replace(chosen, set=asdict(alg), checkpoint_every=1)
-        deploy = DeployConfig(**own)
+        deploy = DeployConfig(**deployed)
         if deploy.min_replies > chosen.cohort:
             raise BadSetting(f"min_replies is {deploy.min_replies}, but only {chosen.cohort} clients are asked a round")
         plan = cls(chosen, alg, deploy)
-        plan.check_own(given)
+        plan.check_site_files(given)
         return plan
 
     @classmethod
     def from_flat(cls, flat: Mapping[str, Any]) -> Plan:
-        """From the plain values of a Flower app."""
+        """A plan from the plain values of a Flower app."""
         given = {n: v for n, v in flat.items() if not n.startswith("set.")}
         fields = {n[4:]: parse_value(v) if isinstance(v, str) else v for n, v in flat.items() if n.startswith("set.")}
         return cls.of(given | {"set": fields})
 
     def flat(self) -> dict[str, bool | int | float | str]:
-        """As a Flower app holds it."""
-        run = {n: v for n, v in asdict(self.run).items() if n not in (*UNUSED, "set")}
-        if not run["epochs"]:
-            del run["epochs"]
-        if not run["steps"]:
-            del run["steps"]
+        """The plain values of a Flower app."""
+        unset = [name for name in ("steps", "epochs") if not getattr(self.run, name)]
+        run = {n: v for n, v in asdict(self.run).items() if n not in (*UNUSED, *unset, "set")}
         fields = {f"set.{n}": str(list(v)) if isinstance(v, tuple | list) else v for n, v in self.run.set.items()}
         return run | asdict(self.deploy) | fields

@@ -1,7 +1,6 @@
-"""Clients with samples of their own: a node reads its file, and the server is told how many there are and what they are like.
+"""Clients with files: a node reads its samples from a file, and reports their number and form to the server.
 
-The server counts on as many samples as a client has reported. It never has them: its federation holds no training samples, and
-a node's holds those of one client.
+The server's federation holds no training samples, and a node's holds those of one client.
 """
 
 from __future__ import annotations
@@ -26,11 +25,11 @@ from undrift.deploy.settings import Plan
 
 
 class Report(NamedTuple):
-    """What a client says of its samples."""
+    """A client's report on its samples."""
 
-    samples: int  # that it trains on
-    shape: str  # of one input as the model sees it, such as 1,28,28
-    classes: int  # its highest label and one more; of masks, the highest structure
+    samples: int  # number of training samples
+    shape: str  # shape of one input as the model sees it, such as 1,28,28
+    classes: int  # highest label + 1; for masks, the highest structure
 
     @classmethod
     def of(cls, letter: Letter) -> Report:
@@ -48,25 +47,25 @@ def check_fits(report: Report, plan: Plan) -> None:
         raise BadData(f"its targets go up to {report.classes} classes, but the run's model has {plan.classes}")
 
 
-def own_path(plan: Plan, node: Mapping[str, Any]) -> Path | None:
-    """The node's file, None in a run where every client takes a partition of one data set."""
+def site_path(plan: Plan, node: Mapping[str, Any]) -> Path | None:
+    """The node's file; None if the clients of the run share a data set."""
     path = str(node.get("data", ""))
-    if path and not plan.own:
+    if path and not plan.site_files:
         raise BadSetting(
             f"this node has data={path!r}, but the run's dataset is {plan.run.dataset}, of which each client takes a part; "
             "start the run with --dataset own, or the node without data"
         )
-    if plan.own and not path:
+    if plan.site_files and not path:
         raise BadSetting('each client of this run has a file of its own; start the node with data="/path/to/its.npz"')
     return Path(path) if path else None
 
 
-def own_report(plan: Plan, path: Path) -> Report:
-    """What this node says of the samples in its file."""
-    return described(plan, read_user_file(path, bool(plan.structures)))
+def read_report(plan: Plan, path: Path) -> Report:
+    """Report on the samples in a node's file."""
+    return describe(plan, read_user_file(path, bool(plan.structures)))
 
 
-def described(plan: Plan, arrays: Arrays) -> Report:
+def describe(plan: Plan, arrays: Arrays) -> Report:
     x, y = arrays
     one = as_split(x[:1], y[:1], torch.device("cpu")).take(torch.zeros(1, dtype=torch.int64))
     highest = int(y.max()) + (0 if plan.structures else 1)
@@ -74,48 +73,48 @@ def described(plan: Plan, arrays: Arrays) -> Report:
 
 
 def training_rows(plan: Plan, samples: int, id: int) -> NDArray[np.int64]:
-    """The rows that client `id` trains on, in its order; the share `own_test` is held out."""
+    """The rows that client `id` trains on; the share `own_test` is held out."""
     order = Holdings(client_order(samples, plan.run.seed, id), np.array([samples]))
     return hold_out(order, plan.run.own_test)[0].members
 
 
-def own_federation(plan: Plan, name: str, path: Path, device: torch.device) -> Federation:
-    """The federation as this client sees it: nobody but itself has samples."""
-    if name not in plan.names:
-        raise UnknownName("client", name, plan.names)
-    id, (x, y) = plan.names.index(name), read_user_file(path, bool(plan.structures))
+def read_fitting(plan: Plan, path: Path, part: str = "train") -> Arrays:
+    """Read a file whose samples the run's model can learn from."""
+    arrays = read_user_file(path, bool(plan.structures), part)
     try:
-        check_fits(described(plan, (x, y)), plan)
+        check_fits(describe(plan, arrays), plan)
     except BadData as error:
         raise BadData(f"{path} does not fit: {error}") from error
+    return arrays
+
+
+def site_federation(plan: Plan, name: str, path: Path, device: torch.device) -> Federation:
+    """The federation as this client sees it: no other client has samples."""
+    if name not in plan.names:
+        raise UnknownName("client", name, plan.names)
+    id, (x, y) = plan.names.index(name), read_fitting(plan, path)
     rows = training_rows(plan, len(y), id)
-    made = federation_of(plan, as_split(x, y, device), nothing(plan, device), torch.from_numpy(rows).to(device))
+    members = torch.from_numpy(rows).to(device)
+    federation = federation_of(plan, as_split(x, y, device), no_samples(plan, device), members)
     sizes = np.zeros(plan.run.clients, np.int64)
     sizes[id] = len(rows)
-    return replace(made, sizes=sizes)
+    return replace(federation, sizes=sizes)
 
 
 def server_federation(plan: Plan, device: torch.device) -> Federation:
-    """The federation as the server sees it: a test set if it was given one; how much each client has is told later."""
-    test = nothing(plan, device)
-    if plan.deploy.test:
-        found = read_user_file(Path(plan.deploy.test), bool(plan.structures), "test")
-        try:
-            check_fits(described(plan, found), plan)
-        except BadData as error:
-            raise BadData(f"{plan.deploy.test} does not fit: {error}") from error
-        test = as_split(*found, device)
-    return federation_of(plan, nothing(plan, device), test, torch.zeros(1, dtype=torch.int64, device=device))
+    """The federation as the server sees it: it may have a test set, and learns the clients' sizes later."""
+    empty, file = no_samples(plan, device), plan.deploy.test
+    test = as_split(*read_fitting(plan, Path(file), "test"), device) if file else empty
+    return federation_of(plan, empty, test, torch.zeros(1, dtype=torch.int64, device=device))
 
 
 def federation_of(plan: Plan, train: Split, test: Split, members: torch.Tensor) -> Federation:
-    run, everybody = plan.run, plan.run.clients
+    run, clients = plan.run, plan.run.clients
     return Federation(
-        train, test, np.zeros(0, np.int64), members, np.zeros(everybody, np.int64), np.ones(everybody, np.int64),
+        train, test, np.zeros(0, np.int64), members, np.zeros(clients, np.int64), np.ones(clients, np.int64),
         Transform(colour=run.colour, seed=run.seed), plan.classes, plan.shape, masks=bool(plan.structures),
     )  # fmt: skip
 
 
-def nothing(plan: Plan, device: torch.device) -> Split:
-    """No samples."""
+def no_samples(plan: Plan, device: torch.device) -> Split:
     return as_split(np.zeros((0, *plan.shape), np.float32), np.zeros(0, np.int64), device)

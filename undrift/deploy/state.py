@@ -1,10 +1,9 @@
-"""What a client keeps between rounds, on its own disk: it survives a restart and leaves the client only where the
-algorithm sends it.
+"""The states that a client keeps between rounds, on its disk.
 
-A state belongs to one run (its token), one client (its name) and the round after which it stands. The states before and
-after the client's last round are kept: where that round did not count, because the answer came late or the server was killed
-and repeats the round, the client begins from the state before it. What the server's reply makes of the last one, when the run
-is over, is kept beside them: a run that goes on after all begins from the state without it, and is sent the reply once more.
+A state belongs to a run (its token), a client (its name) and a round. The states before and after the client's last round
+are kept: if that round did not count, because the answer was late or the server repeats the round, the client begins from
+the state before it. The final state includes the server's last reply and is a file of its own: a run that is prolonged
+begins from the state without the reply, and gets the reply again.
 """
 
 from __future__ import annotations
@@ -31,52 +30,37 @@ class Store:
                 raise Refused(f"{name!r} cannot be the name of a {what}: letters, digits, '.', '_' and '-', at most 64")
         self.run, self.client, self.folder = run, client, root / run / client
 
-    def file(self, round: int) -> Path:
-        return self.folder / f"after-{round:06d}.safetensors"
-
-    def final(self, round: int) -> Path:
-        """The state with the last reply."""
-        return self.folder / f"final-{round:06d}.safetensors"
+    def file(self, round: int, stage: str = "after") -> Path:
+        """The file of the state after a round; `final` for the state with the last reply."""
+        return self.folder / f"{stage}-{round:06d}.safetensors"
 
     def read(self, round: int) -> dict[str, Tensor] | None:
-        """The state after that round, None where there is none."""
+        """The state after that round, if there is one."""
         file = self.file(round)
         if not file.exists():
             return None
         try:
             with safe_open(file, framework="pt") as opened:
-                belongs = opened.metadata()
+                owner = opened.metadata()
                 tensors = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
         except (OSError, SafetensorError) as error:
             raise Refused(f"the state in {file} is damaged: {error}") from error
-        if belongs != self.belongs(round):
-            raise Refused(f"the state in {file} belongs to {belongs}, not to {self.belongs(round)}")
+        if owner != self.owner(round):
+            raise Refused(f"the state in {file} belongs to {owner}, not to {self.owner(round)}")
         return tensors
 
-    def write(self, before: int, round: int, tensors: Mapping[str, Tensor]) -> None:
-        """Keep the state after this round beside the one it began from; older ones go, and what lies between.
-
-        A newer one stays: then this round was answered long after the server had given it up.
-        """
-        self.put(self.file(round), round, tensors)
-        for old in self.folder.glob("after-*.safetensors"):
-            if old < self.file(round) and old != self.file(before):
-                old.unlink(missing_ok=True)
-
-    def finish(self, round: int, tensors: Mapping[str, Tensor]) -> None:
-        """Keep the state after this round, the client's last, with the reply to it."""
-        self.put(self.final(round), round, tensors)
-        for old in self.folder.glob("final-*.safetensors"):  # the run had ended before, and went on
-            if old < self.final(round):
-                old.unlink(missing_ok=True)
-
-    def put(self, file: Path, round: int, tensors: Mapping[str, Tensor]) -> None:
+    def write(self, before: int, round: int, tensors: Mapping[str, Tensor], stage: str = "after") -> None:
+        """Write the state after a round, and remove older ones of its stage, except that of the round `before`."""
+        file = self.file(round, stage)
         self.folder.mkdir(parents=True, exist_ok=True)
         temporary = self.folder / f".new-{os.getpid()}"
-        save_file({name: t.cpu().contiguous().clone() for name, t in tensors.items()}, temporary, self.belongs(round))
+        save_file({name: t.cpu().contiguous().clone() for name, t in tensors.items()}, temporary, self.owner(round))
         sync(temporary)
         os.replace(temporary, file)
         sync(self.folder)
+        for old in self.folder.glob(f"{stage}-*.safetensors"):
+            if old < file and old != self.file(before, stage):  # if there is a newer one, this answer was late
+                old.unlink(missing_ok=True)
 
-    def belongs(self, round: int) -> dict[str, str]:
+    def owner(self, round: int) -> dict[str, str]:
         return {"run": self.run, "client": self.client, "round": str(round)}

@@ -1,10 +1,10 @@
-"""The settings of runs: one frozen dataclass a command, the same names in Python, in TOML and on the command line."""
+"""The settings of runs: a frozen dataclass for each command, with the same names in Python, TOML and flags."""
 
 from __future__ import annotations
 
 import dataclasses
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin, get_type_hints
@@ -12,6 +12,7 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 from undrift.core.errors import BadSetting, UnknownName
 from undrift.core.names import parse_value as parse_value
 from undrift.core.schedule import Schedule
+from undrift.jobs.registry import algorithm_class
 
 
 def setting(default: Any, about: str) -> Any:
@@ -21,25 +22,25 @@ def setting(default: Any, about: str) -> Any:
 
 @dataclass(frozen=True)
 class JobConfig:
-    """What every command that trains can be told. Each field is a flag of all of them."""
+    """The settings of every command that trains. Each field is a flag."""
 
     dataset: str = setting("digits", "a listed name, imagefolder:PATH, or package.module:function")
     model: str = setting("mlp", "a listed name, or package.module:function; in blocks, an nn.Sequential")
-    rounds: int = setting(20, "T, of a pass over the training samples each, or of --steps batches")
-    seed: int = setting(0, "of everything random")
+    rounds: int = setting(20, "T; a round is a pass over the training samples, or --steps batches")
+    seed: int = setting(0, "seed of all random numbers")
     val_fraction: float = setting(0.0, "share of the training samples held out for validation")
     warmup: float = setting(0.0, "rounds in which the learning rate rises from 0")
     lr_decay: float = setting(1.0, "multiplies the rate after every round")
     lr_drops: str = setting("", "rounds after which the rate drops, such as 120,160")
-    lr_drop: float = setting(0.1, "what it is multiplied by at each of --lr-drops")
+    lr_drop: float = setting(0.1, "factor of the rate at each of --lr-drops")
     device: str = setting("auto", "auto, cpu or cuda")
     dtype: str = setting("float32", "float32 or float64")
     execution: str = setting(
-        "auto", "of simulated clients or workers: stacked (one program), pool (in turn), or auto (the faster one)"
+        "auto", "simulated clients or workers run stacked (as one), pool (in turn), or auto (faster)"
     )
-    replay: bool = setting(True, "on a GPU, replay what is stacked as CUDA graphs: much faster")
-    compile: str = setting("auto", "compile what is replayed: auto (where the steps repay it), on or off")
-    precision: str = setting("fp32", "of products on a GPU: fp32, or tf32 (10 bits, faster)")
+    replay: bool = setting(True, "on a GPU, replay stacked rounds as CUDA graphs: much faster")
+    compile: str = setting("auto", "compile replayed rounds: auto (if the run is long enough), on or off")
+    precision: str = setting("fp32", "matrix products on a GPU in fp32, or tf32 (10 bits, faster)")
     deterministic: bool = setting(False, "make CUDA runs repeatable")
     eval_every: int = setting(1, "rounds between evaluations")
     checkpoint_every: int = setting(1, "rounds between checkpoints")
@@ -49,12 +50,8 @@ class JobConfig:
     )
 
     def __post_init__(self) -> None:
-        check_numbers(
-            self,
-            least=dict(rounds=0, seed=0, eval_every=1, checkpoint_every=1),
-            not_negative=("warmup",),
-            positive=("lr_decay", "lr_drop"),
-        )
+        least = dict(rounds=0, seed=0, eval_every=1, checkpoint_every=1)
+        check_numbers(self, least, not_negative=("warmup",), positive=("lr_decay", "lr_drop"))
         if not 0.0 <= self.val_fraction < 1.0:
             raise BadSetting(f"val_fraction must lie in [0, 1), not {self.val_fraction}")
         check_choices(self, JOB_CHOICES)
@@ -63,11 +60,11 @@ class JobConfig:
 
     @property
     def schedule(self) -> Schedule:
-        """How the rate changes."""
+        """The factor of the learning rate over the rounds."""
         return Schedule(self.warmup, self.lr_decay, parse_drops(self.lr_drops), self.lr_drop)
 
     def as_toml(self) -> dict[str, Any]:
-        """What run.toml says of the settings."""
+        """The settings as run.toml holds them."""
         given = asdict(self)
         return {name: given[name] for name in fields_of(type(self))}
 
@@ -86,18 +83,17 @@ JOB_CHOICES = {
 
 
 def fields_of(kind: type[JobConfig]) -> dict[str, dataclasses.Field[Any]]:
-    """A command's settings by name: its own, then those that all commands have."""
-    every = {f.name: f for f in dataclasses.fields(kind)}
+    """A command's settings by name: first those that only it has."""
     shared = {f.name for f in dataclasses.fields(JobConfig)}
-    return {n: f for n, f in every.items() if n not in shared} | {n: f for n, f in every.items() if n in shared}
+    return {f.name: f for f in sorted(dataclasses.fields(kind), key=lambda f: f.name in shared)}
 
 
 @dataclass(frozen=True)
 class RunConfig(JobConfig):
-    """Everything that decides a simulated run's result, and how it is run. Each field is a flag of `undrift run`."""
+    """All settings of a simulated run. Each field is a flag of `undrift run`."""
 
     algorithm: str = setting("fedavg", "a listed name, LOCAL+SERVER, or package.module:Class")
-    partition: str = setting("dirichlet:0.1", "how the samples are dealt out to clients")
+    partition: str = setting("dirichlet:0.1", "how clients get their samples")
     clients: int = setting(100, "N")
     cohort: int = setting(10, "S, clients a round")
     sampling: str = setting("fixed", "fixed: S clients; bernoulli: each with probability S/N")
@@ -105,19 +101,19 @@ class RunConfig(JobConfig):
     epochs: float = setting(0.0, "E, passes over the local data a round, instead of --steps")
     batch: int = setting(64, "B, local batch size")
     batches: str = setting("", "persistent (with --steps) or fresh (a new shuffle each round)")
-    compress: str = setting("", "of what clients send, with error feedback: rbgs:64, randk:64, topk:64 or fp16")
-    weights: str = setting("uniform", "of the clients' updates: uniform or size")
+    compress: str = setting("", "compress uploads, with error feedback: rbgs:64, randk:64, topk:64 or fp16")
+    weights: str = setting("uniform", "weights of the clients' updates: uniform or size")
     dropout_rate: float = setting(0.0, "probability that an invited client fails to answer")
     slow: str = setting("", "P,F: with probability P a client makes only a share F of its steps")
-    bandwidth: float = setting(0.0, "of each client's link in Mbit/s, for simulated seconds; 0: none")
-    latency: float = setting(0.0, "of each message in seconds, for simulated seconds")
-    own_test: float = setting(0.0, "share of each client's own samples held out to test what serves it")
+    bandwidth: float = setting(0.0, "Mbit/s of each client's link, for simulated seconds; 0: no limit")
+    latency: float = setting(0.0, "seconds that each message takes, for simulated seconds")
+    own_test: float = setting(0.0, "share of each client's samples held out to test its model")
     colour: float = setting(0.0, "strength of the client-correlated colour perturbation")
     chunk: int = setting(0, "clients stacked at a time; 0: as many as fit in memory")
-    client_eval_every: int = setting(0, "rounds between scores on the clients' own samples; 0: only in the last round")
-    client_state: str = setting("auto", "where it is kept: memory, disk, or auto (disk if it would fill the memory)")
+    client_eval_every: int = setting(0, "rounds between scores on each client's samples; 0: only in the last round")
+    client_state: str = setting("auto", "place of client states: memory, disk, or auto (disk if memory is too small)")
     # A round is a few steps of a few clients, much less than a pass over all samples.
-    rounds: int = setting(100, "T, of --steps or --epochs of a cohort each")
+    rounds: int = setting(100, "T; a round is --steps or --epochs of a cohort")
     eval_every: int = setting(5, "rounds between evaluations: a round is short")
     checkpoint_every: int = setting(50, "rounds between checkpoints: a round is short")
 
@@ -129,11 +125,8 @@ class RunConfig(JobConfig):
             object.__setattr__(self, "steps", 5)
         if not self.batches:
             object.__setattr__(self, "batches", "persistent" if self.steps else "fresh")
-        check_numbers(
-            self,
-            least=dict(clients=1, cohort=1, batch=1, client_eval_every=0, steps=0, chunk=0),
-            not_negative=("epochs", "colour", "bandwidth", "latency"),
-        )
+        least = dict(clients=1, cohort=1, batch=1, client_eval_every=0, steps=0, chunk=0)
+        check_numbers(self, least, not_negative=("epochs", "colour", "bandwidth", "latency"))
         if not 0.0 <= self.dropout_rate < 1.0:
             raise BadSetting(f"dropout_rate must lie in [0, 1), not {self.dropout_rate}")
         parse_slow(self.slow)
@@ -147,32 +140,34 @@ class RunConfig(JobConfig):
             )
 
     def remarks(self) -> list[str]:
-        from undrift.jobs.registry import algorithm_class
-
-        alg = make_algorithm(algorithm_class(self.algorithm), self.algorithm, self.set)
-        return list(alg.remarks(self.rounds, self.cohort))
+        return list(build_algorithm(self).remarks(self.rounds, self.cohort))
 
 
 def check_numbers(
     settings: object, least: Mapping[str, int], not_negative: Sequence[str] = (), positive: Sequence[str] = ()
 ) -> None:
-    """Raise BadSetting for a whole number below its least value, and for one that must be finite and at least, or above, 0."""
+    """Raise BadSetting for a whole number below its least value, and for a number that is negative, zero or infinite."""
     for name, lowest in least.items():
         if getattr(settings, name) < lowest:
             raise BadSetting(f"{name} must be at least {lowest}, not {getattr(settings, name)}")
-    for name in not_negative:
-        if not 0.0 <= getattr(settings, name) < float("inf"):
-            raise BadSetting(f"{name} must be a finite number of at least 0, not {getattr(settings, name)}")
-    for name in positive:
-        if not 0.0 < getattr(settings, name) < float("inf"):
-            raise BadSetting(f"{name} must be a finite number above 0, not {getattr(settings, name)}")
+    for name in (*not_negative, *positive):
+        value, zero = getattr(settings, name), name in not_negative
+        if not (0.0 <= value < float("inf") and (value or zero)):
+            bound = "of at least 0" if zero else "above 0"
+            raise BadSetting(f"{name} must be a finite number {bound}, not {value}")
+
+
+def check_known(what: str, names: Iterable[str], known: Collection[str]) -> None:
+    """Raise UnknownName for a name that is not known."""
+    for name in names:
+        if name not in known:
+            raise UnknownName(what, name, known)
 
 
 def check_choices(settings: object, choices: Mapping[str, tuple[str, ...]]) -> None:
-    """Raise UnknownName for a value that is not among those of its setting."""
+    """Raise UnknownName for a value that its setting does not allow."""
     for name, allowed in choices.items():
-        if getattr(settings, name) not in allowed:
-            raise UnknownName(f"value of {name}", str(getattr(settings, name)), allowed)
+        check_known(f"value of {name}", [str(getattr(settings, name))], allowed)
 
 
 CHOICES = JOB_CHOICES | {
@@ -181,7 +176,7 @@ CHOICES = JOB_CHOICES | {
     "weights": ("uniform", "size"),
     "client_state": ("auto", "memory", "disk"),
 }
-# What may change when a run is resumed: how long and how it runs, not what it computes.
+# A resumed run may change these: how long and how it runs, not what it computes.
 RESUMABLE = (
     "rounds", "stop_at", "checkpoint_every", "device", "execution", "chunk", "replay", "compile", "deterministic",
 )  # fmt: skip
@@ -191,11 +186,10 @@ TYPES = get_type_hints(RunConfig)
 
 def from_mapping(settings: Mapping[str, Any]) -> RunConfig:
     """A RunConfig from plain values; unknown names and values of the wrong kind are errors."""
-    given = dict(settings)
-    fields = given.pop("set", {})
+    fields = settings.get("set", {})
     if not isinstance(fields, Mapping):
         raise BadSetting(f"set must be a table of the algorithm's fields, not {fields!r}")
-    checked = typed(given, {n: t for n, t in TYPES.items() if n != "set"}) | {"set": dict(fields)}
+    checked = typed({n: v for n, v in settings.items() if n != "set"}, TYPES) | {"set": dict(fields)}
     for name, other in (("steps", "epochs"), ("epochs", "steps")):
         if name in checked and not checked[name] and not checked.get(other):
             raise BadSetting(f"{name} must be greater than 0")
@@ -203,15 +197,13 @@ def from_mapping(settings: Mapping[str, Any]) -> RunConfig:
 
 
 def typed(settings: Mapping[str, Any], types: Mapping[str, Any]) -> dict[str, Any]:
-    """The values as the types that their names have."""
-    for name in settings:
-        if name not in types:
-            raise UnknownName("setting", name, types)
+    """The settings with each value as its type."""
+    check_known("setting", settings, types)
     return {name: as_type(name, value, types[name]) for name, value in settings.items()}
 
 
-def with_own_fields(settings: Mapping[str, Any], own: Sequence[str], method: str) -> dict[str, Any]:
-    """Settings in which the method's own fields, where they stand under `set`, stand beside the others.
+def with_own_fields(settings: Mapping[str, Any], known: Sequence[str], method: str) -> dict[str, Any]:
+    """Move the method's fields from `set` to the top level.
 
     >>> with_own_fields({"seed": 1, "set": {"lam": 0.5}}, ("lam", "lr"), "def")
     {'seed': 1, 'lam': 0.5}
@@ -220,17 +212,13 @@ def with_own_fields(settings: Mapping[str, Any], own: Sequence[str], method: str
     fields = given.pop("set", {})
     if not isinstance(fields, Mapping):
         raise BadSetting(f"set must be a table of the method's fields, not {fields!r}")
-    for name in fields:
-        if name not in own:
-            raise UnknownName(f"field of {given.get('method', method)}", name, own)
+    check_known(f"field of {given.get('method', method)}", fields, known)
     return given | dict(fields)
 
 
 def from_toml(path: Path) -> dict[str, Any]:
-    """The settings of a TOML file, such as a run folder's run.toml; its [made] table is left out."""
-    settings = read_toml(path)
-    settings.pop("made", None)
-    return settings
+    """The settings of a TOML file, such as run.toml, without its [made] table."""
+    return {name: value for name, value in read_toml(path).items() if name != "made"}
 
 
 def read_toml(path: Path) -> dict[str, Any]:
@@ -243,7 +231,7 @@ def read_toml(path: Path) -> dict[str, Any]:
 
 
 def as_type(name: str, value: Any, kind: Any) -> Any:
-    """The value as the field's type: an int serves as a float, nothing else is converted."""
+    """Check the type of a value; an int becomes a float where that is asked for."""
     if kind is float and isinstance(value, int) and not isinstance(value, bool):
         return float(value)
     if isinstance(value, bool) != (kind is bool) or not isinstance(value, kind):
@@ -252,7 +240,7 @@ def as_type(name: str, value: Any, kind: Any) -> Any:
 
 
 def parse_stop(text: str) -> dict[str, float]:
-    """When to stop early.
+    """Parse --stop-at.
 
     >>> parse_stop("accuracy=0.9,time=10m")
     {'accuracy': 0.9, 'time': 600.0}
@@ -264,21 +252,16 @@ def parse_stop(text: str) -> dict[str, float]:
         try:
             stop[name] = float(value[:-1]) * unit if unit else float(value)
         except ValueError:
-            raise BadSetting(f"stop_at {part!r} is not understood; write accuracy=0.9 or time=10m") from None
+            stop[name] = -1.0  # refused below
         if name not in ("accuracy", "time") or not stop[name] > 0 or (name == "accuracy" and stop[name] > 1):
             raise BadSetting(f"stop_at {part!r} is not understood; write accuracy=0.9 or time=10m")
     return stop
 
 
 def check_compress(text: str) -> None:
-    """Raise unless --compress is understood.
-
-    >>> check_compress("rbgs:64"), check_compress("fp16"), check_compress("")
-    (None, None, None)
-    """
+    """Check --compress, such as "rbgs:64", "fp16" or nothing."""
     name, _, ratio = text.partition(":")
-    if text and name not in ("rbgs", "randk", "topk", "fp16"):
-        raise UnknownName("value of compress", name, ("rbgs", "randk", "topk", "fp16"))
+    check_known("value of compress", [name] if text else [], ("rbgs", "randk", "topk", "fp16"))
     try:
         understood = text in ("", "fp16") or (name != "fp16" and 1.0 <= float(ratio) < float("inf"))
     except ValueError:
@@ -288,7 +271,7 @@ def check_compress(text: str) -> None:
 
 
 def parse_slow(text: str) -> tuple[float, float]:
-    """The probability and the share of --slow.
+    """Parse --slow: a probability and a share.
 
     >>> parse_slow("0.3,0.5"), parse_slow("")
     ((0.3, 0.5), (0.0, 1.0))
@@ -305,31 +288,28 @@ def parse_slow(text: str) -> tuple[float, float]:
 
 
 def parse_drops(text: str) -> tuple[int, ...]:
-    """The rounds of --lr-drops.
-
-    >>> parse_drops("120,160")
-    (120, 160)
-    """
+    """Parse --lr-drops, such as "120,160"."""
     try:
         return tuple(int(part) for part in text.split(",") if part.strip())
     except ValueError:
         raise BadSetting(f"lr_drops takes rounds with commas, such as 120,160, not {text!r}") from None
 
 
+def build_algorithm(config: RunConfig) -> Any:
+    """Build the algorithm that a config names."""
+    return make_algorithm(algorithm_class(config.algorithm), config.algorithm, config.set)
+
+
 def make_algorithm(kind: type[Any], name: str, settings: Mapping[str, Any]) -> Any:
-    """The algorithm with the given fields."""
+    """Build an algorithm with the given fields; `name` is for error messages."""
     hints = get_type_hints(kind)
-    known = {f.name for f in dataclasses.fields(kind)}
-    for field_name in settings:
-        if field_name not in known:
-            raise UnknownName(f"field of {name}", field_name, known)
+    check_known(f"field of {name}", settings, {f.name for f in dataclasses.fields(kind)})
     return kind(**{n: as_field(n, v, hints[n]) for n, v in settings.items()})
 
 
 def as_field(name: str, value: Any, kind: Any) -> Any:
-    """A field's value as its type; a list of numbers serves as a tuple, and one number as a list of one."""
+    """A field's value as its type; a list, or a single number, becomes a tuple where that is asked for."""
     if kind == tuple[float, ...]:
         return tuple(as_type(name, v, float) for v in (value if isinstance(value, list | tuple) else [value]))
-    if get_origin(kind) is Literal:  # whether it is one of them, `check_choices` asks
-        return as_type(name, value, type(get_args(kind)[0]))
-    return as_type(name, value, kind)
+    # `check_choices` checks the value of a Literal.
+    return as_type(name, value, type(get_args(kind)[0]) if get_origin(kind) is Literal else kind)

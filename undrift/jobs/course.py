@@ -1,4 +1,4 @@
-"""The one loop: a run from where it stands to its end, with its records, checkpoints and folder."""
+"""The one loop: drives a run to its end and writes its records and checkpoints."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ R = TypeVar("R", bound=Run, covariant=True)
 
 @dataclass(frozen=True)
 class Result(Generic[C]):
-    """What a run leaves behind."""
+    """The result of a run."""
 
-    records: list[dict[str, Any]]  # one a round, as in rounds.jsonl
+    records: list[dict[str, Any]]  # one for each round, as in rounds.jsonl
     model: dict[str, Tensor]  # a plain state_dict
     config: C
     folder: Path | None
@@ -45,7 +45,7 @@ class Result(Generic[C]):
 
 
 class Course(Generic[R, C]):
-    """A run on its way: its records and checkpoints, from where it stands to its end."""
+    """A run with its records, its folder and its progress."""
 
     def __init__(
         self, run: R, config: C, folder: RunFolder | None, resume: bool, progress: Progress | None = None
@@ -57,8 +57,8 @@ class Course(Generic[R, C]):
         tensors, facts = checkpoint or ({}, {"round": 0, "seconds": 0.0})
         run.place(folder.path if folder else None, tensors, facts["round"])
         if folder is not None and not resume:
-            folder.create(self.written())
-        if folder is not None and resume:
+            folder.create(self.toml())
+        elif folder is not None:
             if checkpoint is not None:
                 try:
                     run.restore(tensors, facts["round"])
@@ -67,34 +67,32 @@ class Course(Generic[R, C]):
                 self.elapsed = facts["seconds"]
             ranks.all_well()  # every rank has read the checkpoint, and rank 0 has cut the records back to it
             self.records = folder.records()
-            folder.write_settings(self.written())
+            folder.write_settings(self.toml())
         self.began = time.perf_counter() - self.elapsed
         self.saved = run.t
-        last = self.records[-1] if self.records else {}
-        self.reached = ranks.first_rank_says(_reached(self.stop, last, self.elapsed))  # why it ends early, or nothing
+        self.reached = self.stop_reason(self.records[-1] if self.records else {})  # empty while the run goes on
 
     def ahead(self) -> tuple[int, bool]:
-        """Rounds up to the next checkpoint, and whether the run ends there; no rounds where it has ended."""
+        """Count the rounds up to the next checkpoint, 0 at the end; also say whether the run ends there."""
         left, every = self.config.rounds - self.run.t, self.config.checkpoint_every
         if left <= 0 or self.reached:
             return 0, True
         count = min(left, every - self.run.t % every)
         return count, count == left
 
-    def take(self, made: list[RoundRecord]) -> None:
-        """Write down the rounds that were made."""
+    def take(self, new: list[RoundRecord]) -> None:
+        """Write down new rounds, and a checkpoint when it is due."""
         run, folder = self.run, self.folder
-        for each in made:
-            record = each.as_dict()
+        for record in (r.as_dict() for r in new):
             self.records.append(record)
             self.elapsed = time.perf_counter() - self.began
             if self.stop:
-                self.reached = ranks.first_rank_says(_reached(self.stop, record, self.elapsed))
+                self.reached = self.stop_reason(record)
             if run.diverged:
                 self.reached = "diverged"
             if folder is not None:
                 if record["round"] == 1:
-                    folder.write_settings(self.written())  # now the execution is chosen
+                    folder.write_settings(self.toml())  # now the execution is chosen
                 folder.append(record)
             if self.progress is not None and ranks.rank() == 0:
                 self.progress(record, self.config.rounds)
@@ -103,25 +101,31 @@ class Course(Generic[R, C]):
             self.save(folder, {"finished": False})
 
     def save(self, folder: RunFolder, facts: dict[str, Any]) -> None:
-        """Write a checkpoint."""
+        """Write a checkpoint, and let the run know."""
         folder.save(self.run.tensors(), {"round": self.run.t, "seconds": self.elapsed} | facts)
         self.run.saved()
         self.saved = self.run.t
 
     def end(self) -> Result[C]:
-        """The last checkpoint and the model."""
+        """Write the model and the last checkpoint."""
         run, folder, stopped = self.run, self.folder, self.reached or "rounds"
         model = run.model()
         if folder is not None and ranks.first_rank_says(self.saved < run.t or not folder.finished()):
             folder.write_model(model)
-            extras = run.extras(self.config.as_toml(), self.records)
-            if extras is not None:
+            if (extras := run.extras(self.config.as_toml(), self.records)) is not None:
                 folder.write_super(*extras)
             self.save(folder, {"finished": True, "stopped": stopped})
         return Result(self.records, model, self.config, folder.path if folder else None, stopped)
 
-    def written(self) -> dict[str, Any]:
-        """What run.toml says: every resolved setting, and under [made] what it was made with."""
+    def stop_reason(self, record: Mapping[str, Any]) -> str:
+        """Why the run stops after this record; empty if it does not. Rank 0 decides."""
+        reason = "time" if "time" in self.stop and self.elapsed >= self.stop["time"] else ""
+        if "accuracy" in self.stop and (record.get("accuracy") or 0.0) >= self.stop["accuracy"]:
+            reason = "accuracy"
+        return ranks.first_rank_says(reason)
+
+    def toml(self) -> dict[str, Any]:
+        """The content of run.toml: every resolved setting, and under [made] versions and machine."""
         settings = self.config.as_toml() | self.run.choices()
         made = {
             "undrift": __version__, "commit": commit(), "python": platform.python_version(), "torch": torch.__version__,
@@ -129,27 +133,21 @@ class Course(Generic[R, C]):
             "ranks": ranks.count(),
         } | self.run.about()  # fmt: skip
         if self.run.device.type == "cpu":
-            made["native"] = library() is not None  # whether C was at hand
+            made["native"] = library() is not None  # whether the C kernels were built
         return settings | {"set": settings.pop("set", {}), "made": made}
 
 
 def drive(course: Course[Run, C]) -> Result[C]:
-    """All rounds from where the run stands to its end."""
+    """Run all rounds that are left."""
     while (ahead := course.ahead())[0]:
         course.take(course.run.rounds(*ahead))
     return course.end()
 
 
-def _reached(stop: Mapping[str, float], record: Mapping[str, Any], elapsed: float) -> str:
-    if "accuracy" in stop and (record.get("accuracy") or 0.0) >= stop["accuracy"]:
-        return "accuracy"
-    return "time" if "time" in stop and elapsed >= stop["time"] else ""
-
-
 def commit() -> str:
     """The commit of the checkout that this package runs from; empty for an installed one."""
-    here = Path(__file__).parents[2]
-    if not (here / ".git").exists():
+    root = Path(__file__).parents[2]
+    if not (root / ".git").exists():
         return ""
-    asked = subprocess.run(["git", "-C", str(here), "rev-parse", "HEAD"], capture_output=True, text=True, check=False)
-    return asked.stdout.strip()
+    git = subprocess.run(["git", "-C", str(root), "rev-parse", "HEAD"], capture_output=True, text=True, check=False)
+    return git.stdout.strip()

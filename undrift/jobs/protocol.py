@@ -1,4 +1,4 @@
-"""What the loop asks of a run: a simulation, a deployment, data-parallel workers and a pipeline answer alike."""
+"""The protocol between the loop and a run: a simulation, a deployment, data-parallel workers or a pipeline."""
 
 from __future__ import annotations
 
@@ -14,49 +14,49 @@ from undrift.simulate.export import Models
 
 
 class Run(Protocol):
-    """A training that goes round after round."""
+    """A training run, round by round."""
 
     @property
     def t(self) -> int:
-        """Rounds that are done."""
+        """The number of rounds done."""
 
     @property
     def device(self) -> torch.device: ...
 
     @property
     def diverged(self) -> bool:
-        """Whether it makes no sense to go on, on all ranks alike."""
+        """Whether the run has diverged; the same on all ranks."""
 
     def rounds(self, most: int, last: bool = False) -> list[RoundRecord]:
-        """The next rounds, one at least and at most so many; `last`: the run ends after `most`."""
+        """Run the next rounds, between one and `most`; `last`: the run ends after `most`."""
 
     def tensors(self) -> dict[str, Tensor]:
-        """All that a checkpoint needs; every rank asks for it."""
+        """The tensors of a checkpoint; called on every rank."""
 
     def restore(self, tensors: dict[str, Tensor], t: int) -> None:
-        """Go on from a checkpoint of round t; a KeyError, ValueError or RuntimeError says that it is of another run."""
+        """Restore a checkpoint of round t; raise KeyError, ValueError or RuntimeError if it is another run's."""
 
     def model(self) -> dict[str, Tensor]:
-        """The model as a plain state dict on the CPU; every rank asks for it."""
+        """The model as a plain state dict on the CPU; called on every rank."""
 
     def choices(self) -> dict[str, Any]:
-        """Settings that the run has chosen by itself so far."""
+        """Settings that the run has chosen so far."""
 
     def about(self) -> dict[str, Any]:
         """Facts for run.toml's [made]."""
 
     def place(self, path: Path | None, tensors: Mapping[str, Tensor], t: int) -> None:
-        """The run's folder, and the checkpoint of round t that will be restored, if there is one."""
+        """Set the run's folder; `tensors` are the checkpoint of round t that will be restored, or empty."""
 
     def saved(self) -> None:
-        """A checkpoint was written."""
+        """Note that a checkpoint was written."""
 
     def extras(self, settings: Mapping[str, Any], records: Sequence[Mapping[str, Any]]) -> Models | None:
-        """What the folder keeps at the end besides the model."""
+        """Further models and facts for the finished folder."""
 
 
 class InMemory:
-    """The answers of a run that keeps nothing but its tensors."""
+    """Default answers, for a run that keeps nothing but its tensors."""
 
     diverged = False
 

@@ -16,10 +16,7 @@ from undrift.core.streams import Purpose, stream
 
 
 def build_model(model: Any, shape: tuple[int, ...], classes: int, seed: int) -> nn.Module:
-    """A model, by its name or by a function of (shape, classes), with its initial weights drawn under the seed.
-
-    They are drawn on the CPU, so that they are the same for every device.
-    """
+    """Build a model from its name or a function of (shape, classes); the CPU draws its weights under the seed."""
     build, options = model, ""
     if isinstance(model, str):
         if model.startswith("object "):
@@ -29,14 +26,15 @@ def build_model(model: Any, shape: tuple[int, ...], classes: int, seed: int) -> 
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(stream(seed, Purpose.INITIAL) >> 1)
         try:
-            made = call_with_options(build, (shape, classes), options)
+            module = call_with_options(build, (shape, classes), options)
         except UndriftError:
             raise
         except Exception as error:  # whatever the user's function raises
             raise BadSetting(f"the model function {model} failed: {type(error).__name__}: {error}") from error
-    if not isinstance(made, nn.Module):
-        raise BadSetting(f"a model function takes (shape, classes) and returns an nn.Module, not {type(made).__name__}")
-    return made
+    if not isinstance(module, nn.Module):
+        kind = type(module).__name__
+        raise BadSetting(f"a model function takes (shape, classes) and returns an nn.Module, not {kind}")
+    return module
 
 
 def algorithm_class(name: str) -> type[Any]:
@@ -44,27 +42,24 @@ def algorithm_class(name: str) -> type[Any]:
     if "+" in name:
         return compose(*name.split("+", 1))
     if ":" in name:
-        named = attribute(name)
-        if not (inspect.isclass(named) and issubclass(named, Worker) and issubclass(named, Server)):
+        kind = attribute(name)
+        if not (inspect.isclass(kind) and issubclass(kind, Worker) and issubclass(kind, Server)):
             raise BadSetting(f"{name} is not an algorithm; it must be a class with a worker part and a server part")
-        return named
-    found = algorithms_of(module_of("algorithms", name))
-    if len(found) != 1:
-        raise BadSetting(f"the file of {name} must define one algorithm, not {len(found)}")
-    return found[0]
+        return kind
+    kinds = algorithms_of(module_of("algorithms", name))
+    if len(kinds) != 1:
+        raise BadSetting(f"the file of {name} must define one algorithm, not {len(kinds)}")
+    return kinds[0]
 
 
 def half(name: str, kind: type[Any]) -> type[Any]:
     """The worker part or the server part (kind Worker or Server) of a registered algorithm."""
-    other = Server if kind is Worker else Worker
-    found: type[Any] = next(
-        c for c in algorithm_class(name).__mro__ if issubclass(c, kind) and not issubclass(c, other)
-    )
-    return found
+    other: type[Any] = Server if kind is Worker else Worker
+    return next(c for c in algorithm_class(name).__mro__ if issubclass(c, kind) and not issubclass(c, other))
 
 
 def compose(local: str, server: str) -> type[Any]:
-    """An algorithm of one method's worker part and another's server part.
+    """Join one method's worker part and another's server part.
 
     >>> [c.__name__ for c in compose("fedmim", "gradma-s").__bases__]
     ['MultiStepInertia', 'ServerMemory']
@@ -80,10 +75,10 @@ def compose(local: str, server: str) -> type[Any]:
     about = f"The clients of {local} with the server of {server}."
     defaults = {name: theirs[name].default for name in shared}
     types = {"__annotations__": {name: get_type_hints(parts[1])[name] for name in shared}}
-    made = type(f"{parts[0].__name__}With{parts[1].__name__}", parts, {"__doc__": about} | types | defaults)
-    return dataclasses.dataclass(frozen=True)(made)
+    combined = type(f"{parts[0].__name__}With{parts[1].__name__}", parts, {"__doc__": about} | types | defaults)
+    return dataclasses.dataclass(frozen=True)(combined)
 
 
 def origin(part: type[Any], field: str) -> type[Any]:
-    """The class that introduces a field; a class below it may give it another default."""
+    """The class that introduces a field; its subclasses may change the default."""
     return next(c for c in reversed(part.__mro__) if field in inspect.get_annotations(c))

@@ -1,10 +1,9 @@
-"""`undrift.run`: from settings, or from the user's own model and data, to records and a trained model."""
+"""`undrift.run`: simulates a federated run, from settings or from a model and data in Python."""
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -13,13 +12,13 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-import undrift.data.federation as federation
 from undrift.algorithms.base import Worker
 from undrift.core import ranks
 from undrift.core.device import pick_device
 from undrift.core.errors import BadSetting
 from undrift.data.batches import Plan
 from undrift.data.dataset import Dataset
+from undrift.data.federation import Federation, Ids, federate
 from undrift.data.from_user import dataset_from
 from undrift.data.load import load_dataset
 from undrift.jobs.config import FIELDS, RunConfig, from_mapping, make_algorithm, parse_drops, parse_slow
@@ -48,55 +47,57 @@ def run(
 ) -> Result[RunConfig]:
     """Simulate a federated training run.
 
-    `config` is a RunConfig, a mapping, or the path of a TOML file; `settings` are the same names as the command line's and
-    override it. `model` may be any nn.Module and `data` arrays, a torch Dataset or one Dataset a client (see
-    `undrift.data.from_user`); `loss(outputs, targets)` is evaluated sample by sample and averaged over the real samples;
-    `metrics` are functions (outputs, targets) -> one number a sample or one a batch. With `out` the run is written to
-    that folder and can be resumed. In a script that torchrun starts, all its processes do the run together.
+    `config` is a RunConfig, a mapping, or the path of a TOML file; `settings` have the names of the flags and override it.
+    `model` may be any nn.Module; `data` arrays, a torch Dataset, or a Dataset for each client (see
+    `undrift.data.from_user`). `loss(outputs, targets)` is evaluated for each sample and averaged over the real samples.
+    `metrics` map (outputs, targets) to a number for each sample or for the batch. With `out` the run is written to that
+    folder and can be resumed. Under torchrun, all processes do the run together.
 
     >>> result = run(algorithm="fedavg", rounds=2, clients=10, cohort=2)
     >>> len(result.records), sorted(result.model)[:2]
     (2, ['head.bias', 'head.weight'])
     """
     given = read(config)
-    if isinstance(algorithm, str):
-        settings["algorithm"] = algorithm
-    elif algorithm is not None:
-        settings["algorithm"] = reference(algorithm if isinstance(algorithm, type) else type(algorithm))
+    if algorithm is not None:
+        settings["algorithm"] = algorithm if isinstance(algorithm, str) else reference(algorithm)
     if model is not None:
-        settings["model"] = (
-            model if isinstance(model, str) else f"object {getattr(model, '__name__', type(model).__name__)}"
-        )
+        shown = f"object {getattr(model, '__name__', type(model).__name__)}"
+        settings["model"] = model if isinstance(model, str) else shown
     if data is not None:
         if "dataset" in settings:
             raise BadSetting("give dataset, a name, or data, your own, not both")
         settings["dataset"] = "object"
     for name, other in (("steps", "epochs"), ("epochs", "steps")):
-        if settings.get(name):  # what is said last counts
+        if settings.get(name):  # overrides the file's choice between the two
             given.pop(other, None)
             given.pop("batches", None)
 
-    def build(given: dict[str, Any]) -> tuple[RunConfig, AbstractContextManager[Simulation]]:
-        alg, given = resolve_algorithm(algorithm, given)
+    def build(given: dict[str, Any]) -> tuple[RunConfig, contextlib.AbstractContextManager[Simulation]]:
+        if isinstance(algorithm, Worker):
+            if given.get("set"):
+                raise BadSetting("set goes with an algorithm's name; an algorithm object carries its own fields")
+            given["set"] = {}
         dataset = None if data is None else dataset_from(data)
         if dataset is not None and dataset.sites is not None:
             given.setdefault("partition", "sites")
             given.setdefault("clients", int(dataset.sites.max()) + 1)
             given.setdefault("cohort", min(FIELDS["cohort"].default, given["clients"]))
         chosen = from_mapping(given)
+        alg: Any = algorithm
         if not isinstance(alg, Worker):
-            alg = make_algorithm(alg, chosen.algorithm, chosen.set)
+            kind = alg if isinstance(alg, type) else algorithm_class(chosen.algorithm)
+            alg = make_algorithm(kind, chosen.algorithm, chosen.set)
         chosen = replace(chosen, set=asdict(alg))
         device = ranks.device_of_rank(pick_device(chosen.device))
         if dataset is None:
             dataset = load_dataset(chosen.dataset)
         net = chosen.model if model is None else model
-        return chosen, contextlib.closing(simulated(chosen, alg, dataset, net, device, loss, metrics))
+        return chosen, contextlib.closing(build_simulation(chosen, alg, dataset, net, device, loss, metrics))
 
     return start(given, settings, build, out, resume, progress)
 
 
-def simulated(
+def build_simulation(
     config: RunConfig,
     alg: Any,
     dataset: Dataset,
@@ -105,13 +106,13 @@ def simulated(
     loss: Loss = F.cross_entropy,
     metrics: Mapping[str, Metric] | None = None,
 ) -> Simulation:
-    """The run that the settings describe, before its first round; `model` is an nn.Module, its name, or what builds it."""
+    """Build the run that the settings describe; `model` is an nn.Module, its name, or a function that builds it."""
     clients = deal_out(config, dataset, device)
-    return simulated_on(clients, config, alg, dataset.structures, model, device, loss, metrics)
+    return simulate_clients(clients, config, alg, dataset.structures, model, device, loss, metrics)
 
 
-def simulated_on(
-    clients: federation.Federation,
+def simulate_clients(
+    clients: Federation,
     config: RunConfig,
     alg: Any,
     structures: tuple[str, ...],
@@ -120,7 +121,7 @@ def simulated_on(
     loss: Loss = F.cross_entropy,
     metrics: Mapping[str, Metric] | None = None,
 ) -> Simulation:
-    """The same on clients that have their samples already; `structures` are what their masks show, if they have masks."""
+    """Build a simulation of clients that have their samples; `structures` are what masks show, if targets are masks."""
     net = build_net(clients, config, alg, structures, model, loss)
     if metrics is None and structures:
         metrics = segmentation.metrics(structures)
@@ -129,39 +130,38 @@ def simulated_on(
     return Simulation(alg, net, clients, settings_of(config, clients.sizes, device), metrics, device)
 
 
-def deal_out(config: RunConfig, dataset: Dataset, device: torch.device) -> federation.Federation:
-    """The data set in the hands of the clients."""
-    return federation.federate(
+def deal_out(config: RunConfig, dataset: Dataset, device: torch.device) -> Federation:
+    """Deal the samples of a data set out to clients."""
+    return federate(
         dataset, config.partition, config.clients, config.seed, device, config.val_fraction, config.colour,
         config.own_test,
     )  # fmt: skip
 
 
-def settings_of(config: RunConfig, sizes: federation.Ids, device: torch.device) -> Settings:
-    """How rounds are run, for clients of these sizes."""
+def settings_of(config: RunConfig, sizes: Ids, device: torch.device) -> Settings:
+    """The simulator's settings, for clients of these sizes."""
     plan = Plan(config.batch, config.steps, config.epochs, config.batches == "persistent")
+    replayed = device.type == "cuda" and config.replay
     return Settings(
         cohort=config.cohort, plan=plan, seed=config.seed, weights=config.weights, eval_every=config.eval_every,
         execution=config.execution, chunk=config.chunk, lr_decay=config.lr_decay, lr_drops=parse_drops(config.lr_drops),
         lr_drop=config.lr_drop, sampling=config.sampling, dropout_rate=config.dropout_rate, slow=parse_slow(config.slow),
         bandwidth=config.bandwidth, latency=config.latency, replay=config.replay,
-        compile=device.type == "cuda"
-        and config.replay
-        and compiles(config, config.rounds * int(plan.steps_of(sizes).max())),
+        compile=replayed and compiles(config, config.rounds * int(plan.steps_of(sizes).max())),
         client_eval_every=config.client_eval_every, compress=config.compress, warmup=config.warmup,
         client_state=config.client_state,
     )  # fmt: skip
 
 
 def build_net(
-    clients: federation.Federation,
+    clients: Federation,
     config: RunConfig,
     alg: Any,
     structures: tuple[str, ...],
     model: Any,
     loss: Loss = F.cross_entropy,
 ) -> Net:
-    """The model that everybody trains, with the networks beside it that the algorithm asks for."""
+    """Build the model, and the further networks that the algorithm needs."""
     if not isinstance(model, nn.Module):
         model = build_model(model, clients.shape, clients.classes, config.seed)
     if structures and loss is F.cross_entropy:
@@ -173,18 +173,8 @@ def build_net(
     return net
 
 
-def resolve_algorithm(algorithm: str | type[Any] | Worker | None, given: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-    """The algorithm's class, or the object itself where one was given, and the settings with its name in them."""
-    if isinstance(algorithm, Worker):
-        if given.get("set"):
-            raise BadSetting("set goes with an algorithm's name; an algorithm object carries its own fields")
-        return algorithm, given | {"algorithm": reference(type(algorithm)), "set": {}}
-    if isinstance(algorithm, type):
-        return algorithm, given | {"algorithm": reference(algorithm)}
-    return algorithm_class(str(given.get("algorithm", FIELDS["algorithm"].default))), given
-
-
-def reference(kind: type[Any]) -> str:
-    """The name under which an algorithm's class is found again."""
+def reference(algorithm: type[Any] | Worker) -> str:
+    """The name by which the class of an algorithm can be loaded again."""
+    kind = algorithm if isinstance(algorithm, type) else type(algorithm)
     package, _, file = kind.__module__.rpartition(".")
     return file.replace("_", "-") if package == "undrift.algorithms" else f"{kind.__module__}:{kind.__qualname__}"
