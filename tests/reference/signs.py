@@ -16,16 +16,16 @@ from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import undrift.algorithms
+import undrift
 
-ROOT = Path(undrift.algorithms.__file__).parent
+ROOT = Path(undrift.__file__).parent
 RECORDER = "__recorded_sign__"
 
 
 class Site(NamedTuple):
     """A sign in a source file."""
 
-    file: str  # below the folder of algorithms, without its ending
+    file: str  # inside the package, without its ending
     line: int
     function: str  # as it is called in its module; a class or nothing where the sign is in no function
     number: int  # in the order of ast.walk over the file
@@ -42,12 +42,17 @@ class Site(NamedTuple):
 
 def files() -> list[str]:
     """Every file of the algorithms, by listing the folder."""
-    return sorted(str(path.relative_to(ROOT).with_suffix("")) for path in ROOT.rglob("*.py"))
+    return sorted(str(path.relative_to(ROOT).with_suffix("")) for path in (ROOT / "algorithms").rglob("*.py"))
 
 
 def module_of(file: str) -> types.ModuleType:
     parts = [part for part in file.split("/") if part != "__init__"]
-    return importlib.import_module(".".join([undrift.algorithms.__name__, *parts]))
+    return importlib.import_module(".".join([undrift.__name__, *parts]))
+
+
+def file_of(kind: type[Any]) -> str:
+    """The file that defines a class."""
+    return kind.__module__.removeprefix(f"{undrift.__name__}.").replace(".", "/")
 
 
 def source(file: str) -> str:
@@ -184,12 +189,12 @@ def imports(file: str) -> frozenset[str]:
     """The files of the algorithms that a file imports itself."""
     tree, found = ast.parse(source(file)), set()
     for node in ast.walk(tree):
-        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith(undrift.algorithms.__name__):
-            path = (node.module or "").split(".")[2:]
+        if isinstance(node, ast.ImportFrom):
+            path = (node.module or "").split(".")[1:]
             found |= {"/".join([*path, end]) for end in ("__init__", *(name.name for name in node.names))}
             found.add("/".join(path))
-    if file == "optimise/__init__":
-        found |= {name for name in files() if name.startswith("optimise/")}
+    if file == "algorithms/optimise/__init__":  # which imports every file of its folder
+        found |= {name for name in files() if name.startswith("algorithms/optimise/")}
     return frozenset(found.intersection(files()))
 
 
@@ -205,29 +210,29 @@ def distance(start: str, file: str) -> int | None:
 
 
 class Probe(NamedTuple):
-    """A case of a reference."""
+    """A case of a reference, run in one way."""
 
     name: str
-    file: str  # the algorithm's
+    file: str  # the algorithm's, or that of a function which is tested by itself
     fields: dict[str, Any]
-    compare: Callable[[str], str]  # the first disagreement in an execution, or nothing
+    compare: Callable[[], str]  # the first disagreement, or nothing
 
-    def rank(self, file: str) -> tuple[int, int] | None:
-        """How likely it is to compute something in a file, small numbers first; None where it cannot."""
-        steps = distance(self.file, file)
-        if steps is None:
-            return None
-        return 0 if file.rpartition("/")[2] in self.fields.values() else 1, steps
-
-    def wrong(self, execution: str) -> str:
+    def wrong(self) -> str:
         try:
-            return self.compare(execution)
+            return self.compare()
         except Exception as error:  # a mutant may fail in any way: what matters is that it is noticed
             return f"{type(error).__name__}: {error}"
 
 
+def ranked(file: str, probes: Collection[Probe]) -> list[Probe]:
+    """The cases that may compute something in a file: those that name it in a setting first, then by distance."""
+    near = [(distance(probe.file, file), probe) for probe in probes]
+    chosen = [(file.rpartition("/")[2] not in p.fields.values(), d, p) for d, p in near if d is not None]
+    return [probe for _, _, probe in sorted(chosen, key=lambda entry: entry[:2])]
+
+
 class Verdict(NamedTuple):
-    """Which flipped signs of a file were noticed by whom, which were not, and where the unchanged copy was wrong."""
+    """Which flipped signs were noticed by whom, which were not, and where an unchanged copy disagreed."""
 
     noticed: dict[Site, str]
     unnoticed: dict[Site, str]
@@ -236,21 +241,19 @@ class Verdict(NamedTuple):
 
 def judge(file: str, of: Collection[Site], probes: Collection[Probe]) -> Verdict:
     """Flip each sign in turn, in cases that compute it, until one notices; first an unchanged copy must agree there."""
-    left, noticed, reached_by, spoilt = list(of), dict[Site, str](), dict[Site, int](), list[str]()
-    ranked = [(rank, n, probe) for n, probe in enumerate(probes) if (rank := probe.rank(file)) is not None]
-    for _, _, probe in sorted(ranked, key=lambda entry: entry[:2]):
-        for execution in ("stacked", "pool"):
-            if not left:
-                break
-            with recorded(file, left) as reached:
-                if wrong := probe.wrong(execution):
-                    spoilt.append(f"{probe.name}, {execution}: {wrong}")
-                    continue
-            for site in [site for site in left if site.number in reached]:
-                reached_by[site] = reached_by.get(site, 0) + 1
-                with flipped(site):
-                    wrong = probe.wrong(execution)
-                if wrong:
-                    noticed[site] = f"{probe.name}, {execution}: {wrong}"
-                    left.remove(site)
-    return Verdict(noticed, {site: f"computed in {reached_by.get(site, 0)} runs" for site in left}, spoilt)
+    left, noticed, runs, spoilt = list(of), dict[Site, str](), dict.fromkeys(of, 0), list[str]()
+    for probe in probes:
+        if not left:
+            break
+        with recorded(file, left) as reached:
+            if wrong := probe.wrong():
+                spoilt.append(f"{probe.name}: {wrong}")
+                continue
+        for site in [site for site in left if site.number in reached]:
+            runs[site] += 1
+            with flipped(site):
+                wrong = probe.wrong()
+            if wrong:
+                noticed[site] = f"{probe.name}: {wrong}"
+                left.remove(site)
+    return Verdict(noticed, {site: f"{runs[site]} cases compute it, none notices" for site in left}, spoilt)
