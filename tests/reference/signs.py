@@ -29,7 +29,7 @@ class Site(NamedTuple):
     line: int
     function: str  # as it is called in its module; a class or nothing where the sign is in no function
     number: int  # in the order of ast.walk over the file
-    expression: str  # the sign and its terms; what is around a sign before a term
+    expression: str  # the sign and its terms; also what is around a sign before a term
 
     def __str__(self) -> str:
         return f"{self.file}.py:{self.line} {self.function}: {self.expression}"
@@ -85,8 +85,8 @@ def sites(file: str) -> list[Site]:
         for child in ast.iter_child_nodes(node):
             if signed(child):
                 assert isinstance(child, (ast.BinOp, ast.AugAssign, ast.UnaryOp))
-                shown = ast.unparse(node if isinstance(child, ast.UnaryOp) else child)
-                found.append(Site(file, child.lineno, ".".join(names), number[id(child)], shown))
+                around = f" in {ast.unparse(node)}" if isinstance(child, ast.UnaryOp) else ""
+                found.append(Site(file, child.lineno, ".".join(names), number[id(child)], ast.unparse(child) + around))
             opens = isinstance(child, (ast.ClassDef, ast.FunctionDef)) and not inside
             within = (*names, child.name) if opens else names  # type: ignore[attr-defined]
             visit(child, within, inside or isinstance(child, ast.FunctionDef))
