@@ -216,6 +216,7 @@ class Probe(NamedTuple):
     file: str  # the algorithm's, or that of a function which is tested by itself
     fields: dict[str, Any]
     compare: Callable[[], str]  # the first disagreement, or nothing
+    turn: int = 0  # among the cases of an algorithm
 
     def wrong(self) -> str:
         try:
@@ -225,10 +226,10 @@ class Probe(NamedTuple):
 
 
 def ranked(file: str, probes: Collection[Probe]) -> list[Probe]:
-    """The cases that may compute something in a file: those that name it in a setting first, then by distance."""
+    """The cases that may compute something in a file: those that name it in a setting first, then by distance and turn."""
     near = [(distance(probe.file, file), probe) for probe in probes]
-    chosen = [(file.rpartition("/")[2] not in p.fields.values(), d, p) for d, p in near if d is not None]
-    return [probe for _, _, probe in sorted(chosen, key=lambda entry: entry[:2])]
+    chosen = [(file.rpartition("/")[2] not in p.fields.values(), d, p.turn, p) for d, p in near if d is not None]
+    return [probe for *_, probe in sorted(chosen, key=lambda entry: entry[:3])]
 
 
 class Verdict(NamedTuple):

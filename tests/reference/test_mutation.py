@@ -47,6 +47,7 @@ DENIED = {
     ("algorithms/personal", "put", "-1 in torch.arange(rows.shape[-2], device=rows.device).unsqueeze(-1)"): LAST,
     ("algorithms/personal", "put", "-1 in taken.sum(-1, keepdim=True)"): LAST,
     ("algorithms/personal", "put", "-1 in new.shape[-1]"): LAST,
+    ("algorithms/personal", "put", "-1 in cohort.there.transpose(-1, -2)"): LAST,
     ("algorithms/fedsm", "WithSelector", "-1.0 in gamma: float = -1.0"): (
         "a default that stands for a threshold to be tuned: no run depends on it, and it is in no function"
     ),
@@ -85,7 +86,9 @@ def problem(seed: int, m: int, d: int, kind: str = "random") -> tuple[Tensor, Te
     return p, rows
 
 
-def projected(count: int, m: int, d: int, kind: str = "random", rho: float = 0.0, dtype: torch.dtype = torch.float64) -> str:
+def projected(
+    count: int, m: int, d: int, kind: str = "random", rho: float = 0.0, dtype: torch.dtype = torch.float64
+) -> str:
     """The projection of some vectors against scipy's."""
     for seed in range(count):
         p, rows = (t.to(dtype) for t in problem(seed, m, d, kind))
@@ -142,34 +145,41 @@ def projected_at_once(lead: tuple[int, ...], rho: float, dtype: torch.dtype) -> 
     return ""
 
 
+def file_of(algorithm: str) -> str:
+    return signs.file_of(algorithm_class(algorithm))
+
+
 @cache
 def probes() -> list[signs.Probe]:
-    """Every case of the references in each way to run it, and projections by themselves."""
+    """Every case of the references in each way to run it; rare ways come with an algorithm's first case."""
     found: list[signs.Probe] = []
 
-    def add(about: object, file: str, fields: dict[str, Any], compare: Callable[[], str]) -> None:
-        found.append(signs.Probe(str(about), file, fields, compare))
+    def add(case: Any, algorithm: str, way: str, compare: Callable[[], str], turn: int) -> None:
+        found.append(signs.Probe(f"{case}, {way}", file_of(algorithm), case.fields, compare, turn))
 
-    for compare, cases, ways in (
-        (test_reference.first_disagreement, test_reference.CASES, ("stacked", "pool")),
-        (test_reference.first_disagreement, test_reference.ABSENT, ("replayed",)),
-        (test_more.first_disagreement, test_more.CASES, ("stacked", "pool")),
+    for compare, cases in (
+        (test_reference.first_disagreement, test_reference.CASES),
+        (test_more.first_disagreement, test_more.CASES),
     ):
-        for case in cases:
-            for way in ways:
-                file = signs.file_of(algorithm_class(case.algorithm))
-                add(f"{case}, {way}", file, case.fields, partial(compare, case, way))
-    for personal, ways in ((test_personal.CASES, ("stacked", "pool")), (test_personal.ABSENT, ("replayed",))):
-        for one in personal:
-            for way in ways:
-                file = signs.file_of(algorithm_class(one.name))
-                add(f"{one}, {way}", file, one.fields, partial(agrees, one, way))
-    for case in test_reference.CASES:
-        if case.algorithm in ("gradma-s", "gradma-w") and case.name == "plain":
-            run = partial(test_reference.first_disagreement, case, "stacked")
-            file = signs.file_of(algorithm_class(case.algorithm))
-            add(f"{case}, plain forms", file, case.fields, partial(in_plain_forms, run))
+        for turn, case in in_turn(cases, [case.algorithm for case in cases]):
+            for later, way in enumerate(("stacked", "pool")):
+                add(case, case.algorithm, way, partial(compare, case, way), turn + later)
+            if turn == 0 and case.algorithm in ("gradma-s", "gradma-w"):
+                plainly = partial(in_plain_forms, partial(compare, case, "stacked"))
+                add(case, case.algorithm, "plain forms", plainly, 0)
+    for turn, one in in_turn(test_personal.CASES, [one.name for one in test_personal.CASES]):
+        for later, way in enumerate(("stacked", "pool")):
+            add(one, one.name, way, partial(agrees, one, way), turn + later)
+    for case in test_reference.ABSENT:
+        add(case, case.algorithm, "replayed", partial(test_reference.first_disagreement, case, "replayed"), 0)
+    for one in test_personal.ABSENT:
+        add(one, one.name, "replayed", partial(agrees, one, "replayed"), 0)
     return found
+
+
+def in_turn(cases: list[Any], algorithms: list[str]) -> list[tuple[int, Any]]:
+    """Each case with the number of cases that its algorithm has before it."""
+    return [(algorithms[:n].count(name), case) for n, (name, case) in enumerate(zip(algorithms, cases, strict=True))]
 
 
 @cache

@@ -73,9 +73,7 @@ CASES = [
 ]  # fmt: skip
 ABSENT = [  # in replayed rounds the places of clients that are not there are empty
     Case("softpull", "whoever comes", dict(lam=0.6, lr=0.1), STEPS, cohort=4, sampling="bernoulli"),
-    Case(
-        "fedsm-extra", "whoever comes", dict(lr=0.1, selector_lr=0.1, begin=2), STEPS, cohort=4, sampling="bernoulli"
-    ),
+    Case("fedsm-extra", "whoever comes", dict(lr=0.1, selector_lr=0.1, begin=2), STEPS, cohort=4, sampling="bernoulli"),
 ]
 
 
