@@ -27,11 +27,17 @@ LAST = "a dimension, not a sign: of two dimensions the last one is the second, a
 
 # Signs that are not flipped: file, function and expression.
 DENIED = {
-    ("algorithms/domo", "FusedMomentum.bytes_down", "invited * (nbytes(down.x) + nbytes(down.b)) + (invited - returning) * nbytes(down.M)"): BYTES,
+    (
+        "algorithms/domo", "FusedMomentum.bytes_down",
+        "invited * (nbytes(down.x) + nbytes(down.b)) + (invited - returning) * nbytes(down.M)",
+    ): BYTES,
     ("algorithms/domo", "FusedMomentum.bytes_down", "nbytes(down.x) + nbytes(down.b)"): BYTES,
     ("algorithms/domo", "FusedMomentum.bytes_down", "invited - returning"): BYTES,
     ("algorithms/fedmim", "MultiStepInertia.bytes_down", "nbytes(down.x) + nbytes(down.a) * (1 if one else 2)"): BYTES,
-    ("algorithms/fedsm", "WithSelector.bytes_down", "self.inner.bytes_down(down.inner, invited, returning, clients) + invited * nbytes(down[1:])"): BYTES,
+    (
+        "algorithms/fedsm", "WithSelector.bytes_down",
+        "self.inner.bytes_down(down.inner, invited, returning, clients) + invited * nbytes(down[1:])",
+    ): BYTES,
     ("algorithms/fedsm_extra", "ExtraRound.bytes_down", "(clients + 1) * nbytes(down.x) + nbytes(down.statistics)"): BYTES,
     ("algorithms/fedsm_extra", "ExtraRound.bytes_down", "clients + 1"): BYTES,
     ("algorithms/fedsm_extra", "ExtraRound.bytes_down", "nbytes((down.s, down.s_statistics)) + once"): BYTES,
@@ -157,6 +163,11 @@ def probes() -> list[signs.Probe]:
     def add(case: Any, algorithm: str, way: str, compare: Callable[[], str], turn: int) -> None:
         found.append(signs.Probe(f"{case}, {way}", file_of(algorithm), case.fields, compare, turn))
 
+    for way in ("replayed", "stacked"):
+        for case in test_reference.ABSENT:
+            add(case, case.algorithm, way, partial(test_reference.first_disagreement, case, way), 0)
+        for one in test_personal.ABSENT:
+            add(one, one.name, way, partial(agrees, one, way), 0)
     for compare, cases in (
         (test_reference.first_disagreement, test_reference.CASES),
         (test_more.first_disagreement, test_more.CASES),
@@ -170,10 +181,6 @@ def probes() -> list[signs.Probe]:
     for turn, one in in_turn(test_personal.CASES, [one.name for one in test_personal.CASES]):
         for later, way in enumerate(("stacked", "pool")):
             add(one, one.name, way, partial(agrees, one, way), turn + later)
-    for case in test_reference.ABSENT:
-        add(case, case.algorithm, "replayed", partial(test_reference.first_disagreement, case, "replayed"), 0)
-    for one in test_personal.ABSENT:
-        add(one, one.name, "replayed", partial(agrees, one, "replayed"), 0)
     return found
 
 

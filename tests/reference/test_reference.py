@@ -300,7 +300,7 @@ BAD_GRADMA = [
 
 # In replayed rounds the places of clients that are not there are empty.
 ABSENT = [
-    Case("fedavg", "whoever comes", {}, EPOCHS, "size", sampling="bernoulli"),
+    Case("fedavg", "whoever comes", {"weight_decay": 0.05}, EPOCHS, "size", sampling="bernoulli"),
     Case("scaffold", "whoever comes", {}, EPOCHS, "size", sampling="bernoulli"),
     Case("fedavgm", "whoever comes", {"momentum_units": "grad"}, EPOCHS, "size", sampling="bernoulli"),
     Case("mifa", "whoever comes", {"wait": True}, EPOCHS, cohort=6, sampling="bernoulli"),
