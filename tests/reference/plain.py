@@ -603,8 +603,10 @@ class GradMAW(FedAvg):
         self.last: dict[int, Named] = {}  # x'
         self.before: Named = {}  # x_i^{k-1}
         self.bent = 0  # how often a projection changed a gradient, for tests
+        self.active_in: dict[int, list[int]] = {}  # constraints active in each step of a client's last round
 
     def ready(self, client: int, optimizer: torch.optim.Optimizer) -> None:
+        self.active_in[client] = []
         self.before = self.x
         if self.option["prev"] == "last_local":
             self.before = self.last.get(client, self.start if self.option["prev_first"] == "x0" else self.x)
@@ -615,12 +617,14 @@ class GradMAW(FedAvg):
         g = {n: p.grad.clone() for n, p in self.module.named_parameters() if p.grad is not None}
         away = {n: now[n] - self.x[n] for n in now}
         rows = [self.elsewhere(self.before, batch), self.elsewhere(self.x, batch), away]
+        self.active_in[client].append(0)
         for names in [[n] for n in g] if self.option["qp_scope"] == "tensor" else [list(g)]:
             p, M = joined(g, names), [joined(row, names) for row in rows]
             if not all(np.isfinite(v).all() for v in (p, *M)):
                 continue  # a bad sample: the answer will not be finite
             found, active = project(p, M, self.option["rho"])
             self.bent += active > 0
+            self.active_in[client][-1] += active
             parts = torch.from_numpy(found).split([g[n].numel() for n in names])
             g |= {n: part.view(g[n].shape) for n, part in zip(names, parts, strict=True)}
         for name, parameter in self.module.named_parameters():
@@ -629,6 +633,10 @@ class GradMAW(FedAvg):
 
     def keep(self, client: int, answer: Answer) -> None:
         self.last[client] = {n: self.x[n] - d for n, d in answer.d.items()}
+
+    def facts(self) -> dict[str, float]:
+        each = [sum(self.active_in[i]) / len(self.active_in[i]) for i in self.share]
+        return super().facts() | {"local_qp_active": sum(each) / len(each)}
 
 
 class GradMA(GradMAW, GradMAS):
@@ -678,3 +686,23 @@ ALGORITHMS = {
     "fedavgslm-z": FedAvgSLMZ, "feddyn": FedDyn, "mifa": MIFA, "mifam": MIFAM, "fedmim": FedMIM, "domo": DOMO,
     "domo-s": DOMOS, "gradma-w": GradMAW, "gradma": GradMA,
 }  # fmt: skip
+
+
+def active_sets(G: np.ndarray, b: np.ndarray) -> tuple[np.ndarray, list[set[int]]]:
+    """Lawson and Hanson's method as in their book: min z'Gz / 2 + b'z over z >= 0, and the sets for which it solves."""
+    z, passive, visited = np.zeros(len(b)), set[int](), list[set[int]]()
+    while True:
+        slope = {j: float(G[j] @ z + b[j]) for j in range(len(b)) if j not in passive}
+        if not slope or min(slope.values()) >= -1e-12:
+            return z, visited
+        passive.add(min(slope, key=lambda j: slope[j]))
+        while True:
+            visited.append(set(passive))
+            some, s = sorted(passive), np.zeros(len(b))
+            s[some] = np.linalg.lstsq(G[np.ix_(some, some)], -b[some], rcond=None)[0]
+            if all(s[j] > 0 for j in some):
+                z = s
+                break
+            step = min(z[j] / (z[j] - s[j]) for j in some if s[j] <= 0)
+            z = z + step * (s - z)
+            passive = {j for j in some if z[j] > 1e-12}

@@ -5,12 +5,8 @@ Nine unequal clients, four of them in a round; each case runs stacked and on the
 
 from __future__ import annotations
 
-import ast
-import copy
-import sys
-from collections.abc import Iterator
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import numpy as np
@@ -18,9 +14,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.reference import plain, plain_more
-from tests.reference.test_mutation import Site, compiled, flipped, tree
-from tests.reference.test_mutation import disagreement as parts_in
+from tests.reference import plain, plain_more, signs
 from tests.reference.test_reference import (
     CPU,
     EVEN,
@@ -123,8 +117,8 @@ def module(kind: str) -> nn.Module:
     return nn.Sequential(first, second, nn.Linear(3, 3)).double()
 
 
-def simulation(case: Case, execution: str = "stacked", kind: type[Any] | None = None) -> Simulation:
-    algorithm = (kind or CLASSES[case.algorithm])(**case.fields)
+def simulation(case: Case, execution: str = "stacked") -> Simulation:
+    algorithm = CLASSES[case.algorithm](**case.fields)
     settings = Settings(
         case.cohort, case.plan, case.seed, case.weights, 100, execution, case.chunk,
         lr_decay=case.lr_decay, lr_drops=case.lr_drops, lr_drop=case.lr_drop,
@@ -151,8 +145,8 @@ def expected(case: Case) -> tuple[plain.FedAvg, list[plain.After]]:
     return side, side.run(schedule(simulation(case)), ROUNDS)
 
 
-def first_disagreement(case: Case, execution: str, kind: type[Any] | None = None) -> str:
-    run = simulation(case, execution, kind)
+def first_disagreement(case: Case, execution: str) -> str:
+    run = simulation(case, execution)
     for after in expected(case)[1]:
         if wrong := disagreement(case, after, run, run.round()):
             return wrong
@@ -436,107 +430,31 @@ def test_a_run_that_is_resumed_is_the_same_run(algorithm: str, execution: str) -
     assert all(torch.equal(wanted[name], found[name]) for name in wanted)
 
 
-# A wrong sign is noticed, as in test_mutation.
-METHODS = {
-    "mimelite": {"mixed", "local_start", "prepare", "local_step", "local_end", "gather"},
-    "mime": {"measured", "local_step", "gather"},
-    "scaffold": {"local_start", "prepare", "local_step", "local_end", "gather"},
-    "moon": {"client_init", "local_start", "prepare", "local_step", "objective", "local_end"},
-    "fedmlb": {"local_step", "objective"},
-    "work": {"full_grad"},
-    "oracle": {"grads", "trace", "onward", "still_features"},
-    "net": {"trace", "onward"},
-}
-THROUGH = {  # parts of the engine, and the algorithms whose cases must notice
-    "undrift.simulate.work": ("LocalWhole", ["mime", "mimelite"]),
-    "undrift.oracle.oracle": ("Oracle View", ["mime", "moon", "fedmlb"]),
-    "undrift.oracle.net": ("Net", ["fedmlb"]),
-}
-EQUIVALENT = {
-    ("moon", "objective", "dim=-1"): "the last of two dimensions",
-    ("fedmlb", "objective", "F.log_softmax(logits / self.temperature, -1)"): "the last of two dimensions",
-    ("fedmlb", "objective", "(branch.exp() * (branch - main)).sum(-1)"): "the last of two dimensions",
-    ("scaffold", "local_end", "client.c - down.c + d / (work.k * self.lr)"): "option II, not used by option I",
-    ("scaffold", "local_end", "client.c - down.c"): "option II, not used by option I",
+# A wrong sign in the parts of the engine that serve only these methods is noticed, as in test_mutation.
+ENGINE = {  # of a file: functions, and the algorithms whose cases must notice
+    "simulate/work": (("LocalWhole.full_grad",), ["mime", "mimelite"]),
+    "oracle/oracle": (("Oracle.grads", "View.still_features"), ["mime", "moon"]),
+    "oracle/net": (("Net.onward",), ["fedmlb"]),
 }
 
 
-def sites(name: str) -> Iterator[Site]:
-    source, file = tree(name), name.rpartition(".")[2]
-    number = {id(node): n for n, node in enumerate(ast.walk(source))}
-    for function in ast.walk(source):
-        if not isinstance(function, ast.FunctionDef) or function.name not in METHODS[file]:
-            continue
-        around = {id(child): node for node in ast.walk(function) for child in ast.iter_child_nodes(node)}
-        for node in ast.walk(function):
-            if flipped(copy.copy(node)):
-                assert isinstance(node, (ast.BinOp, ast.AugAssign, ast.UnaryOp))
-                shown = around[id(node)] if isinstance(node, ast.UnaryOp) else node
-                yield Site(file, node.lineno, function.name, number[id(node)], ast.unparse(shown))
-
-
-def noticed(algorithm: str, kind: type[Any] | None = None) -> str:
-    """The first case of an algorithm that parts from the reference, and how."""
-    return parts_in(kind, [case for case in CASES if case.algorithm == algorithm], first_disagreement)
-
-
-def mutant(name: str, site: Site) -> Any:
-    source = tree(name)
-    assert flipped(list(ast.walk(source))[site.number])
-    return compiled(source, f"mutant.more.{site.file}.{site.number}", {})
-
-
-ALGORITHM_MUTANTS = [
-    pytest.param(algorithm, site, id=f"{site.file}-{site.method}-{site.number}")
-    for algorithm in ("mimelite", "mime", "scaffold", "moon", "fedmlb")
-    for site in sites(CLASSES[algorithm].__module__)
-]
-ENGINE_MUTANTS = [
-    pytest.param(name, site, id=f"{site.file}-{site.method}-{site.number}")
-    for name in THROUGH
-    for site in sites(name)
-    if not site.expression.endswith((".unsqueeze(-1)", ".unsqueeze(-2)", ".shape[-1]"))  # a dimension, not a sign
-]
-
-
-@pytest.mark.parametrize(("algorithm", "site"), ALGORITHM_MUTANTS)
-def test_a_flipped_sign_of_an_algorithm_is_noticed(algorithm: str, site: Site) -> None:
-    kind = CLASSES[algorithm]
-    try:
-        wrong = noticed(algorithm, getattr(mutant(kind.__module__, site), kind.__name__))
-    finally:
-        sys.modules.pop(f"mutant.more.{site.file}.{site.number}", None)
-    reason = EQUIVALENT.get((site.file, site.method, site.expression))
-    if reason is None:
-        assert wrong, f"{site}: flipping its sign changes nothing that these tests see"
-    else:
-        assert not wrong, f"{site} is listed as equivalent ({reason}), but {wrong}"
-
-
-@pytest.mark.parametrize(("name", "site"), ENGINE_MUTANTS)
-def test_a_flipped_sign_of_the_engine_is_noticed(name: str, site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The method is put into the class that the package uses."""
-    classes, algorithms = THROUGH[name]
-    try:
-        made = mutant(name, site)
-        for part in classes.split():
-            if hasattr(getattr(made, part), site.method):
-                monkeypatch.setattr(f"{name}.{part}.{site.method}", vars(getattr(made, part))[site.method])
-        assert any(noticed(algorithm) for algorithm in algorithms), f"{site}: flipping its sign changes nothing seen"
-    finally:
-        sys.modules.pop(f"mutant.more.{site.file}.{site.number}", None)
-
-
-@pytest.mark.parametrize("algorithm", ["mimelite", "mime", "scaffold", "moon", "fedmlb"])
-def test_an_unchanged_copy_agrees_in_every_case(algorithm: str) -> None:
-    """Otherwise the mutants would be noticed for nothing."""
-    kind, name = CLASSES[algorithm], f"copy.more.{algorithm}"
-    try:
-        assert noticed(algorithm, getattr(compiled(tree(kind.__module__), name, {}), kind.__name__)) == ""
-    finally:
-        sys.modules.pop(name, None)
-
-
-def test_what_is_listed_as_equivalent_is_still_in_the_source() -> None:
-    found = [param.values[1] for param in ALGORITHM_MUTANTS]
-    assert EQUIVALENT.keys() <= {(site.file, site.method, site.expression) for site in found}
+@pytest.mark.parametrize("file", ENGINE)
+def test_a_flipped_sign_of_the_engine_is_noticed(file: str) -> None:
+    functions, algorithms = ENGINE[file]
+    of = [
+        site
+        for site in signs.sites(file)
+        if site.function in functions
+        and not site.expression.endswith((".unsqueeze(-1)", ".unsqueeze(-2)", ".shape[-1]"))  # a dimension, not a sign
+    ]
+    probes = [
+        signs.Probe(f"{case}, {execution}", "", {}, partial(first_disagreement, case, execution))
+        for name in algorithms
+        for case in CASES
+        if case.algorithm == name
+        for execution in ("stacked", "pool")
+    ]
+    assert {site.function for site in of} == set(functions)
+    verdict = signs.judge(file, of, probes)
+    assert not verdict.spoilt
+    assert not verdict.unnoticed
