@@ -44,7 +44,7 @@ system: $(INSTALLED) ## slow checks of the whole system (many kill -9 and resume
 	$(BIN)/pytest -q -m system
 
 golden: $(INSTALLED) ## write tests/golden anew: only for a deliberate change of results
-	UNDRIFT_WRITE_GOLDEN=1 $(BIN)/pytest -q tests/test_all_algorithms.py -k golden
+	UNDRIFT_WRITE_GOLDEN=1 $(BIN)/pytest -q tests/algorithms/test_all_algorithms.py -k golden
 
 bench: $(INSTALLED) ## speed beside a plain loop and pfl-research; memory and speed with very many clients
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[bench]'

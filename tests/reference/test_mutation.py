@@ -18,7 +18,7 @@ import pytest
 
 import undrift.algorithms.base as base
 import undrift.algorithms.gradient_memory.memory as memory
-from tests.reference.test_reference import CASES, CLASSES, Case, first_disagreement
+from tests.reference.test_algorithms import CASES, CLASSES, Case, first_disagreement
 
 SHARED = {base.__name__: "fedavg", memory.__name__: "gradma-s"}  # files that algorithms build on, and one that does
 METHODS = {
@@ -33,7 +33,11 @@ EQUIVALENT = {
         "a dimension, not a sign: behind the only dimension of `age[place]` the places -1 and 1 are the same"
     ),
     ("base", "move", "work.k + 1"): "FedAvg does not look at k; SCAFFOLD and DOMO-S do, and part with it",
-    ("gradma_w", "local_step", "work.active + active"): "a count for the record, which tests/test_metrics.py checks",
+    (
+        "gradma_w",
+        "local_step",
+        "work.active + active",
+    ): "a count for the record, which tests/simulate/test_metrics.py checks",
 }
 
 
