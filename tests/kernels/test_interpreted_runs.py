@@ -1,6 +1,6 @@
 """Whole runs with the kernels for a GPU, without a GPU: in Triton's interpreter, replayed, and rehearsed before.
 
-What asks for a GPU is told that there is one; all else is as in a run on a GPU. There, test_cuda does the same.
+What asks for a GPU is told that there is one; all else is as in a run on a GPU. There, simulate/test_cuda does the same.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 pytest.importorskip("triton")
 if torch.cuda.is_available():
-    pytest.skip("with a GPU they are compiled, see test_cuda", allow_module_level=True)
+    pytest.skip("with a GPU they are compiled, see simulate/test_cuda", allow_module_level=True)
 
 import undrift
 from undrift.core.forms import plain_forms

@@ -1,4 +1,4 @@
-"""Pipelines on a GPU; skipped where there is none."""
+"""Pipelines on a GPU."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 
 from undrift.pipeline.train import run_pipe
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+pytestmark = pytest.mark.cuda
 
 
 @pytest.mark.parametrize("method", ["bp", "bp-k", "fr", "ddg", "dni", "gpipe", "dsp"])

@@ -16,8 +16,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import undrift
-from tests.jobs.test_run import QUICK, timeless
-from tests.small import CPU, data, tiny_mlp
+from tests.small import CPU, QUICK, data, timeless, tiny_mlp
 from undrift.core.errors import BadRunFolder, BadSetting
 from undrift.simulate import client_store
 from undrift.simulate.client_store import DiskTable
