@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 ROOT = Path(__file__).parents[1]
 RECORD = ROOT / "benchmarks" / "results" / "cuda-tests.json"
@@ -29,8 +30,6 @@ def git(*words: str) -> str | None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    import torch
-
     if not torch.cuda.is_available():
         for item in items:
             if item.get_closest_marker("cuda"):
@@ -38,16 +37,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
-    import torch
-
     options = config.option
     whole = options.markexpr == "cuda" and not options.keyword and config.args == config.getini("testpaths")
     if not (whole and torch.cuda.is_available()) or options.collectonly:
         return
-    found = {kind: terminalreporter.stats.get(kind, []) for kind in ("passed", "failed", "error", "skipped")}
-    counts = {kind: sum(isinstance(report, pytest.TestReport) for report in each) for kind, each in found.items()}
-    counts["failed"] += len(found["error"])
-    counts.pop("error")
+    stats = terminalreporter.stats  # where whole files are skipped, there are other reports too
+    counts = {
+        n: sum(isinstance(r, pytest.TestReport) for r in stats.get(n, [])) for n in ("passed", "failed", "skipped")
+    }
+    counts["failed"] += len(stats.get("error", []))
     commit = os.environ.get("UNDRIFT_COMMIT") or git("rev-parse", "HEAD") or "unknown"
     about = {"commit": commit, "device": torch.cuda.get_device_name(), "torch": torch.__version__}
     RECORD.write_text(json.dumps(about | {"date": f"{datetime.now(UTC):%Y-%m-%d}"} | counts, indent=1) + "\n")
