@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 INSTALLED := $(VENV)/installed
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test system lint types imports doctest unit golden bench size clean
+.PHONY: help demo test system cuda lint types imports doctest unit golden bench size clean
 
 help: ## list the targets
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-9s %s\n", $$1, $$2}'
@@ -23,6 +23,7 @@ demo: $(VENV)/core ## four algorithms on 100 clients with handwritten digits, a 
 	$(BIN)/undrift sweep suites/demo.toml --out runs/demo
 
 test: lint types imports doctest unit ## lint, types, import rule, doctests and tests
+	@$(BIN)/python tests/cuda_record.py
 
 lint: $(INSTALLED)
 	$(BIN)/ruff check .
@@ -43,8 +44,11 @@ unit: $(INSTALLED)
 system: $(INSTALLED) ## slow checks of the whole system (many kill -9 and resume, real federations)
 	$(BIN)/pytest -q -m system
 
+cuda: $(INSTALLED) ## the tests that need a GPU; writes benchmarks/results/cuda-tests.json
+	$(BIN)/pytest -q -m cuda
+
 golden: $(INSTALLED) ## write tests/golden anew: only for a deliberate change of results
-	UNDRIFT_WRITE_GOLDEN=1 $(BIN)/pytest -q tests/test_all_algorithms.py -k golden
+	UNDRIFT_WRITE_GOLDEN=1 $(BIN)/pytest -q tests/algorithms/test_all_algorithms.py -k golden
 
 bench: $(INSTALLED) ## speed beside a plain loop and pfl-research; memory and speed with very many clients
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[bench]'

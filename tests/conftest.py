@@ -14,3 +14,5 @@ import torch
 torch.set_num_threads(1)
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # before any kernel is defined
+
+from tests.cuda_record import pytest_collection_modifyitems, pytest_terminal_summary  # noqa: E402, F401

@@ -18,6 +18,7 @@ from undrift.simulate.simulation import Settings, Simulation
 
 CPU = torch.device("cpu")
 SIZES = (3, 20, 9, 33, 5, 14)  # unequal clients
+QUICK = {"clients": 12, "cohort": 4, "steps": 2, "batch": 8, "model": "logreg", "eval_every": 3, "execution": "stacked"}
 
 
 def data(sizes: tuple[int, ...] = SIZES, features: int = 5, classes: int = 3, seed: int = 0) -> Dataset:
@@ -70,3 +71,8 @@ def path(run: Simulation, rounds: int) -> torch.Tensor:
         run.round()
         points.append(run.net.sent(run.state.x, "model"))
     return torch.stack(points)
+
+
+def timeless(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The records of a run without how long its rounds took."""
+    return [{k: v for k, v in r.items() if k != "seconds"} for r in records]

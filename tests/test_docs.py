@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import importlib
+import itertools
 import re
 import shlex
+import textwrap
 from pathlib import Path
 
 import pytest
@@ -58,10 +61,25 @@ def code_rows(text: str) -> list[tuple[str, str]]:
     return [(row[1], row[2]) for row in rows if row]
 
 
-def quotations(text: str) -> list[tuple[str, str]]:
-    """(line, file) of each line in a block that says where it was quoted from."""
-    blocks = re.findall(r"<!-- quoted from (\S+) -->\n```\w+\n(.*?)```", text, re.DOTALL)
-    return [(line, file) for file, block in blocks for line in block.splitlines() if line.strip()]
+def quotations() -> list[tuple[str, str, str]]:
+    """(page, file, block) of each block that says where it was quoted from."""
+    block = re.compile(r"<!-- quoted from (\S+) -->\n```\w+\n(.*?)^```", re.DOTALL | re.MULTILINE)
+    return [(title(path), *found) for path in PAGES for found in block.findall(path.read_text())]
+
+
+def stands(block: str, source: str) -> bool:
+    """Whether a block's lines follow each other in the source, all moved by one indentation; `...` stands for lines left out."""
+    texts = source, textwrap.dedent(block)
+    lines, quoted = ([line.rstrip() for line in text.splitlines() if line.strip()] for text in texts)
+    parts = [list(part) for left, part in itertools.groupby(quoted, lambda line: line.strip() == "...") if not left]
+    for left in {line[: len(line) - len(line.lstrip())] for line in lines}:
+        at = 0
+        for part in parts:
+            moved = [left + line for line in part]
+            at = next((n for n in range(at, len(lines)) if lines[n : n + len(part)] == moved), len(lines)) + len(part)
+        if at <= len(lines):
+            return True
+    return False
 
 
 def commands() -> list[tuple[str, str]]:
@@ -117,12 +135,34 @@ def test_quoted_lines_stand_in_the_algorithms_file(name: str) -> None:
         assert stands, f"{code!r} is not in {file}"
 
 
-def test_quoted_blocks_stand_in_their_files() -> None:
-    found = [quotation for path in PAGES for quotation in quotations(path.read_text())]
-    assert len(found) > 20
-    for line, file in found:
-        source = [text.strip() for text in (ROOT / file).read_text().splitlines()]
-        assert line.strip() in source, f"{line!r} is not in {file}"
+def test_there_are_quoted_blocks() -> None:
+    assert len(quotations()) > 10
+
+
+@pytest.mark.parametrize(("where", "file", "block"), quotations())
+def test_a_quoted_block_stands_in_its_file(where: str, file: str, block: str) -> None:
+    assert stands(block, (ROOT / file).read_text()), (
+        f"{where} quotes {file} with other lines, or leaves some out without ..."
+    )
+
+
+def test_a_quotation_that_drops_moves_or_changes_a_line_is_noticed() -> None:
+    source = "class A:\n    a = 1\n\n    def f(self):\n        b = 2\n        return b\n"
+    assert stands("a = 1\n\n\ndef f(self):\n    b = 2\n", source) and stands("a = 1\n...\n    return b\n", source)
+    wrong = "a = 1\nb = 2\n", "a = 1\n    return b\n", "return b\n...\na = 1\n", "def f(self):\nb = 2\n", "b = 3\n"
+    assert not any(stands(block, source) for block in wrong)
+
+
+def test_what_a_block_imports_is_there() -> None:
+    blocks = [
+        block
+        for path in PAGES
+        for block in re.findall(r"^```python\n(.*?)^```", path.read_text(), re.DOTALL | re.MULTILINE)
+    ]
+    imports = [
+        found for block in blocks for found in re.findall(r"^from (undrift\S*) import (\w+)$", block, re.MULTILINE)
+    ]
+    assert imports and all(hasattr(importlib.import_module(module), name) for module, name in imports)
 
 
 @pytest.mark.parametrize("path", PAGES, ids=title)

@@ -16,7 +16,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.reference import plain, signs, test_more, test_personal, test_reference
+from tests.reference import plain, signs, test_algorithms, test_exchanges_and_objectives, test_personal
 from undrift.algorithms.gradient_memory import cone
 from undrift.algorithms.gradient_memory.cone3 import project_three
 from undrift.core.forms import plain_forms
@@ -164,13 +164,13 @@ def probes() -> list[signs.Probe]:
         found.append(signs.Probe(f"{case}, {way}", file_of(algorithm), case.fields, compare, turn))
 
     for way in ("replayed", "stacked"):
-        for case in test_reference.ABSENT:
-            add(case, case.algorithm, way, partial(test_reference.first_disagreement, case, way), 0)
+        for case in test_algorithms.ABSENT:
+            add(case, case.algorithm, way, partial(test_algorithms.first_disagreement, case, way), 0)
         for one in test_personal.ABSENT:
             add(one, one.name, way, partial(agrees, one, way), 0)
     for compare, cases in (
-        (test_reference.first_disagreement, test_reference.CASES),
-        (test_more.first_disagreement, test_more.CASES),
+        (test_algorithms.first_disagreement, test_algorithms.CASES),
+        (test_exchanges_and_objectives.first_disagreement, test_exchanges_and_objectives.CASES),
     ):
         for turn, case in in_turn(cases, [case.algorithm for case in cases]):
             for later, way in enumerate(("stacked", "pool")):
@@ -246,7 +246,7 @@ def test_every_file_is_looked_at() -> None:
 
 def test_a_flipped_sign_is_put_back() -> None:
     site = next(site for site in signs.sites("algorithms/base") if site.function == "Average.server_step")
-    run = partial(test_reference.first_disagreement, test_reference.CASES[0], "stacked")
+    run = partial(test_algorithms.first_disagreement, test_algorithms.CASES[0], "stacked")
     with signs.flipped(site):
         assert run()
     assert not run()

@@ -1,0 +1,228 @@
+"""Flower's apps called directly: the server's main function and the clients' train and query, with Flower's own messages."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+flwr = pytest.importorskip("flwr")
+
+from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Error, Message, RecordDict  # noqa: E402
+from flwr.supercore.task_identity import TaskIdentity  # noqa: E402
+
+from tests.deploy.test_federation import without  # noqa: E402
+from undrift.core.errors import BadSetting  # noqa: E402
+from undrift.core.names import names  # noqa: E402
+from undrift.data.load import load_dataset  # noqa: E402
+from undrift.deploy.flower import GridPost, client_app, from_records, server_app, to_records  # noqa: E402
+from undrift.deploy.messages import Letter, Refused, encode  # noqa: E402
+from undrift.deploy.settings import Plan  # noqa: E402
+from undrift.jobs.registry import algorithm_class  # noqa: E402
+from undrift.jobs.run import build_simulation  # noqa: E402
+
+
+class Nodes:
+    """A grid whose nodes are called in this process; their ids have nothing to do with their names."""
+
+    def __init__(self, clients: int, config: dict[str, Any], root: Path) -> None:
+        called = [name for name in str(config.get("names", "")).split(",") if name]
+        self.contexts = {
+            7919 * (clients - i): Context(
+                1,
+                1,
+                ({"name": called[i]} if called else {"partition-id": i}) | {"state-dir": str(root / str(i))},
+                RecordDict(),
+                config,
+            )
+            for i in range(clients)
+        }
+        self.twice = False  # every node answers twice
+        self.failing: set[int] = set()
+
+    def get_node_ids(self) -> set[int]:
+        return set(self.contexts)
+
+    def send_and_receive(self, messages: Iterable[Message], *, timeout: float | None = None) -> list[Message]:
+        answers = []
+        for message in messages:
+            node = message.metadata.dst_node_id
+            TaskIdentity.node_id = node
+            if node in self.failing:
+                answers.append(Message(Error(code=1, reason="out of memory"), reply_to=message))
+                continue
+            answers += [client_app()(message, self.contexts[node])] * (2 if self.twice else 1)
+        TaskIdentity.node_id = 1
+        return answers
+
+
+@pytest.fixture(autouse=True)
+def identity() -> None:
+    TaskIdentity.run_id, TaskIdentity.node_id, TaskIdentity.task_id = 1, 1, 1
+
+
+def planned(out: Path, **settings: Any) -> Plan:
+    given = {"clients": 3, "cohort": 2, "rounds": 3, "model": "logreg", "partition": "iid", "batch": 16, "steps": 2}
+    given |= {"dtype": "float64", "device": "cpu", "eval_every": 3, "out": str(out), "wait": 0.1, "timeout": 5.0}
+    return Plan.of(given | settings)
+
+
+def serve(plan: Plan, root: Path) -> Nodes:
+    config: dict[str, Any] = plan.flat()
+    nodes = Nodes(plan.run.clients, config, root)
+    server_app()(nodes, Context(1, 1, {}, RecordDict(), config))
+    return nodes
+
+
+def test_clients_may_have_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever order they are named in or join in: in sorted order they are clients 0, 1 and so on."""
+    monkeypatch.setattr("undrift.deploy.flower.PAUSE", 0.0)
+    plan = planned(tmp_path / "out", algorithm="scaffold", model="logreg", names="west,east,north", clients=3, cohort=2)
+    assert plan.names == ["east", "north", "west"]
+    serve(plan, tmp_path)
+    visits = [json.loads(line) for line in (tmp_path / "out" / "clients.jsonl").read_text().splitlines()]
+    run = build_simulation(plan.run, plan.alg, load_dataset("digits"), plan.run.model, torch.device("cpu"))
+    asked = [plan.names[i] for t in range(3) for i in run.attendance(t).ids]
+    assert [visit["client"] for visit in visits] == asked and {v["outcome"] for v in visits} == {"answered"}
+    for place, name in enumerate(["west", "east", "north"]):  # each keeps its state under its own name
+        assert not (tmp_path / str(place)).exists() or [p.name for p in (tmp_path / str(place)).glob("*/*")] == [name]
+    found = run.net.layout.join(load_file(tmp_path / "out" / "model.safetensors"), run.state.x)
+    for _ in range(3):
+        run.round()
+    torch.testing.assert_close(found, run.state.x, rtol=1e-9, atol=1e-12)
+
+
+def test_a_node_with_a_mistyped_name_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    monkeypatch.setattr("undrift.deploy.flower.PAUSE", 0.0)
+    plan = planned(tmp_path / "out", algorithm="fedavg", names="west,east,north", clients=3, cohort=2, rounds=1)
+    nodes = Nodes(3, plan.flat() | {"names": "wets,east,north"}, tmp_path)
+    for context in nodes.contexts.values():
+        context.run_config["names"] = plan.deploy.names
+    server_app()(nodes, Context(1, 1, {}, RecordDict(), plan.flat()))
+    said = capsys.readouterr().out
+    assert said.count("a node is left out") == 1 and "unknown client 'wets'" in said and "did you mean 'west'" in said
+
+
+def test_the_server_scores_no_models_that_it_does_not_have(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("undrift.deploy.flower.PAUSE", 0.0)
+    plan = planned(tmp_path / "out", algorithm="softpull", own_test=0.2)
+    serve(plan, tmp_path)
+    last = json.loads((tmp_path / "out" / "rounds.jsonl").read_text().splitlines()[-1])
+    assert last["accuracy"] is not None and not any(name.startswith("own_") for name in last)
+    alone = build_simulation(plan.run, plan.alg, load_dataset("digits"), plan.run.model, torch.device("cpu"))
+    assert any(name.startswith("own_") for name in alone.round(last=True).more)
+
+
+@pytest.mark.parametrize("name", [name for name in names("algorithms") if not algorithm_class(name).pools])
+def test_the_apps_equal_the_simulator(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("undrift.deploy.flower.PAUSE", 0.0)
+    model = "mlp" if name.startswith(("moon", "fedmlb")) else "logreg"  # they need a hidden layer
+    plan = planned(tmp_path / "out", algorithm=name, model=model, set={"lr": 0.05})
+    serve(plan, tmp_path)
+    dataset = load_dataset("digits")
+
+    def make() -> Any:
+        return build_simulation(plan.run, plan.alg, dataset, plan.run.model, torch.device("cpu"))
+
+    run = make()
+    found = run.net.sent(run.net.layout.join(load_file(tmp_path / "out" / "model.safetensors"), run.state.x), "model")
+    torch.testing.assert_close(found, without(make, set(), 3)[-1], rtol=1e-9, atol=1e-12)
+
+
+def test_records_become_letters_only_where_they_are_ours() -> None:
+    letter = Letter({"run": "a1", "round": 3}, {"up.d": encode(torch.arange(3.0))})
+    assert from_records(to_records(letter)) == letter
+    pickled = ArrayRecord({"up.d": Array("float32", (3,), "pickle", b"rubbish")})
+    for records, reason in (
+        (RecordDict({"arrays": pickled, "facts": ConfigRecord({})}), "written as 'pickle'"),
+        (RecordDict({"facts": ConfigRecord({})}), "records arrays and facts"),
+        (RecordDict({"arrays": ConfigRecord({}), "facts": ConfigRecord({})}), "records arrays and facts"),
+    ):
+        with pytest.raises(Refused, match=reason):
+            from_records(records)
+
+
+def test_second_answers_failures_and_doubles_are_dealt_with(tmp_path: Path) -> None:
+    plan, said = planned(tmp_path / "out"), []
+    nodes = Nodes(3, plan.flat(), tmp_path)  # type: ignore[arg-type]
+    post = GridPost(nodes, 5.0, said.append)  # type: ignore[arg-type]
+    post.meet(["0", "1", "2"], 5.0)
+    assert post.node == {"0": 3 * 7919, "1": 2 * 7919, "2": 7919}
+    impostor = Context(1, 1, {"partition-id": 1}, RecordDict(), {})
+    nodes.contexts[5] = impostor
+    post.roll(5.0)
+    assert post.node["1"] == 2 * 7919 and said == ["node 5 is turned away: 1 is there already"]
+    nodes.twice, nodes.failing = True, {7919}
+    run = build_simulation(plan.run, plan.alg, load_dataset("digits"), "logreg", torch.device("cpu"))
+    arrays = {"down.x": encode(run.net.sent(run.state.x, "model")), "buffers": encode(run.state.buffers)}
+    facts = {"run": "a1", "round": 0, "exchange": "train", "since": 0, "position": 0}
+    letters = {n: Letter(facts | {"client": n, "id": int(n)}, arrays) for n in ("0", "2", "7")}
+    answers = post.exchange(letters)
+    assert (
+        isinstance(answers["0"], Letter) and answers["2"] == "failed: out of memory" and answers["7"] == "not connected"
+    )
+    assert any("nobody waits for" in line for line in said)
+
+
+def test_a_node_runs_only_what_is_installed_and_allowed(tmp_path: Path) -> None:
+    from undrift.deploy.node import check_allowed
+
+    plan = planned(tmp_path / "out", model="os.path:join")
+    with pytest.raises(BadSetting, match="runs only what undrift has"):
+        check_allowed(plan, {"partition-id": 0})
+    check_allowed(plan, {"partition-id": 0, "allow": "os"})
+
+
+def test_a_private_run_clips_adds_noise_and_says_epsilon(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    accounting = pytest.importorskip("dp_accounting")
+    monkeypatch.setattr("undrift.deploy.flower.PAUSE", 0.0)
+    settings = {
+        "clients": 3,
+        "cohort": 3,
+        "sampling": "bernoulli",
+        "privacy_clip": 0.5,
+        "rounds": 2,
+        "privacy_noise": 2.0,
+    }
+    plan = planned(tmp_path / "out", **settings)
+    serve(plan, tmp_path)
+    accountant = accounting.rdp.RdpAccountant()
+    accountant.compose(accounting.GaussianDpEvent(2.0), 2)  # everybody takes part
+    records = [json.loads(line) for line in (tmp_path / "out" / "rounds.jsonl").read_text().splitlines()]
+    assert records[-1]["epsilon"] == pytest.approx(accountant.get_epsilon(1e-5), rel=0.02)
+    assert records[0]["epsilon"] < records[1]["epsilon"]
+
+
+def test_the_private_sum_is_clipped_and_has_the_noise_that_it_says() -> None:
+    from undrift.round.private import private_sum
+
+    d = torch.tensor([[3.0, 4.0, 0.0], [0.3, 0.4, 0.0]], dtype=torch.float64)
+    none = private_sum(d, 1.0, 0.0, 2)
+    torch.testing.assert_close(none, torch.tensor([0.9, 1.2, 0.0], dtype=torch.float64))
+    drawn = torch.stack([private_sum(torch.zeros(1, 4000), 0.5, 3.0, 3999) for _ in range(20)])
+    assert drawn[:, :-1].std() == pytest.approx(1.5, rel=0.02) and not drawn[:, -1].any()
+    assert not torch.equal(drawn[0], drawn[1])
+
+
+@pytest.mark.parametrize(
+    ("settings", "reason"),
+    [
+        ({"algorithm": "gradma-s"}, "single updates"),
+        ({"algorithm": "scaffold"}, "more than their update"),
+        ({"algorithm": "moon", "model": "mlp"}, "keep a state"),
+        ({"sampling": "fixed"}, "sampling bernoulli"),
+        ({"weights": "size"}, "weights uniform"),
+        ({"min_replies": 2}, "min_replies"),
+        ({"cohort": 2}, "without any client is too likely"),
+        ({"privacy_noise": 0.0}, "privacy_noise must be above 0"),
+    ],
+)
+def test_privacy_is_refused_where_it_would_not_hold(settings: dict[str, Any], reason: str, tmp_path: Path) -> None:
+    plan = planned(tmp_path / "out", **({"cohort": 3, "sampling": "bernoulli", "privacy_clip": 0.5} | settings))
+    with pytest.raises(BadSetting, match=reason):
+        serve(plan, tmp_path)

@@ -1,0 +1,280 @@
+"""Real federations with real processes: a SuperLink, SuperNodes, TLS and keys, on loopback."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+pytest.importorskip("flwr")
+
+from tests.deploy.test_federation import without
+from undrift.data.from_user import dataset_from
+from undrift.data.load import load_dataset
+from undrift.deploy.keys import write_client_key
+from undrift.deploy.local import LocalFederation, descendants, federation, files_of
+from undrift.deploy.settings import Plan
+from undrift.jobs.folder import RunFolder
+from undrift.jobs.run import build_simulation
+from undrift.simulate.simulation import Simulation
+
+LONG = 400.0  # seconds after which a test gives up
+
+
+def planned(out: Path, **settings: Any) -> Plan:
+    given: dict[str, Any] = {"clients": 2, "rounds": 3, "model": "logreg", "partition": "iid", "device": "cpu"}
+    given |= {"eval_every": 1, "timeout": 60.0, "out": str(out), "execution": "pool"} | settings
+    return Plan.of(given | {"cohort": given.get("cohort", given["clients"])})
+
+
+def simulator(plan: Plan) -> Simulation:
+    run = plan.run
+    return build_simulation(run, plan.alg, load_dataset(run.dataset), run.model, torch.device("cpu"))
+
+
+def deployed(plan: Plan) -> Tensor:
+    """The global model that the deployed run ended with."""
+    run = simulator(plan)
+    model = load_file(Path(plan.deploy.out) / "model.safetensors")
+    return run.net.sent(run.net.layout.join(model, run.state.x), "model")
+
+
+def agree(plan: Plan, lost: set[tuple[int, str]] | None = None) -> None:
+    found, expected = deployed(plan), without(lambda: simulator(plan), lost or set(), plan.run.rounds)[-1]
+    assert (found - expected).norm() <= 1e-4 * expected.norm()
+    start = simulator(plan).state.x
+    assert (found - simulator(plan).net.sent(start, "model")).norm() > 1e-2 * expected.norm()  # it went somewhere
+
+
+def records(plan: Plan) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (Path(plan.deploy.out) / "rounds.jsonl").read_text().splitlines()]
+
+
+def until(true: Callable[[], Any], here: LocalFederation, seconds: float = LONG) -> None:
+    end = time.monotonic() + seconds
+    while not true():
+        logs = "\n".join(f"== {name}\n{here.log(name)[-3000:]}" for name in ("run", "superlink", "client-0"))
+        assert time.monotonic() < end, f"it did not happen in {seconds} seconds\n{logs}"
+        time.sleep(0.1)
+
+
+def finish(here: LocalFederation, run: subprocess.Popen[bytes], plan: Plan) -> None:
+    until(lambda: run.poll() is not None, here)
+    assert RunFolder(Path(plan.deploy.out)).finished() and len(records(plan)) == plan.run.rounds, here.log("run")
+
+
+def test_smoke(tmp_path: Path) -> None:
+    """TLS and keys; a round of SCAFFOLD; everything killed and started again; a second round; nothing left running."""
+    first, second = (
+        planned(tmp_path / "out", algorithm="scaffold", clients=1, rounds=n + 1, resume=bool(n)) for n in (0, 1)
+    )
+    with federation(1) as here:
+        here.start_client(0)
+        finish(here, here.run(first), first)
+        here.kill("client-0", signal.SIGTERM)
+        here.kill("superlink")
+        here.kill("run")
+        here.start_server()
+        here.start_client(0)
+        finish(here, here.run(second), second)
+        home = here.home
+    assert not home.exists() and not any(descendants(home, name) for name in ("superlink", "client-0", "run"))
+    agree(second)
+    assert [(r["round"], r["dropped"]) for r in records(second)] == [(1, 0), (2, 0)]
+    assert records(second)[0]["wire_up"] > records(second)[0]["bytes_up"] > 0
+
+
+@pytest.fixture(scope="module")
+def pair() -> Iterator[LocalFederation]:
+    """A federation of two clients that several runs share."""
+    with federation(2) as here:
+        for client in range(2):
+            here.start_client(client)
+        yield here
+
+
+@pytest.mark.system
+@pytest.mark.parametrize("name", ["fedavg", "scaffold", "gradma", "fedmim", "domo", "mime", "fedsm"])
+def test_a_deployed_run_equals_the_simulator(name: str, pair: LocalFederation, tmp_path: Path) -> None:
+    plan = planned(tmp_path / "out", algorithm=name)
+    finish(pair, pair.run(plan), plan)
+    agree(plan)
+    if name == "fedsm":  # both have been sent what the server made of their models
+        assert "2 of 2 clients got the reply to their last round" in pair.log("run")
+        token = json.loads((tmp_path / "out" / "deploy.json").read_text())["token"]
+        assert len(list((pair.home / "states").glob(f"*/{token}/*/final-000003.safetensors"))) == 2
+
+
+@pytest.mark.system
+def test_clients_with_files_of_their_own_equal_the_simulator_on_the_same_files(tmp_path: Path) -> None:
+    """A part of digits each, that is on no other machine; one node's pictures have another size, and it is named."""
+    digits, names = load_dataset("digits"), ["east", "north", "west"]
+    parts = [(np.asarray(digits.x_train)[k::3], digits.y_train[k::3]) for k in range(3)]
+    for name, (x, y) in zip(names, parts, strict=True):
+        np.savez(tmp_path / f"{name}.npz", x=x if name != "west" else x[:, :4], y=y)
+    settings = {"dataset": "own", "partition": "own", "shape": "1,8,8", "classes": 10, "names": ",".join(names)}
+    plan = planned(tmp_path / "out", algorithm="scaffold", clients=3, wait=40.0, **settings)
+    with federation(3) as here:
+        here.names, here.files = names, files_of(plan, tmp_path)
+        for client in range(3):
+            here.start_client(client)
+        finish(here, here.run(plan), plan)
+        assert "west is turned away: its inputs have the shape 1,4,8, but the run's model takes 1,8,8" in here.log(
+            "run"
+        )
+    lost = {(t, "2") for t in (1, 2, 3)}
+    data = dataset_from((parts, parts[0]))
+
+    def make() -> Simulation:
+        return build_simulation(plan.run, plan.alg, data, plan.run.model, torch.device("cpu"))
+
+    run, model = make(), load_file(tmp_path / "out" / "model.safetensors")
+    found, expected = run.net.sent(run.net.layout.join(model, run.state.x), "model"), without(make, lost, 3)[-1]
+    assert (found - expected).norm() <= 1e-4 * expected.norm()
+    assert (found - run.net.sent(run.state.x, "model")).norm() > 1e-2 * expected.norm()
+
+
+@pytest.mark.system
+def test_a_node_killed_in_the_middle_of_a_round_comes_back(tmp_path: Path) -> None:
+    plan = planned(tmp_path / "out", algorithm="scaffold", rounds=8, timeout=30.0)  # it may come back after a minute
+    with federation(2) as here:
+        for client in range(2):
+            here.start_client(client)
+        run = here.run(plan)
+        until(lambda: here.log("client-1").count("Receiving: train") == 2, here)
+        here.kill("client-1")
+        here.start_client(1)
+        finish(here, run, plan)
+    lost = [(r["round"], r["dropped"]) for r in records(plan)]
+    assert lost[0] == (1, 0) and lost[1] == (2, 1) and lost[-1] == (8, 0)
+    agree(plan, {(t, "1") for t, dropped in lost if dropped})
+
+
+@pytest.mark.system
+def test_a_client_that_always_times_out_is_left_out(tmp_path: Path) -> None:
+    plan = planned(tmp_path / "out", timeout=20.0, rounds=2)
+    with federation(2) as here:
+        here.start_client(0)
+        slow = here.start_client(1)
+        run = here.run(plan)
+        until(lambda: "clients are there" in here.log("run"), here)
+        for pid in descendants(here.home, "client-1"):
+            os.kill(pid, signal.SIGSTOP)
+        finish(here, run, plan)
+        assert slow.poll() is None
+        assert "1 does not count: no answer in time" in here.log("run")
+    assert [r["dropped"] for r in records(plan)] == [1, 1]
+    agree(plan, {(1, "1"), (2, "1")})
+
+
+@pytest.mark.system
+@pytest.mark.parametrize("after", [0, 1, 2])
+def test_the_server_is_killed_and_resumed(after: int, tmp_path: Path) -> None:
+    plan = planned(tmp_path / "out", algorithm="gradma", rounds=3)
+    resumed = planned(tmp_path / "out", algorithm="gradma", rounds=3, resume=True)
+    with federation(2) as here:
+        for client in range(2):
+            here.start_client(client)
+        here.run(plan)
+        until(lambda: here.log("client-0").count("Receiving: train") == after + 1, here)
+        here.kill("superlink")  # with the server's app
+        here.kill("run")
+        here.start_server()
+        finish(here, here.run(resumed), resumed)
+    assert [r["round"] for r in records(plan)] == [1, 2, 3]
+    agree(plan)
+
+
+BAD = """
+import numpy as np
+from flwr.app import Array
+from flwr.clientapp import ClientApp
+from undrift.deploy.flower import client_app
+
+app = ClientApp()
+honest = client_app()
+
+@app.query()
+def query(message, context):
+    return honest(message, context)
+
+@app.train()
+def train(message, context):
+    reply = honest(message, context)
+    if int(context.node_config["partition-id"]) != 1:
+        return reply
+    records, what = reply.content, message.content["facts"]["round"]
+    d = records["arrays"]["up.d"].numpy()
+    if what == 0:
+        records["arrays"]["up.d"] = Array(np.full_like(d, np.nan))
+    if what == 1:
+        records["arrays"]["up.d"] = Array(d[:-1])
+    if what == 2:
+        records["arrays"]["up.x"] = records["arrays"].pop("up.d")
+    if what == 3:
+        records["facts"]["run"] = "0123456789abcdef"
+    if what == 4:
+        records["arrays"]["up.d"] = Array(np.tile(d, 100))
+    return reply
+"""
+
+
+@pytest.mark.system
+def test_answers_that_are_spoiled_are_refused_and_the_round_goes_on(tmp_path: Path) -> None:
+    plan = planned(tmp_path / "out", rounds=6)
+    with federation(2) as here:
+        for client in range(2):
+            here.start_client(client)
+        run = here.run(plan, {"client_app.py": BAD})
+        finish(here, run, plan)
+        said = re.findall(r"round \d: 1 does not count: refused: (.*)", here.log("run"))
+    reasons = ("not finite", "was expected", "other names", "its run is", "bytes")
+    assert len(said) == 5 and all(reason in line for reason, line in zip(reasons, said, strict=True))
+    assert [(r["dropped"], r["refused"]) for r in records(plan)] == [(1, 1)] * 5 + [(0, 0)]
+    agree(plan, {(t, "1") for t in range(1, 6)})
+
+
+@pytest.mark.system
+def test_a_node_that_is_not_registered_is_turned_away(tmp_path: Path) -> None:
+    plan = planned(tmp_path / "out", rounds=1, wait=15.0)
+    with federation(2) as here:
+        here.start_client(0)
+        write_client_key(here.keys / "stranger")
+        here.start_client(1, here.keys / "stranger")
+        finish(here, here.run(plan), plan)
+        assert "1 of 2 clients are there" in here.log("run")
+        assert "Push replies" in here.log("superlink")
+    assert [r["dropped"] for r in records(plan)] == [1]
+    agree(plan, {(1, "1")})
+
+
+@pytest.mark.system
+def test_ctrl_c_ends_everything(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "undrift", "deploy", "local", str(tmp_path / "home"), "--clients", "2"]
+    command += ["--rounds", "50", "--out", str(tmp_path / "out")]
+    heeded = partial(
+        signal.signal, signal.SIGINT, signal.default_int_handler
+    )  # a shell's background job ignores Ctrl-C
+    process = subprocess.Popen(command, start_new_session=True, preexec_fn=heeded)
+    file, end = tmp_path / "out" / "rounds.jsonl", time.monotonic() + LONG
+    while not (file.exists() and file.read_text()):
+        assert process.poll() is None and time.monotonic() < end
+        time.sleep(0.2)
+    process.send_signal(signal.SIGINT)
+    assert process.wait(60) == 130
+    parts = ("superlink", "run", "client-0", "client-1")
+    assert not any(descendants(tmp_path / "home", part) for part in parts)

@@ -1,0 +1,128 @@
+"""Bad input is refused in one clear line, and nothing is written."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import undrift
+from tests.small import QUICK, data, tiny_mlp
+from undrift import cli
+from undrift.core.errors import BadData, BadSetting, MissingData, UndriftError, UnknownName
+
+BAD_COMMANDS = [
+    ("run --algorithm gradma-ss", "did you mean 'gradma-s'"),
+    ("run --algoritm fedavg", "did you mean '--algorithm'"),
+    ("run --dataset digit", "did you mean 'digits'"),
+    ("run --model lenet", "did you mean 'lenet5'"),
+    ("run --partition dirichlett:1", "did you mean 'dirichlet'"),
+    ("run --algorithm fedprox --set nu=1", "did you mean 'mu'"),
+    ("run --set lr", "FIELD=VALUE"),
+    ("run --clients 5 --cohort 6", "cannot be drawn from 5 clients"),
+    ("run --algorithm gradma-s --set slots=5", "slots must be 0 or at least"),
+    ("run --clients 5000", "5000"),
+    ("run --set lr=nan", "lr must be"),
+    ("run --set lr=-1", "lr must be"),
+    ("run --set lr=fast", "lr must be float"),
+    ("run --algorithm fedavgm --set beta1=1.5", "beta1 must lie in"),
+    ("run --val-fraction nan", "val_fraction must"),
+    ("run --val-fraction 1.0", "val_fraction must"),
+    ("run --partition dirichlet:-1", "dirichlet"),
+    ("run --partition dirichlet:nan", "dirichlet"),
+    ("run --steps 5 --epochs 1", "not both"),
+    ("run --rounds -3", "rounds must be at least 0"),
+    ("run --stop-at accuracy=high", "stop_at"),
+    ("run --weights sized", "did you mean 'size'"),
+    ("run --set optimizer=adamw", "did you mean 'adam'"),
+    ("run --device tpu", "tpu"),
+    ("run --rounds many", "invalid int value"),
+    ("run --algorithm nowhere.at:All", "cannot import"),
+    ("run --algorithm undrift.algorithms.fedavg:FedAvrg", "did you mean 'FedAvg'"),
+    ("run --model lenet5", "lenet"),
+    ("run --resume", "no run"),
+    ("run missing.toml", "cannot read"),
+    ("run broken.toml", "not valid TOML"),
+    ("run unknown.toml", "did you mean 'rounds'"),
+    ("sweep broken.toml --out s", "not valid TOML"),
+    ("sweep swept.toml --out s", "did you mean 'seeds'"),
+    ("report nowhere --out r.html", "nowhere"),
+    ("list algorithm", "did you mean 'algorithms'"),
+    ("cite fedavgg", "did you mean 'fedavg'"),
+    ("data shows", "did you mean 'show'"),
+    ("frobnicate", "invalid choice"),
+]
+
+
+@pytest.mark.parametrize(("command", "says"), BAD_COMMANDS)
+def test_bad_input_is_one_clear_line_and_exit_code_2(
+    command: str, says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("UNDRIFT_DATA", raising=False)
+    (tmp_path / "broken.toml").write_text("rounds = = 3")
+    (tmp_path / "unknown.toml").write_text("round = 3")
+    (tmp_path / "swept.toml").write_text("[sweep]\nseds = [1]")
+    before = sorted(tmp_path.rglob("*"))
+    assert cli.main(command.split()) == 2
+    said = capsys.readouterr()
+    assert said.err.startswith("undrift: ") and said.err.count("\n") == 1, said.err
+    assert says in said.err
+    assert sorted(tmp_path.rglob("*")) == before, "nothing is written"
+
+
+def test_a_missing_data_set_names_three_ways(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("UNDRIFT_DATA", raising=False)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    with pytest.raises(MissingData, match=r"UNDRIFT_DATA.*"):
+        undrift.run(dataset="cifar10", rounds=1)
+
+
+def test_bad_data_from_python() -> None:
+    with pytest.raises(BadData, match="3 inputs but 2 targets"):
+        undrift.run(model=tiny_mlp(), data=(np.zeros((3, 5)), [0, 1], np.zeros((1, 5)), [0]))
+    with pytest.raises(BadData, match="lacks y_test"):
+        undrift.run(model=tiny_mlp(), data={"x_train": 0, "y_train": 0, "x_test": 0})
+    with pytest.raises(UnknownName, match="did you mean 'rounds'"):
+        undrift.run(round=3)
+    with pytest.raises(BadSetting, match="carries its own fields"):
+        undrift.run(algorithm=undrift_fedavg(), set={"lr": 1.0})
+    assert issubclass(BadSetting, UndriftError)
+
+
+def undrift_fedavg() -> Any:
+    from undrift.algorithms.fedavg import FedAvg
+
+    return FedAvg()
+
+
+def test_losses_and_metrics_that_would_be_misread_are_refused() -> None:
+    own, settings = data((30, 30)), {"partition": "sites", "clients": 2, "cohort": 2, "rounds": 2}
+    with pytest.raises(BadSetting, match="reduction='none'"):
+        undrift.run(settings, model=tiny_mlp(), data=own, loss=nn.CrossEntropyLoss(weight=torch.ones(3)))
+    weighted = nn.CrossEntropyLoss(weight=torch.tensor([9.0, 1.0, 1.0]), reduction="none")
+    plain = undrift.run(settings, model=tiny_mlp(), data=own, loss=nn.CrossEntropyLoss())
+    heavy = undrift.run(settings, model=tiny_mlp(), data=own, loss=weighted)
+    assert plain.accuracy is not None and not torch.equal(plain.model["0.weight"], heavy.model["0.weight"])
+    with pytest.raises(BadSetting, match="cannot be called 'loss'"):
+        undrift.run(settings, model=tiny_mlp(), data=own, metrics={"loss": lambda o, t: o.mean()})
+    with pytest.raises(BadSetting, match="no class labels"):
+        undrift.run(
+            model=nn.Linear(2, 1), data=(np.ones((9, 2)), np.ones(9), np.ones((1, 2)), np.ones(1)), clients=3, cohort=1
+        )
+
+
+def test_settings_that_mean_nothing_are_refused() -> None:
+    for setting in ({"steps": 0}, {"epochs": 0.0}, {"stop_at": "accuracy=90"}, {"set": 3}, {"set": {"lr": 1e39}}):
+        with pytest.raises(UndriftError):
+            undrift.run(setting, rounds=1)
+    assert (
+        undrift.run(
+            {"steps": 5, **{k: v for k, v in QUICK.items() if k != "steps"}}, rounds=1, epochs=1.0
+        ).config.epochs
+        == 1.0
+    )

@@ -1,0 +1,176 @@
+"""Sweeps: every run once, mistakes that are named, processes that die, and going on."""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import os
+import signal
+import subprocess
+import sys
+import time
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from undrift import cli
+from undrift.jobs.sweep import plan, run_all
+
+SWEEP = """
+clients = 12
+cohort = 4
+steps = 2
+batch = 8
+model = "logreg"
+rounds = 4
+eval_every = 2
+val_fraction = 0.2
+[sweep]
+algorithms = ["fedavg", "fedprox"]
+seeds = [0, 1]
+target = 0.3
+[sweep.grid]
+lr = [0.1, 0.05]
+[sweep.only.fedprox]
+mu = 0.5
+"""
+
+
+def test_a_sweep_runs_everything_once_and_reports(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "s.toml").write_text(SWEEP)
+    command = f"sweep {tmp_path / 's.toml'} --out {tmp_path / 'o'} --processes 1".split()
+    assert cli.main(command) == 0
+    said = capsys.readouterr().out
+    folders = sorted(p.parent for p in (tmp_path / "o").glob("*/run.toml"))
+    assert len(folders) == 8 and (tmp_path / "o/fedprox-lr=0.05-seed=1").is_dir()
+    assert tomllib.loads((tmp_path / "o/fedprox-lr=0.05-seed=1/run.toml").read_text())["set"]["mu"] == 0.5
+    assert "picked on validation" in said and "(chosen on test)" not in said
+    assert "fedprox" in (tmp_path / "o/report.html").read_text()
+    stamps = {p: p.stat().st_mtime_ns for p in (tmp_path / "o").rglob("rounds.jsonl")}
+    victim = folders[0]
+    (victim / "checkpoint/latest.json").unlink()  # as if it had been killed before its first checkpoint
+    (victim / "model.safetensors").unlink()
+    assert cli.main(command) == 0
+    again = {p: p.stat().st_mtime_ns for p in (tmp_path / "o").rglob("rounds.jsonl")}
+    assert [p.parent for p in stamps if stamps[p] != again[p]] == [victim], "a finished run is not run again"
+
+
+def test_sweeps_name_their_mistakes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    wrong = {
+        "mpl": SWEEP.replace('"logreg"', '"mpl"'),
+        "iidd": SWEEP.replace("clients = 12", 'clients = 12\npartition = "iidd"'),
+        "different values": SWEEP.replace("[0, 1]", "[0, 0]"),
+        "empty list": SWEEP.replace("[0.1, 0.05]", "[]"),
+        "target must be": SWEEP.replace("0.3", '"high"'),
+        "seeds must be a list of one or more": SWEEP.replace("[0, 1]", "[]"),
+        "fedavg-lr=0.1-seed=0 and fedavg-lr=0.1-seed=0 are the same run": SWEEP.replace("0.05", "0.1"),
+        "fedavg-lr=1-seed=0 and fedavg-lr=1.0-seed=0 are the same run": SWEEP.replace("[0.1, 0.05]", "[1, 1.0]"),
+        "list its values as seeds": SWEEP.replace("lr = [0.1, 0.05]", "seed = [3, 4]"),
+        "fedprox-lr=0.1-seed=0: mu must be": SWEEP.replace("mu = 0.5", "mu = -0.5"),
+        "[sweep.grid] must be a table": "sweep.grid = 3",
+        "[sweep.only.fedavg] must be a table": "sweep.only.fedavg = 3",
+        "[sweep] must be a table": "sweep = 3",
+    }
+    for says, text in wrong.items():
+        (tmp_path / "s.toml").write_text(text)
+        assert cli.main(f"sweep {tmp_path / 's.toml'} --out {tmp_path / 'o'} --processes 1".split()) == 2
+        assert says in capsys.readouterr().err
+    assert not (tmp_path / "o").exists()
+
+
+def test_a_sweep_of_which_nothing_could_begin(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "s.toml").write_text('partition = "dirichlet:x"')
+    assert cli.main(f"sweep {tmp_path / 's.toml'} --out {tmp_path / 'o'} --processes 1".split()) == 1
+    told = capsys.readouterr().err
+    assert "fedavg-seed=0 failed: partition 'dirichlet' needs a number" in told and told.count("undrift:") == 1
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
+def test_a_sweep_that_is_ended_says_how_to_go_on_and_leaves_no_process(tmp_path: Path) -> None:
+    (tmp_path / "s.toml").write_text(SWEEP.replace("rounds = 4", "rounds = 1000000"))
+    command = [sys.executable, "-m", "undrift", "sweep", tmp_path / "s.toml", "--processes", "1", "--out"]
+
+    def session(first: int) -> list[int]:
+        found = [int(path.name) for path in Path("/proc").iterdir() if path.name.isdigit()]
+        with_session = []
+        for pid in found:
+            with contextlib.suppress(ProcessLookupError):
+                with_session += [pid] if os.getsid(pid) == first else []
+        return with_session
+
+    for how, says in ((signal.SIGINT, "stopped; the same command again goes on"), (signal.SIGKILL, "")):
+        out = tmp_path / how.name
+        process = subprocess.Popen(
+            [*command, out], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, start_new_session=True,
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # a shell's background job ignores Ctrl-C
+        )  # fmt: skip
+        while not list(out.glob("*/rounds.jsonl")) and process.poll() is None:
+            time.sleep(0.05)
+        (os.killpg if how == signal.SIGINT else os.kill)(process.pid, how)  # ^C reaches all, kill -9 only the first
+        assert says in process.communicate()[1]
+        until = time.monotonic() + 60
+        while (left := session(process.pid)) and time.monotonic() < until:
+            time.sleep(0.05)
+        for pid in left:
+            os.kill(pid, signal.SIGKILL)
+        assert not left, "the sweep's helpers went on without it"
+
+
+def test_a_sweep_that_loses_a_process_says_what_to_do(tmp_path: Path) -> None:
+    (tmp_path / "s.toml").write_text(SWEEP.replace("rounds = 4", "rounds = 1000000"))
+    jobs, _ = plan(tmp_path / "s.toml")
+
+    def kill(*news: Any) -> None:
+        for child in multiprocessing.active_children():
+            if not child.name.startswith("SyncManager"):
+                child.kill()
+
+    failed = run_all(jobs[:1], tmp_path / "o", 1, kill, print)
+    assert "the same command again goes on" in failed[jobs[0].name]
+
+
+@pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="the system has no such thing")
+def test_a_sweep_takes_only_the_cores_that_it_may_use() -> None:
+    before = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, {min(before)})
+    try:
+        assert cli.default_processes("cpu") == 1
+    finally:
+        os.sched_setaffinity(0, before)
+
+
+def test_a_sweep_goes_on_with_what_a_run_chose_for_itself(tmp_path: Path) -> None:
+    (tmp_path / "s.toml").write_text('clients = 8\ncohort = 2\nmodel = "logreg"\nrounds = 2\n[sweep]\nseeds = [0]\n')
+    command = f"sweep {tmp_path / 's.toml'} --out {tmp_path / 'o'} --processes 1".split()
+    assert cli.main(command) == 0
+    (folder,) = (tmp_path / "o").glob("*/")
+    settings = folder / "run.toml"  # of a run on a GPU, which writes down whether it compiled
+    settings.write_text(settings.read_text().replace('compile = "auto"', 'compile = "off"'))
+    assert 'compile = "off"' in settings.read_text()
+    assert cli.main(command) == 0
+    (tmp_path / "s.toml").write_text((tmp_path / "s.toml").read_text().replace("rounds = 2", "rounds = 3"))
+    assert cli.main(command) == 0
+    assert len((folder / "rounds.jsonl").read_text().splitlines()) == 3
+    assert 'compile = "off"' in settings.read_text(), "it goes on as it was begun"
+
+
+def test_a_sweep_does_not_pass_off_old_results_as_new(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    small = 'clients = 8\ncohort = 2\nmodel = "logreg"\nrounds = 1\n[set]\nlr = 0.1\n[sweep]\nseeds = [0]\n'
+    (tmp_path / "s.toml").write_text(small)
+    command = f"sweep {tmp_path / 's.toml'} --out {tmp_path / 'o'} --processes 1".split()
+    assert cli.main(command) == 0
+    (tmp_path / "s.toml").write_text(small.replace("lr = 0.1", "lr = 0.5"))
+    capsys.readouterr()
+    assert cli.main(command) == 1
+    assert "its lr is 0.1, not 0.5" in capsys.readouterr().err
+
+
+def test_a_sweep_falls_back_on_another_data_set(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("UNDRIFT_DATA", str(tmp_path))
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    (tmp_path / "s.toml").write_text('dataset = "svhn"\n[sweep]\nelse_dataset = "digits"')
+    assert plan(tmp_path / "s.toml")[0][0].config.dataset == "digits"
+    (tmp_path / "s.toml").write_text('dataset = "digits"\n[sweep]\nelse_dataset = "svhn"')
+    assert plan(tmp_path / "s.toml")[0][0].config.dataset == "digits"
