@@ -188,7 +188,7 @@ def add_flags(
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command; bad input is one line on standard error and exit code 2."""
     try:
-        with ranks.joined():
+        with ranks.join():
             arguments = parser().parse_args(argv)
             if ranks.count() > 1 and COMMANDS[arguments.command] not in (
                 run_command,

@@ -105,7 +105,7 @@ def as_text(number: float) -> str:
     return repr(float(number)).removesuffix(".0")
 
 
-@ranks.joined()
+@ranks.join()
 def run_parallel(
     config: ParallelConfig | Mapping[str, Any] | str | Path | None = None,
     *,

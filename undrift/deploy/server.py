@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from undrift.algorithms.base import Algorithm
-from undrift.core.trees import Nothing, State, map_leaves, named_leaves, unstacked
+from undrift.core.trees import Nothing, State, map_leaves, named_leaves, unstack
 from undrift.deploy.client import CLOSE, MEASURE, TRAIN, Measured, Reply, Request
 from undrift.deploy.messages import Encoded, Fact, Letter, Refused, check_finite, encode, pack, unpack
 from undrift.jobs.protocol import InMemory
@@ -220,7 +220,7 @@ class Deployment(InMemory):
         remote.counted[run.position != before] = run.t  # whose batches were taken, its answer counted
         if run.last_reply is not None:
             ids, reply = run.last_reply
-            for id, own in zip(ids.tolist(), unstacked(reply, len(ids)), strict=True):
+            for id, own in zip(ids.tolist(), unstack(reply, len(ids)), strict=True):
                 remote.replies[id] = dict(named_leaves("reply", self.net.sent(own)))
             run.last_reply = None
         self.keep(remote.visits)

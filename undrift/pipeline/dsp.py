@@ -61,7 +61,7 @@ class DSP:
                 "say how to train each block, with a function that makes an optimiser: "
                 "optimizer=lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9)"
             )
-        with ranks.joined():
+        with ranks.join():
             self.device = ranks.device_of_rank(torch.device(device))
             self.parts, self.balance = split(model, cuts, blocks, sample, loss, self.device)
             count = len(self.parts)

@@ -21,7 +21,6 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from undrift.core.forms import plain
-from undrift.core.vec import beside
 
 Array = NDArray[np.float64]
 
@@ -70,7 +69,9 @@ def project(
     if even is not None:  # rows so short that their squares are zero: their length counts for nothing
         stretched = project(p.double(), even, None, rho, None, torch.from_numpy(named), torch.from_numpy(guess))
         found = stretched.z / even_scale(rows).cpu()
-        return Projection(stretched.u.to(p.dtype), found if counts is None else beside(found, counts), stretched.solved)
+        return Projection(
+            stretched.u.to(p.dtype), found if counts is None else found.to(counts.device), stretched.solved
+        )
     still = torch.zeros(m, dtype=torch.float64) if counts is None else counts.new_zeros(m, dtype=torch.float64)
     yes, no = torch.tensor(True), torch.tensor(False)
     if not (np.isfinite(G).all() and np.isfinite(b).all()):
@@ -90,8 +91,8 @@ def project(
     active = z > 0
     index, share = np.flatnonzero(active), z[active] * flat[-1] / size[active]
     chosen, weights = torch.from_numpy(index), torch.from_numpy(share)
-    u = combine(p, rows, beside(chosen, p), beside(weights, p)) if straight is None else straight
-    found = still.index_copy(0, beside(chosen, still), beside(weights, still))
+    u = combine(p, rows, chosen.to(p.device), weights.to(p.device)) if straight is None else straight
+    found = still.index_copy(0, chosen.to(still.device), weights.to(still.device))
     return Projection(u, found, yes if solved else no)
 
 
@@ -123,7 +124,7 @@ def normalised(
     size = np.sqrt(np.clip(products.diagonal(), 0.0, None))
     zero = np.flatnonzero(named & (size == 0))
     even = None
-    if len(zero) and bool((rows[beside(torch.from_numpy(zero), rows)] != 0).any()):
+    if len(zero) and bool((rows[torch.from_numpy(zero).to(rows.device)] != 0).any()):
         even = rows.double() / even_scale(rows).unsqueeze(1)
     counted = named & (size > 0)
     inverse = np.divide(1.0, size, out=np.zeros_like(size), where=counted)

@@ -12,7 +12,6 @@ from torch import Tensor
 
 from undrift.algorithms.gradient_memory.cone import gram
 from undrift.core.forms import plain
-from undrift.core.vec import beside
 
 
 class Memory(NamedTuple):
@@ -47,7 +46,7 @@ class Memory(NamedTuple):
 
         Also the products [T, m] of the vector m with the rows.
         """
-        age, at = self.age[place].unsqueeze(-1), beside(place, updates)
+        age, at = self.age[place].unsqueeze(-1), place.to(updates.device)
         scale = torch.where(age < 0, 0.0, beta2 ** (age + 1).to(updates.dtype)).to(updates)
         # D[i] <- scale D[i] + d_i. Only the cohort's rows and columns of the Gram matrix change: S m d operations, not m m d, in
         # one reading.
