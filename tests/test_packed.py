@@ -220,9 +220,7 @@ def stretches(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """How many runs each stretch of rounds was made of."""
     sizes: list[int] = []
     real = PackedProgram.load
-    monkeypatch.setattr(
-        PackedProgram, "load", lambda self, *given: (sizes.append(len(self.alg.algs)), real(self, *given))
-    )
+    monkeypatch.setattr(PackedProgram, "load", lambda self, *given: (sizes.append(len(self.alg.algs)), real(self, *given)))
     return sizes
 
 

@@ -72,7 +72,7 @@ def map_tagged(f: Callable[..., Tensor], state: T, *others: Any, tag: str = "") 
     if isinstance(state, Tensor):
         return cast(T, f(state, tag, *others))
     states = cast("tuple[tuple[Any, ...], ...]", (state, *others))
-    each = zip(field_tags(type(state)), *states, strict=True)
+    each = zip(field_tags(cast(Any, type(state))), *states, strict=True)
     return type(state)(*(map_tagged(f, *values, tag=own or tag) for own, *values in each))
 
 

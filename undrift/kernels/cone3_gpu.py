@@ -15,13 +15,7 @@ from torch import Tensor
 from undrift.algorithms.gradient_memory.cone3 import project_three
 from undrift.core.forms import faster
 from undrift.kernels import devices
-from undrift.kernels.launch import launch, room
-
-try:
-    import triton
-    import triton.language as tl
-except ImportError:  # no Triton here: the plain form serves
-    triton = None
+from undrift.kernels.launch import allocate, launch, tl, triton
 
 
 def serves(p: Tensor, rows: Sequence[Tensor], rho: float | Tensor = 0.0) -> bool:
@@ -189,7 +183,7 @@ if triton is not None:
         count, length = p.shape
         blocks = triton.cdiv(length, WIDTH)
         sums = p.new_empty((count, blocks, 10), dtype=torch.float64)
-        share, active, u = sums.new_empty((count, 3)), room(p, count, 3, dtype=torch.int8), room(p, *p.shape)
+        share, active, u = sums.new_empty((count, 3)), allocate(p, count, 3, dtype=torch.int8), allocate(p, *p.shape)
         launch(_products, (blocks, count), *vectors, *apart, sums, length, blocks, WIDTH=WIDTH)
         rho = rho.double().contiguous()
         launch(_multipliers, (count,), sums, rho, share, active, blocks, 1e-6, BLOCKS=64, num_warps=1)

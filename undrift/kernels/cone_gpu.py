@@ -16,13 +16,7 @@ from torch import Tensor
 from undrift.algorithms.gradient_memory.cone import Projection, gram, project
 from undrift.core.forms import doubt, faster
 from undrift.kernels import devices
-from undrift.kernels.launch import launch, room
-
-try:
-    import triton
-    import triton.language as tl
-except ImportError:  # no Triton here: the plain form serves
-    triton = None
+from undrift.kernels.launch import allocate, launch, tl, triton
 
 MOST = 128  # constraints: the table stays in the cache of one multiprocessor
 
@@ -134,7 +128,7 @@ if triton is not None:
         products: Tensor, along: Tensor, length: Tensor, counts: Tensor, rho: float, single: bool
     ) -> tuple[Tensor, Tensor]:
         m = len(along)
-        z, solved = room(along, m, dtype=torch.float64), room(along, dtype=torch.int8)
+        z, solved = allocate(along, m, dtype=torch.float64), allocate(along, dtype=torch.int8)
         table = z.new_empty(MOST, MOST)
         # Products of float32 rows carry about 1e-8 of noise, by which a pivot must not be drowned.
         launch(
@@ -165,7 +159,7 @@ if triton is not None:
     @torch.library.custom_op("undrift::add_rows", mutates_args=())
     def add_rows(p: Tensor, z: Tensor, rows: Tensor) -> Tensor:
         """p + z rows, in float64, reading only the rows whose z is not zero."""
-        u = room(p, len(p))
+        u = allocate(p, len(p))
         width = 512
         grid = (triton.cdiv(len(p), width),)
         launch(_add_rows, grid, p, z, rows, u, len(p), rows.stride(0), len(rows), WIDTH=width)

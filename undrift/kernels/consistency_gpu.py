@@ -7,15 +7,9 @@ from torch import Tensor
 
 from undrift.core.forms import faster
 from undrift.kernels import devices
-from undrift.kernels.launch import launch, room
+from undrift.kernels.launch import allocate, launch, tl, triton
 from undrift.round.clients import Answers
 from undrift.round.numbers import consistency
-
-try:
-    import triton
-    import triton.language as tl
-except ImportError:  # no Triton here: the plain form serves
-    triton = None
 
 MOST = 64  # vectors in a group: a program holds a stretch of all of them
 
@@ -63,7 +57,7 @@ if triton is not None:
         S = triton.next_power_of_2(count)
         width = ENTRIES // S
         blocks = triton.cdiv(length, width)
-        out = room(x, groups, blocks)
+        out = allocate(x, groups, blocks)
         launch(
             _spread, (blocks, groups), x, share, out, x.stride(0), x.stride(1), count, length, blocks, S=S, WIDTH=width
         )  # fmt: skip

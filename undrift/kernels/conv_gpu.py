@@ -16,14 +16,8 @@ from torch import Tensor
 
 from undrift.core.forms import faster
 from undrift.kernels import devices
-from undrift.kernels.launch import current, joined, launch, room
+from undrift.kernels.launch import allocate, current, launch, take_part, tl, triton
 from undrift.oracle.net import StackedConv2d, conv2d
-
-try:
-    import triton
-    import triton.language as tl
-except ImportError:  # no Triton here: the plain form serves
-    triton = None
 
 CHANNELS, OUTPUTS, TAPS = 8, 64, 256  # at most: channels of the inputs, filters, and entries of a filter
 BLOCK = 128  # places of the outputs that a program makes
@@ -153,7 +147,7 @@ if triton is not None:
         x, w = x.contiguous(), w if w[0].is_contiguous() else w.contiguous()
         b = b if b is None or b.stride(1) == 1 else b.contiguous()
         n = sizes(x, w, padding)
-        out = room(x, *x.shape[:2], n["FILTERS"], n["OH"], n["OW"])
+        out = allocate(x, *x.shape[:2], n["FILTERS"], n["OH"], n["OW"])
         places = x.shape[1] * n["OH"] * n["OW"]
         launch(
             _forward, (len(x), triton.cdiv(places, BLOCK)),
@@ -170,7 +164,7 @@ if triton is not None:
         places, blocks = x.shape[1] * n["OH"] * n["OW"], triton.cdiv(n["TAPS"], some)
         parts = max(1, min(2048 // (len(x) * blocks), places // 512))  # enough to keep a GPU busy
         share = triton.cdiv(triton.cdiv(places, parts), 64) * 64
-        out = room(x, len(x), parts, *w.shape[1:])
+        out = allocate(x, len(x), parts, *w.shape[1:])
         launch(
             _filters, (len(x), parts, blocks),
             x, d, out, places, share, **n, PRECISION=devices.precision(), PLACES=64, SOME=some, num_warps=2,
@@ -193,7 +187,7 @@ if triton is not None:
 
     def _backward(ctx: Any, d: Tensor) -> Any:
         x, w = ctx.saved_tensors
-        with joined(ctx.rehearsal):
+        with take_part(ctx.rehearsal):
             g = torch.ops.undrift.few_channels_gradient(x, d, w, ctx.padding)
         before = torch.vmap(_before, (0, 0, 0, None))(d, x, w, ctx.padding) if ctx.needs_input_grad[0] else None
         return before, g, d.sum((1, 3, 4)) if ctx.biased else None, None

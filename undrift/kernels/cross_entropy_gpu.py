@@ -8,13 +8,7 @@ from torch import Tensor
 from undrift.core.forms import faster
 from undrift.kernels import devices
 from undrift.kernels.chain import turned_cross_entropy
-from undrift.kernels.launch import launch, room
-
-try:
-    import triton
-    import triton.language as tl
-except ImportError:  # no Triton here: the plain form serves
-    triton = None
+from undrift.kernels.launch import allocate, launch, tl, triton
 
 MOST = 16384  # outputs of a client: a program holds them all
 
@@ -66,7 +60,7 @@ if triton is not None:
         outputs, targets = outputs.contiguous(), targets.contiguous()
         real = None if real is None else real.to(outputs.dtype).contiguous()
         clients, classes, batch = outputs.shape
-        loss, d = room(outputs, clients), room(outputs, *outputs.shape)
+        loss, d = allocate(outputs, clients), allocate(outputs, *outputs.shape)
         CLASSES, BATCH = triton.next_power_of_2(classes), triton.next_power_of_2(batch)
         launch(
             _cross_entropy, (clients,), outputs, targets, real, loss, d, classes, batch,

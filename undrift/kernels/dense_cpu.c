@@ -159,7 +159,7 @@ static long entries(const block *b) { return b->outputs * (b->channels * b->kern
 static long places(const block *b) { return b->outputs * rows_out(b) * columns_out(b); }
 
 /* One client: its loss, and g like x, the gradient or with a rate (not NULL) the step x - rate g. */
-static float one(long blocks, const block *shape, long layers, const long *size, const uint8_t *biased, const uint8_t *bent,
+static float one(long blocks, const block *shape, long layers, const long *size, const uint8_t *biased, const uint8_t *relu,
                  long batch, long width, const float *x, const float *input, const int64_t *label, const float *real,
                  const float *rate, float *g, room at, int *wrong) {
     const float *own = x;
@@ -179,7 +179,7 @@ static float one(long blocks, const block *shape, long layers, const long *size,
         const float *bias = biased[n] ? own + size[n] * size[n + 1] : NULL;
         float *out = in + size[n] * width;
         times(size[n + 1], size[n], own, size[n], 1, in, bias, out, width);
-        if (bent[n])
+        if (relu[n])
             for (long e = 0; e < size[n + 1] * width; e++) out[e] = out[e] < 0.0f ? 0.0f : out[e]; /* NaN stays */
         own += size[n] * size[n + 1] + (biased[n] ? size[n + 1] : 0);
         in = out;
@@ -200,7 +200,7 @@ static float one(long blocks, const block *shape, long layers, const long *size,
         }
         if (first) break;
         times(inputs, outputs, own, 1, inputs, d, NULL, before, width);
-        if (n && bent[n - 1])
+        if (n && relu[n - 1])
             for (long e = 0; e < inputs * width; e++) before[e] = in[e] <= 0.0f ? 0.0f : before[e];
         swapped = d, d = before, before = swapped;
     }
@@ -215,9 +215,9 @@ static float one(long blocks, const block *shape, long layers, const long *size,
 
 /* Gradients g [clients, ...], or with rates [clients] the steps, and losses [clients] at x [clients, ...], whose rows lie
    `x_apart` and `g_apart` apart, on inputs [clients][batch][...]. First come the blocks, which fit each other; then layer n has
-   size[n] inputs and size[n + 1] outputs, biases where biased[n], and a ReLU behind it where bent[n]. Returns 1 for a label that
+   size[n] inputs and size[n + 1] outputs, biases where biased[n], and a ReLU behind it where relu[n]. Returns 1 for a label that
    the model has no output for, 2 for want of memory, else 0. */
-int dense_gradient(long blocks, const block *shape, long layers, const long *size, const uint8_t *biased, const uint8_t *bent,
+int dense_gradient(long blocks, const block *shape, long layers, const long *size, const uint8_t *biased, const uint8_t *relu,
                    long clients, long batch, const float *x, long x_apart, const float *inputs, const int64_t *labels,
                    const float *real, const float *rates, float *loss, float *g, long g_apart, int threads) {
     long width = (batch + LANES - 1) / LANES * LANES, largest = 0, all = 0, pictures = 0, marks = 0, spread = 0;
@@ -251,7 +251,7 @@ int dense_gradient(long blocks, const block *shape, long layers, const long *siz
 #pragma omp for schedule(dynamic)
         for (long s = 0; s < clients; s++)
             if (!poor)
-                loss[s] = one(blocks, shape, layers, size, biased, bent, batch, width, x + s * x_apart, inputs + s * batch * taken,
+                loss[s] = one(blocks, shape, layers, size, biased, relu, batch, width, x + s * x_apart, inputs + s * batch * taken,
                               labels + s * batch, real ? real + s * batch : NULL, rates ? rates + s : NULL, g + s * g_apart, at,
                               &wrong);
         free(at.pictures);

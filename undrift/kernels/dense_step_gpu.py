@@ -16,14 +16,7 @@ from torch import Tensor
 from undrift.core.forms import faster
 from undrift.kernels import devices
 from undrift.kernels.chain import dense_step, overflows
-from undrift.kernels.launch import launch, room
-
-try:
-    import triton
-    import triton.language as tl
-except ImportError:  # no Triton here: the plain form serves
-    triton = None
-
+from undrift.kernels.launch import allocate, launch, tl, triton
 
 Rate = float | Tensor
 
@@ -100,7 +93,7 @@ if triton is not None:
         x: Tensor, rates: Tensor | None, rate: float, outs: list[Tensor], back: list[Tensor], biased: list[bool]
     ) -> Tensor:
         x, rates = x if x.stride(1) == 1 else x.contiguous(), None if rates is None else rates.contiguous()
-        made, (S, P), B = room(x, *x.shape), x.shape, outs[0].shape[2]
+        made, (S, P), B = allocate(x, *x.shape), x.shape, outs[0].shape[2]
         sizes = outs[0].shape[1], *(d.shape[1] for d in back)
         layers = list(zip(sizes, sizes[1:], biased, strict=False))
         places = itertools.accumulate(((n + bias) * m for n, m, bias in layers), initial=0)

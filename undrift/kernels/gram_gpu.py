@@ -8,13 +8,7 @@ from torch import Tensor
 from undrift.algorithms.gradient_memory.cone import gram
 from undrift.core.forms import faster
 from undrift.kernels import devices
-from undrift.kernels.launch import launch, room
-
-try:
-    import triton
-    import triton.language as tl
-except ImportError:  # no Triton here: the plain form serves
-    triton = None
+from undrift.kernels.launch import allocate, launch, tl, triton
 
 
 @faster(gram, when=lambda rows, others: devices.gpu(rows.device) and rows.dtype == torch.float32)
@@ -53,7 +47,7 @@ if triton is not None:
         rows, others = (t if t.stride(1) == 1 else t.contiguous() for t in (rows, others))
         (a, length), b = rows.shape, len(others)
         parts = triton.cdiv(length, STRETCH)
-        out = room(rows, parts, a, b)
+        out = allocate(rows, parts, a, b)
         grid = (parts, triton.cdiv(a, 16), triton.cdiv(b, 128))
         apart = rows.stride(0), others.stride(0)
         launch(_gram, grid, rows, others, out, *apart, a, b, length, STRETCH=STRETCH, A=16, B=128, DEPTH=32)

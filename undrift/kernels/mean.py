@@ -15,7 +15,7 @@ LONG, PIECES = 1 << 16, 8
 
 def fuses(v: Tensor, weight: Tensor) -> bool:
     """Whether a compiler is to see a sum, which it puts into the kernels around it, as it does not do with a product."""
-    return v.shape[-2] <= 16 and v.device.type == "cuda" and devices.traced()
+    return v.shape[-2] <= 16 and v.device.type == "cuda" and devices.is_tracing()
 
 
 @faster(mean, when=fuses)

@@ -8,13 +8,7 @@ from torch import Tensor
 from undrift.algorithms.gradient_memory.memory import Memory, mem_red
 from undrift.core.forms import faster
 from undrift.kernels import devices
-from undrift.kernels.launch import launch, room
-
-try:
-    import triton
-    import triton.language as tl
-except ImportError:  # no Triton here: the plain form serves
-    triton = None
+from undrift.kernels.launch import allocate, launch, tl, triton
 
 
 @faster(mem_red, when=lambda memory, clients: devices.gpu(memory.ids.device))
@@ -69,7 +63,11 @@ if triton is not None:
     @torch.library.custom_op("undrift::mem_red", mutates_args=())
     def _op(clients: Tensor, counters: Tensor, evictions: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """The counters [4, m] after clients [S] have got their rows, those rows [S], and the evictions so far."""
-        after, place, evicted = room(counters, *counters.shape), room(clients, len(clients)), room(evictions)
+        after, place, evicted = (
+            allocate(counters, *counters.shape),
+            allocate(clients, len(clients)),
+            allocate(evictions),
+        )
         m = counters.shape[1]
         launch(
             _mem_red, (1,), clients.contiguous(), counters.contiguous(), after, place, evictions, evicted, len(clients), m,

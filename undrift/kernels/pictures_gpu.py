@@ -13,14 +13,9 @@ from undrift.data.augment import lookup
 from undrift.data.federation import Federation
 from undrift.kernels import devices
 from undrift.kernels.chain import chain_of
+from undrift.kernels.launch import tl, triton
 from undrift.oracle.net import Net
 from undrift.oracle.samples import samples
-
-try:
-    import triton
-    import triton.language as tl
-except ImportError:  # no Triton here: the plain form serves
-    triton = None
 
 
 def pictures(data: Federation, draw: Tensor | None, owner: Tensor | None) -> Tensor | None:
@@ -50,7 +45,7 @@ def samples_turned_gpu(
 
 def looks_up(net: Net, data: Federation, rows: Tensor, draw: Tensor | None = None, owner: Tensor | None = None) -> bool:
     # A compiler puts it into one kernel by itself.
-    return pictures(data, draw, owner) is not None and not devices.traced()
+    return pictures(data, draw, owner) is not None and not devices.is_tracing()
 
 
 @faster(samples, when=looks_up)
