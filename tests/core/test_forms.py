@@ -76,8 +76,8 @@ def test_a_watcher_is_told_what_ran() -> None:
     def write(x: Tensor) -> Tensor:
         return x.add_(1)
 
-    decide.add(lambda x: -1.0, lambda x: len(x) > 2)
-    write.add(lambda x: x, lambda x: len(x) > 2)
+    faster(decide, when=lambda x: len(x) > 2)(lambda x: -1.0)
+    faster(write, when=lambda x: len(x) > 2)(lambda x: x)
     with watch() as nothing:
         example()(torch.ones(2))
     assert not nothing.by_value and not nothing.in_place and not nothing.doubts

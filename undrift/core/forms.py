@@ -80,15 +80,9 @@ class Form(Generic[P, R]):
                     return form
         return self.plain
 
-    def add(self, form: Callable[P, R], when: Callable[P, bool]) -> None:
-        """Add a faster form for arguments with `when`; forms that were added earlier come first."""
-        self.forms.append((when, form))
-
 
 @overload
 def plain(function: Callable[P, R], /) -> Form[P, R]: ...
-
-
 @overload
 def plain(*, by_value: bool = False, in_place: bool = False) -> Callable[[Callable[P, R]], Form[P, R]]: ...
 
@@ -106,10 +100,10 @@ def plain(
 
 
 def faster(of: Form[P, R], when: Callable[P, bool]) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """Register the decorated function as a faster form of `of` for arguments with `when`."""
+    """Register the decorated function as a faster form of `of` for arguments with `when`; earlier forms come first."""
 
     def register(form: Callable[P, R]) -> Callable[P, R]:
-        of.add(form, when)
+        of.forms.append((when, form))
         return form
 
     return register

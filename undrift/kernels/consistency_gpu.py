@@ -1,4 +1,4 @@
-"""How far apart the local models lie, on a GPU in one reading."""
+"""The spread of the local models, on a GPU in one pass over memory."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from undrift.kernels.launch import allocate, launch, tl, triton
 from undrift.round.clients import Answers
 from undrift.round.numbers import consistency
 
-MOST = 64  # vectors in a group: a program holds a stretch of all of them
+MOST = 64  # vectors in a group: a program holds a block of all of them
 
 
 def serves(answers: Answers, share: Tensor) -> bool:
@@ -27,12 +27,12 @@ def consistency_gpu(answers: Answers, share: Tensor) -> Tensor:
 def spread(x: Tensor, share: Tensor) -> Tensor:
     """[...] sum_i share_i |x_i - m|^2 with m = sum_i share_i x_i, for groups x [..., S, P] and share [..., S, 1]."""
     groups = x.reshape(-1, *x.shape[-2:])
-    found: Tensor = torch.ops.undrift.spread(groups, share.expand(*x.shape[:-1], 1).reshape(groups.shape[:2]))
-    return found.view(x.shape[:-2])
+    sums: Tensor = torch.ops.undrift.spread(groups, share.expand(*x.shape[:-1], 1).reshape(groups.shape[:2]))
+    return sums.view(x.shape[:-2])
 
 
 if triton is not None:
-    ENTRIES = 8192  # of all vectors of a group, in one program
+    ENTRIES = 8192  # entries of all vectors of a group in one program
 
     @triton.jit  # type: ignore[untyped-decorator]
     def _spread(  # type: ignore[no-untyped-def]

@@ -1,6 +1,8 @@
-"""Cross-entropy and its gradient for turned outputs of stacked clients on a GPU, in one kernel."""
+"""Cross-entropy and its gradient for transposed outputs of stacked clients on a GPU, in one kernel."""
 
 from __future__ import annotations
+
+import math
 
 import torch
 from torch import Tensor
@@ -10,25 +12,24 @@ from undrift.kernels import devices
 from undrift.kernels.chain import turned_cross_entropy
 from undrift.kernels.launch import allocate, launch, tl, triton
 
-MOST = 16384  # outputs of a client: a program holds them all
+MOST = 16384  # outputs of a client, which one program holds
 
 
 def serves(outputs: Tensor, targets: Tensor, real: Tensor | None) -> bool:
     if not devices.gpu(outputs.device) or outputs.dtype != torch.float32 or not outputs.numel():
         return False
-    _, classes, batch = outputs.shape
-    return bool(triton.next_power_of_2(classes) * triton.next_power_of_2(batch) <= MOST)
+    return bool(math.prod(map(triton.next_power_of_2, outputs.shape[1:])) <= MOST)
 
 
 @faster(turned_cross_entropy, when=serves)
 def turned_cross_entropy_gpu(outputs: Tensor, targets: Tensor, real: Tensor | None) -> tuple[Tensor, Tensor]:
-    """A label that is no class makes the loss and the sample's gradient NaN, where the plain form ends the program."""
+    """An invalid label makes the loss and the sample's gradient NaN, where the plain form ends the program."""
     loss, d = torch.ops.undrift.cross_entropy(outputs, targets, real)
     return loss, d
 
 
 if triton is not None:
-    IGNORED = tl.constexpr(-100)  # the label that is left out
+    IGNORED = tl.constexpr(-100)  # the label of samples that do not count
 
     @triton.jit  # type: ignore[untyped-decorator]
     def _cross_entropy(  # type: ignore[no-untyped-def]
@@ -48,7 +49,7 @@ if triton is not None:
             there = tl.load(real + client * batch + b, mask=b < batch, other=0.0)
             share = tl.where(there > 0.0, 1.0 / tl.maximum(tl.sum(there, 0), 1.0), 0.0)
         own = c == label[None, :]
-        # What a sample counts: nothing without its label, NaN with one that is no class.
+        # The weight of a sample: zero for an ignored label, NaN for an invalid one.
         counts = tl.where((label >= 0) & (label < classes), 1.0, tl.where(label == IGNORED, 0.0, float("nan")))
         share = tl.where(share > 0.0, share * counts, 0.0)
         lost = (tl.log(total) - tl.sum(tl.where(own, z, 0.0), 0)) * share

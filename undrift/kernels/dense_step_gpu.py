@@ -1,8 +1,7 @@
-"""The end of a step along the gradient of dense layers, for many clients on a GPU: x - rate g from what met in each layer.
+"""Fused SGD update of stacked dense layers on a GPU: x - rate g, without storing g.
 
-Where a cohort's vectors do not fit the cache, a step lasts as long as it takes them through memory: PyTorch writes the gradient,
-reads it again beside x, and writes x - rate g. Here the product that is a layer's gradient is subtracted from the weights at
-once, so that x is read once and written once.
+Vectors that exceed the cache make a step memory-bound: PyTorch writes g, reads it again and writes x - rate g. Here each layer's
+gradient is subtracted from the weights as it is computed, so x is read once and written once.
 """
 
 from __future__ import annotations
@@ -18,23 +17,19 @@ from undrift.kernels import devices
 from undrift.kernels.chain import dense_step, overflows
 from undrift.kernels.launch import allocate, launch, tl, triton
 
-Rate = float | Tensor
 
-
-def serves(x: Tensor, rate: Rate, outs: list[Tensor], back: list[Tensor], biased: list[bool]) -> bool:
-    return overflows(x.numel(), x.dtype, x.device)
-
-
-@faster(dense_step, when=serves)
-def dense_step_gpu(x: Tensor, rate: Rate, outs: list[Tensor], back: list[Tensor], biased: list[bool]) -> Tensor:
-    """Wants everything turned, because tensor cores want the samples side by side."""
+@faster(dense_step, when=lambda x, rate, outs, back, biased: overflows(x.numel(), x.dtype, x.device))
+def dense_step_gpu(
+    x: Tensor, rate: float | Tensor, outs: list[Tensor], back: list[Tensor], biased: list[bool]
+) -> Tensor:
+    """Inputs and gradients are transposed, because tensor cores read the samples contiguously."""
     rates, number = (rate, 0.0) if isinstance(rate, Tensor) else (None, rate)
-    made: Tensor = torch.ops.undrift.stepped(x, rates, number, outs, back, biased)
-    return made
+    result: Tensor = torch.ops.undrift.stepped(x, rates, number, outs, back, biased)
+    return result
 
 
 if triton is not None:
-    M, N, K = 64, 64, 32  # rows and columns of a tile of the weights, samples at a time
+    M, N, K = 64, 64, 32  # rows and columns of a tile of the weights, samples in one product
 
     @triton.jit  # type: ignore[untyped-decorator]
     def _stepped(  # type: ignore[no-untyped-def]
@@ -42,9 +37,9 @@ if triton is not None:
         SIZES: tl.constexpr, BIASED: tl.constexpr, PLACES: tl.constexpr, TILES: tl.constexpr, RATES: tl.constexpr,
         PRECISION: tl.constexpr, ALIGNED: tl.constexpr, M: tl.constexpr, N: tl.constexpr, K: tl.constexpr,
     ):  # fmt: skip
-        """One tile of one client's weights; those of layer k are TILES[k] to TILES[k + 1] - 1."""
+        """One tile of one client's weights; layer k has the tiles TILES[k] to TILES[k + 1] - 1."""
         tile, client = tl.program_id(0) % TILES[len(BIASED)], (tl.program_id(0) // TILES[len(BIASED)]).to(tl.int64)
-        x += client * (x_apart * ALIGNED)  # so that the compiler knows how they lie, and takes four entries at once
+        x += client * (x_apart * ALIGNED)  # tells the compiler the alignment, so that it moves four entries at once
         made += client * (apart * ALIGNED)
         if RATES:
             rate = tl.load(rates + client)
@@ -55,7 +50,7 @@ if triton is not None:
                     x + PLACES[k], made + PLACES[k], out, d, rate, batch, tile - TILES[k],
                     SIZES[k], SIZES[k + 1], BIASED[k], PRECISION, M, N, K,
                 )  # fmt: skip
-        if tile == 0:  # what lies behind the last layer stays as it is
+        if tile == 0:  # copy the padding after the last layer
             for first in range(PLACES[len(BIASED)], length, 32):
                 rest = first + tl.arange(0, 32)
                 tl.store(made + rest, tl.load(x + rest, mask=rest < length, other=0.0), mask=rest < length)
@@ -66,11 +61,11 @@ if triton is not None:
         n: tl.constexpr, m: tl.constexpr, BIASED: tl.constexpr, PRECISION: tl.constexpr,
         M: tl.constexpr, N: tl.constexpr, K: tl.constexpr,
     ):  # fmt: skip
-        """M x N weights of one layer; the first column of tiles sees to the bias."""
+        """M x N weights of one layer; the first column of tiles also updates the bias."""
         across: tl.constexpr = (n + N - 1) // N
         row, column = tile // across * M + tl.arange(0, M), tile % across * N + tl.arange(0, N)
         places, inside = row[:, None] * n + column[None, :], (row < m)[:, None] & (column < n)[None, :]
-        weights = tl.load(x + places, mask=inside, other=0.0)  # asked for early, because they come from far
+        weights = tl.load(x + places, mask=inside, other=0.0)  # loaded early, because memory is slow
         g = tl.zeros([M, N], tl.float32)
         for first in range(0, batch, K):
             b = first + tl.arange(0, K)

@@ -1,4 +1,4 @@
-"""Inner products of a few long float32 rows with many, on a GPU, summed up in float64 over stretches of the rows."""
+"""Inner products of a few long float32 rows with many rows, on a GPU, summed in float64 over stretches of the rows."""
 
 from __future__ import annotations
 
@@ -13,12 +13,9 @@ from undrift.kernels.launch import allocate, launch, tl, triton
 
 @faster(gram, when=lambda rows, others: devices.gpu(rows.device) and rows.dtype == torch.float32)
 def gram_gpu(rows: Tensor, others: Tensor) -> Tensor:
-    """In float64, and never with the ten bits of TF32 alone.
-
-    Three products of TF32's ten bits make up for one of float32's, and a stretch is short: a noise of about 1e-8 remains.
-    """
-    found: Tensor = torch.ops.undrift.gram(rows, others).sum(0, dtype=torch.float64)
-    return found
+    """Three TF32 products have the precision of float32, and stretches are short: the error is about 1e-8."""
+    products: Tensor = torch.ops.undrift.gram(rows, others).sum(0, dtype=torch.float64)
+    return products
 
 
 if triton is not None:
@@ -48,8 +45,7 @@ if triton is not None:
         (a, length), b = rows.shape, len(others)
         parts = triton.cdiv(length, STRETCH)
         out = allocate(rows, parts, a, b)
-        grid = (parts, triton.cdiv(a, 16), triton.cdiv(b, 128))
-        apart = rows.stride(0), others.stride(0)
+        grid, apart = (parts, triton.cdiv(a, 16), triton.cdiv(b, 128)), (rows.stride(0), others.stride(0))
         launch(_gram, grid, rows, others, out, *apart, a, b, length, STRETCH=STRETCH, A=16, B=128, DEPTH=32)
         return out
 

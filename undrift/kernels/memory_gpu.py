@@ -1,4 +1,4 @@
-"""GradMA's mem_red on a GPU, without asking the host: who gets which row of the server's memory."""
+"""GradMA's mem_red on a GPU, without waiting for the host: it assigns rows of the server's memory to clients."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ if triton is not None:
         age = tl.load(before + m + i, mask=real, other=0)
         uses = tl.load(before + 2 * m + i, mask=real, other=0)
         since = tl.load(before + 3 * m + i, mask=real, other=0)
-        present = i < 0  # rows of the cohort's clients
+        present = i < 0  # rows that belong to the cohort
         for s in range(0, count):
             present = present | (ids == tl.load(clients + s))
         newest = tl.max(since, 0)
@@ -41,7 +41,7 @@ if triton is not None:
             client = tl.load(clients + s)
             own = tl.min(tl.where(ids == client, i, SIZE), 0)
             free = tl.min(tl.where(ids == -1, i, SIZE), 0)
-            # argmin c(j) over those not in the cohort, the earliest let in first
+            # argmin c(j) over clients outside the cohort; of equals the oldest entry
             key = tl.where(real & (present == 0), uses * (1 << 32) + since, 1 << 62)
             least = tl.min(tl.where(key == tl.min(key, 0), i, SIZE), 0)
             row = tl.where(own < SIZE, own, tl.where(free < SIZE, free, least))
@@ -62,7 +62,7 @@ if triton is not None:
 
     @torch.library.custom_op("undrift::mem_red", mutates_args=())
     def _op(clients: Tensor, counters: Tensor, evictions: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """The counters [4, m] after clients [S] have got their rows, those rows [S], and the evictions so far."""
+        """The counters [4, m] after the assignment, the rows [S] of clients [S], and the evictions so far."""
         after, place, evicted = (
             allocate(counters, *counters.shape),
             allocate(clients, len(clients)),

@@ -1,6 +1,6 @@
-"""Pictures taken out of a data set and normalised, on a GPU in one kernel: a byte has only 256 values, which a table holds.
+"""Selects and normalises pictures on a GPU in one kernel: a table holds the result for each of a byte's 256 values.
 
-They are there in a rehearsal (`launch`) too, because a user's model may rely on what its inputs are like.
+A rehearsal (`launch`) runs these kernels too, because a user's model may depend on the values of its inputs.
 """
 
 from __future__ import annotations
@@ -19,48 +19,35 @@ from undrift.oracle.samples import samples
 
 
 def pictures(data: Federation, draw: Tensor | None, owner: Tensor | None) -> Tensor | None:
-    """The pictures [N, C, H, W] of bytes on a GPU, where nothing is done to them but to normalise them."""
+    """The pictures [N, C, H, W] as bytes on a GPU, if they are only normalised."""
     held = data.train.held
     if held is None or draw is not None or owner is not None or not devices.gpu(held.device):
         return None
     return held if held.dim() == 4 and held.dtype == torch.uint8 and held.is_contiguous() else None
 
 
-def wants_turned(
-    net: Net, data: Federation, rows: Tensor, draw: Tensor | None = None, owner: Tensor | None = None
-) -> bool:
-    """Whether the model's steps want the pictures of a client side by side."""
-    held, chain, lead = pictures(data, draw, owner), chain_of(net), rows.shape[:-1]
-    turns = held is not None and chain is not None and bool(lead)
-    return turns and chain.turns(lead.numel(), net.dtype, held.device)  # type: ignore[union-attr]
+def turns(net: Net, rows: Tensor, held: Tensor) -> bool:
+    """Whether the model's steps need transposed pictures."""
+    chain, lead = chain_of(net), rows.shape[:-1]
+    return chain is not None and bool(lead) and chain.turns(lead.numel(), net.dtype, held.device)
 
 
-@faster(samples, when=wants_turned)
-def samples_turned_gpu(
-    net: Net, data: Federation, rows: Tensor, draw: Tensor | None = None, owner: Tensor | None = None
-) -> Tensor:
-    held, table = with_table(net, data)
-    return turn(held, rows, table)
+def serves(net: Net, data: Federation, rows: Tensor, draw: Tensor | None = None, owner: Tensor | None = None) -> bool:
+    """Whether the kernels serve; torch.compile fuses the plain form by itself, but does not transpose."""
+    held = pictures(data, draw, owner)
+    return held is not None and (turns(net, rows, held) or not devices.is_tracing())
 
 
-def looks_up(net: Net, data: Federation, rows: Tensor, draw: Tensor | None = None, owner: Tensor | None = None) -> bool:
-    # A compiler puts it into one kernel by itself.
-    return pictures(data, draw, owner) is not None and not devices.is_tracing()
-
-
-@faster(samples, when=looks_up)
+@faster(samples, when=serves)
 def samples_gpu(
     net: Net, data: Federation, rows: Tensor, draw: Tensor | None = None, owner: Tensor | None = None
 ) -> Tensor:
-    held, table = with_table(net, data)
-    return look_up(held, rows.flatten(), table).view(*rows.shape, *held.shape[1:])
-
-
-def with_table(net: Net, data: Federation) -> tuple[Tensor, Tensor]:
-    """All pictures, and what each byte becomes."""
     held = data.train.held
     assert held is not None
-    return held, lookup(data.transform, held.shape[1], net.dtype, held.device)
+    table = lookup(data.transform, held.shape[1], net.dtype, held.device)
+    if turns(net, rows, held):
+        return turn(held, rows, table)
+    return look_up(held, rows.flatten(), table).view(*rows.shape, *held.shape[1:])
 
 
 def look_up(held: Tensor, index: Tensor, table: Tensor) -> Tensor:
@@ -68,19 +55,19 @@ def look_up(held: Tensor, index: Tensor, table: Tensor) -> Tensor:
 
     The plain form is `table[arange(C).view(-1, 1, 1), held[index].long()]`.
     """
-    found: Tensor = torch.ops.undrift.looked_up(held, index, table)
-    return found
+    out: Tensor = torch.ops.undrift.looked_up(held, index, table)
+    return out
 
 
 def turn(held: Tensor, index: Tensor, table: Tensor) -> Tensor:
-    """The same for index [..., B] as [..., B, C, H, W], with the B pictures of a client lying side by side, pixel for pixel."""
-    found: Tensor = torch.ops.undrift.turned(held, index.flatten(0, -2), table)
-    return found.mT.view(*index.shape, *held.shape[1:])
+    """`look_up` for index [..., B] as [..., B, C, H, W], stored pixel by pixel: the samples are the fastest dimension."""
+    out: Tensor = torch.ops.undrift.turned(held, index.flatten(0, -2), table)
+    return out.mT.view(*index.shape, *held.shape[1:])
 
 
 if triton is not None:
-    WIDTH = 1024  # bytes of a picture that one program takes
-    PIXELS, SIDE = 64, 64  # pixels, and pictures, that one program turns
+    WIDTH = 1024  # bytes of a picture in one program
+    PIXELS, SIDE = 64, 64  # pixels and pictures that one program transposes
 
     @triton.jit  # type: ignore[untyped-decorator]
     def _looked_up(held, index, table, out, size, plane, WIDTH: tl.constexpr):  # type: ignore[no-untyped-def]
