@@ -129,9 +129,7 @@ if triton is not None:
         return z, solved.bool()
 
     @pivots.register_fake
-    def _(
-        products: Tensor, along: Tensor, length: Tensor, counts: Tensor, rho: float, single: bool
-    ) -> tuple[Tensor, Tensor]:
+    def _(products: Tensor, along: Tensor, *_: object) -> tuple[Tensor, Tensor]:
         return along.new_empty(along.shape, dtype=torch.float64), along.new_empty((), dtype=torch.bool)
 
     @triton.jit  # type: ignore[untyped-decorator]
@@ -153,6 +151,4 @@ if triton is not None:
         launch(_add_rows, grid, p, z, rows, u, len(p), rows.stride(0), len(rows), WIDTH=512)
         return u
 
-    @add_rows.register_fake
-    def _(p: Tensor, z: Tensor, rows: Tensor) -> Tensor:
-        return torch.empty_like(p)
+    add_rows.register_fake(lambda p, z, rows: torch.empty_like(p))

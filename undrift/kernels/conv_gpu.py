@@ -169,9 +169,7 @@ if triton is not None:
         edge = 2 * padding - w.shape[-1] + 1
         return x.new_empty(*x.shape[:2], w.shape[1], x.shape[3] + edge, x.shape[4] + edge)
 
-    @_gradient.register_fake
-    def _(x: Tensor, d: Tensor, w: Tensor, padding: int) -> Tensor:
-        return x.new_empty(w.shape)
+    _gradient.register_fake(lambda x, d, w, padding: x.new_empty(w.shape))
 
     def _keep(ctx: Any, inputs: Any, output: Tensor) -> None:
         x, w, b, ctx.padding = inputs
@@ -208,9 +206,7 @@ if triton is not None:
     def _op(x: Tensor, w: Tensor, b: Tensor | None, padding: int) -> Tensor:
         return torch.conv2d(x, w, b, padding=padding)
 
-    @_op.register_fake
-    def _(x: Tensor, w: Tensor, b: Tensor | None, padding: int) -> Tensor:
-        return torch.conv2d(x, w, b, padding=padding)
+    _op.register_fake(lambda x, w, b, padding: torch.conv2d(x, w, b, padding=padding))
 
     @_op.register_vmap
     def _(info: Any, dims: Any, x: Tensor, w: Tensor, b: Tensor | None, padding: int) -> tuple[Tensor, int]:

@@ -85,9 +85,7 @@ if triton is not None:
             _looked_up[(len(index), triton.cdiv(size, WIDTH))](held, index, table, out, size, plane, WIDTH=WIDTH)
         return out
 
-    @_op.register_fake
-    def _(held: Tensor, index: Tensor, table: Tensor) -> Tensor:
-        return table.new_empty(len(index), *held.shape[1:])
+    _op.register_fake(lambda held, index, table: table.new_empty(len(index), *held.shape[1:]))
 
     @triton.jit  # type: ignore[untyped-decorator]
     def _turned(held, index, table, out, batch, size, plane, PIXELS: tl.constexpr, SIDE: tl.constexpr):  # type: ignore[no-untyped-def]
@@ -108,6 +106,4 @@ if triton is not None:
         _turned[grid](held, index, table, out, batch, size, plane, PIXELS=PIXELS, SIDE=SIDE, num_warps=4)
         return out
 
-    @_turned_op.register_fake
-    def _(held: Tensor, index: Tensor, table: Tensor) -> Tensor:
-        return table.new_empty(len(index), held[:1].numel(), index.shape[1])
+    _turned_op.register_fake(lambda held, index, table: table.new_empty(len(index), held[:1].numel(), index.shape[1]))

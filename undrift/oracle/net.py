@@ -71,9 +71,7 @@ class MaskedBatchNorm(_BatchNorm):
         else:
             real = context.real.to(x.dtype)
             if len(x) % len(real):
-                raise BadSetting(
-                    f"BatchNorm sees {len(x)} rows for {len(real)} samples; padding cannot be told from samples"
-                )
+                raise BadSetting(f"BatchNorm sees {len(x)} rows for {len(real)} samples: padding is not recognisable")
             real = real.repeat_interleave(len(x) // len(real)).view((-1,) + (1,) * (x.dim() - 1))
             n = real.sum() * (x.numel() // (x.shape[0] * x.shape[1]))
             mean = (x * real).sum(across) / n.clamp(min=1)
@@ -293,9 +291,7 @@ class Net:
             return F.nll_loss(probabilities.clamp(min=1e-12).log(), targets, reduction="none")
         if self.loss is dice_loss:
             return soft_dice_loss(probabilities, targets)
-        raise BadSetting(
-            "models can be mixed for cross-entropy and Dice losses only; use fedsm-extra, which chooses one"
-        )
+        raise BadSetting("only cross-entropy and the Dice loss can mix models; use fedsm-extra, which chooses one")
 
     def sent(self, state: T, tag: str = "") -> T:
         """A message as it is sent: vectors without their padding. `tag` applies to a state that is one tensor."""

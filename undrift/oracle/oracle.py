@@ -165,11 +165,9 @@ class Oracle:
         width = inputs.shape[dim]
         if width < count:
             real = torch.ones(*self.lead, width, dtype=self.loss.dtype, device=inputs.device) if real is None else real
-            pad = [
-                t.narrow(dim, 0, 1).expand(*self.lead, count - width, *t.shape[dim + 1 :]) for t in (inputs, targets)
-            ]
-            inputs, targets = torch.cat([inputs, pad[0]], dim), torch.cat([targets, pad[1]], dim)
             real = F.pad(real, (0, count - width))
+            pads = (t.narrow(dim, 0, 1).expand(*self.lead, count - width, *t.shape[dim + 1 :]) for t in self.batch[:2])
+            inputs, targets = (torch.cat(pair, dim) for pair in zip((inputs, targets), pads, strict=True))
 
         def part(t: Tensor, j: int) -> Tensor:
             return t.index_select(dim, torch.arange(j, t.shape[dim], count, device=t.device))
