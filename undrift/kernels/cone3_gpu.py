@@ -34,11 +34,11 @@ if triton is not None:
     ):
         block, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
         at = block * WIDTH + tl.arange(0, WIDTH)
-        here = at < length
-        a = tl.load(a + row * a_apart + at, mask=here, other=0.0).to(tl.float64)
-        b = tl.load(b + row * b_apart + at, mask=here, other=0.0).to(tl.float64)
-        c = tl.load(c + row * c_apart + at, mask=here, other=0.0).to(tl.float64)
-        d = tl.load(d + row * d_apart + at, mask=here, other=0.0).to(tl.float64)
+        inside = at < length
+        a = tl.load(a + row * a_apart + at, mask=inside, other=0.0).to(tl.float64)
+        b = tl.load(b + row * b_apart + at, mask=inside, other=0.0).to(tl.float64)
+        c = tl.load(c + row * c_apart + at, mask=inside, other=0.0).to(tl.float64)
+        d = tl.load(d + row * d_apart + at, mask=inside, other=0.0).to(tl.float64)
         to = out + (row * blocks + block) * 10
         tl.store(to, tl.sum(a * a))
         tl.store(to + 1, tl.sum(a * b))
@@ -68,9 +68,9 @@ if triton is not None:
         total = tl.zeros([16], tl.float64)
         for first in range(0, blocks, BLOCKS):
             block = first + tl.arange(0, BLOCKS)
-            here = (block < blocks)[:, None] & (lane < 10)[None, :]
+            inside = (block < blocks)[:, None] & (lane < 10)[None, :]
             total += tl.sum(
-                tl.load(sums + (row * blocks + block)[:, None] * 10 + lane[None, :], mask=here, other=0.0), 0
+                tl.load(sums + (row * blocks + block)[:, None] * 10 + lane[None, :], mask=inside, other=0.0), 0
             )
         # All vectors below have an entry for each of the eight sets of active constraints, in the order of `cone3.SETS`.
         which = tl.arange(0, 8)
@@ -160,16 +160,16 @@ if triton is not None:
     ):
         row = tl.program_id(1).to(tl.int64)
         at = tl.program_id(0) * WIDTH + tl.arange(0, WIDTH)
-        here = at < length
-        made = tl.load(d + row * d_apart + at, mask=here, other=0.0).to(tl.float64)
+        inside = at < length
+        total = tl.load(d + row * d_apart + at, mask=inside, other=0.0).to(tl.float64)
         z0, z1, z2 = tl.load(share + row * 3), tl.load(share + row * 3 + 1), tl.load(share + row * 3 + 2)
         if z0 != 0.0:
-            made += z0 * tl.load(a + row * a_apart + at, mask=here, other=0.0).to(tl.float64)
+            total += z0 * tl.load(a + row * a_apart + at, mask=inside, other=0.0).to(tl.float64)
         if z1 != 0.0:
-            made += z1 * tl.load(b + row * b_apart + at, mask=here, other=0.0).to(tl.float64)
+            total += z1 * tl.load(b + row * b_apart + at, mask=inside, other=0.0).to(tl.float64)
         if z2 != 0.0:
-            made += z2 * tl.load(c + row * c_apart + at, mask=here, other=0.0).to(tl.float64)
-        tl.store(out + row * length + at, made.to(tl.float32), mask=here)
+            total += z2 * tl.load(c + row * c_apart + at, mask=inside, other=0.0).to(tl.float64)
+        tl.store(out + row * length + at, total.to(tl.float32), mask=inside)
 
     @torch.library.custom_op("undrift::project_three", mutates_args=())
     def _op(p: Tensor, a: Tensor, b: Tensor, c: Tensor, rho: Tensor) -> tuple[Tensor, Tensor]:

@@ -109,8 +109,8 @@ if triton is not None:
                 most = tl.min(tl.where(short < 0.0, i, SIZE), 0)
             sure = tl.where(turns < 12 * SIZE, sure, 0)
             k = tl.where(worst < 0.0, tl.where(sure > 0, most, SIZE), SIZE)
-        found = tl.where(inside > 0, tl.maximum(value, 0.0) * inverse * long, 0.0)
-        tl.store(z + i, found, mask=real)
+        multiplier = tl.where(inside > 0, tl.maximum(value, 0.0) * inverse * long, 0.0)
+        tl.store(z + i, multiplier, mask=real)
         tl.store(solved, sure.to(tl.int8))
 
     @torch.library.custom_op("undrift::pivots", mutates_args=())
@@ -135,14 +135,14 @@ if triton is not None:
     @triton.jit  # type: ignore[untyped-decorator]
     def _add_rows(p, z, rows, u, length, apart, m, WIDTH: tl.constexpr):  # type: ignore[no-untyped-def]
         at = tl.program_id(0) * WIDTH + tl.arange(0, WIDTH)
-        here = at < length
-        total = tl.load(p + at, mask=here, other=0.0).to(tl.float64)
+        valid = at < length
+        total = tl.load(p + at, mask=valid, other=0.0).to(tl.float64)
         for row in range(0, m):
             share = tl.load(z + row)
             if share != 0.0:
-                total += share * tl.load(rows + at, mask=here, other=0.0).to(tl.float64)
+                total += share * tl.load(rows + at, mask=valid, other=0.0).to(tl.float64)
             rows += apart
-        tl.store(u + at, total.to(u.dtype.element_ty), mask=here)
+        tl.store(u + at, total.to(u.dtype.element_ty), mask=valid)
 
     @torch.library.custom_op("undrift::add_rows", mutates_args=())
     def add_rows(p: Tensor, z: Tensor, rows: Tensor) -> Tensor:

@@ -41,9 +41,9 @@ if triton is not None:
         block, group = tl.program_id(0), tl.program_id(1).to(tl.int64)
         i, at = tl.arange(0, S), block * WIDTH + tl.arange(0, WIDTH)
         rows = i.to(tl.int64)[:, None] * row_apart
-        there = i < count
-        weight = tl.load(share + group * count + i, mask=there, other=0.0)
-        inside = there[:, None] & (at < length)[None, :]
+        valid = i < count
+        weight = tl.load(share + group * count + i, mask=valid, other=0.0)
+        inside = valid[:, None] & (at < length)[None, :]
         vectors = tl.load(x + group * apart + rows + at[None, :], mask=inside, other=0.0)
         mean = tl.sum(weight[:, None] * vectors, 0)
         away = vectors - mean[None, :]

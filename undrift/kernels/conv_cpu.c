@@ -49,7 +49,7 @@ INLINED void forward(int R, int K, const block *b, const float *in, const float 
     }
 }
 
-/* sums[r][j] = sum of dz[r] times the input under column j of a kernel row, for R outputs, over high x wide places and all samples. */
+/* sums[r][j] = sum of dz[r] times the input under column j of a kernel row, for R outputs, over all places and samples. */
 INLINED void under(int R, int K, long high, long wide, long width, const float *dz, long dz_row, long dz_plane, const float *in,
                    long in_row, float sums[SIDE][K]) {
     vector sum[SIDE][5];

@@ -69,12 +69,12 @@ if triton is not None:
         tap = first + tl.arange(0, SOME)
         channel, down, right = tap // (k * k), tap // k % k - PAD, tap % k - PAD
         sample, row, column = place // (OH * OW), place // OW % OH, place % OW
-        there = (tap < TAPS)[:, None] & inside[None, :]
+        valid = (tap < TAPS)[:, None] & inside[None, :]
         if PAD > 0:
             y, z = row[None, :] + down[:, None], column[None, :] + right[:, None]
-            there = there & (y >= 0) & (y < H) & (z >= 0) & (z < W)
+            valid = valid & (y >= 0) & (y < H) & (z >= 0) & (z < W)
         at = (channel * (H * W) + down * W + right)[:, None] + (sample * (C * H * W) + row * W + column)[None, :]
-        return tl.load(x + at, mask=there, other=0.0)
+        return tl.load(x + at, mask=valid, other=0.0)
 
     # One compilation serves the first step, in which all clients share their filters, and the later ones.
     @triton.jit(do_not_specialize=["apart", "b_apart"], do_not_specialize_on_alignment=["w", "b"])  # type: ignore[untyped-decorator]
@@ -88,7 +88,7 @@ if triton is not None:
         place, o = tl.program_id(1) * PLACES + tl.arange(0, PLACES), tl.arange(0, M)
         inside, samples = place < places, places // (OH * OW)
         x += client * (samples * C * H * W)
-        made = tl.zeros([M, PLACES], tl.float32)
+        total = tl.zeros([M, PLACES], tl.float32)
         for first in tl.static_range(0, TAPS, SOME):
             tap = first + tl.arange(0, SOME)
             filters = tl.load(
@@ -96,12 +96,12 @@ if triton is not None:
                 mask=(o < FILTERS)[:, None] & (tap < TAPS)[None, :], other=0.0,
             )  # fmt: skip
             h = _met(x, place, inside, first, TAPS, C, H, W, k, PAD, OH, OW, SOME)
-            made = tl.dot(filters, h, made, input_precision=PRECISION)
+            total = tl.dot(filters, h, total, input_precision=PRECISION)
         if BIASED:
-            made += tl.load(b + client * b_apart + o, mask=o < FILTERS, other=0.0)[:, None]
+            total += tl.load(b + client * b_apart + o, mask=o < FILTERS, other=0.0)[:, None]
         at = place // (OH * OW) * (FILTERS * OH * OW) + place % (OH * OW)
         out += client * (samples * FILTERS * OH * OW)
-        tl.store(out + o[:, None] * (OH * OW) + at[None, :], made, mask=(o < FILTERS)[:, None] & inside[None, :])
+        tl.store(out + o[:, None] * (OH * OW) + at[None, :], total, mask=(o < FILTERS)[:, None] & inside[None, :])
 
     @triton.jit  # type: ignore[untyped-decorator]
     def _filters(  # type: ignore[no-untyped-def]

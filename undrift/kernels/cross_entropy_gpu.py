@@ -46,8 +46,8 @@ if triton is not None:
         label = tl.load(targets + client * batch + b, mask=b < batch, other=IGNORED)
         share = tl.where(b < batch, 1.0 / batch, 0.0)
         if REAL:
-            there = tl.load(real + client * batch + b, mask=b < batch, other=0.0)
-            share = tl.where(there > 0.0, 1.0 / tl.maximum(tl.sum(there, 0), 1.0), 0.0)
+            present = tl.load(real + client * batch + b, mask=b < batch, other=0.0)
+            share = tl.where(present > 0.0, 1.0 / tl.maximum(tl.sum(present, 0), 1.0), 0.0)
         own = c == label[None, :]
         # The weight of a sample: zero for an ignored label, NaN for an invalid one.
         counts = tl.where((label >= 0) & (label < classes), 1.0, tl.where(label == IGNORED, 0.0, float("nan")))

@@ -57,16 +57,15 @@ class Dense:
         real = None if real is None else real.to(x.dtype).contiguous()
         loss, result = x.new_empty(x.shape[:-1]), x.new_empty(x.shape)
         result[..., self.entries :] = 0.0 if rate is None else x[..., self.entries :]
-        rates = (
-            None if rate is None else torch.as_tensor(rate, dtype=x.dtype).to(x.device).expand(loss.shape).contiguous()
-        )
+        if rate is not None:
+            rate = torch.as_tensor(rate, dtype=x.dtype, device=x.device).expand(loss.shape).contiguous()
         layers, flags = len(self.biased), ctypes.c_uint8 * len(self.biased)
         shapes = [n for shape in self.shapes(inputs) for n in shape]
         failed = library().dense_gradient(  # type: ignore[union-attr]
             ctypes.c_long(len(self.blocks)), (ctypes.c_long * len(shapes))(*shapes),
             ctypes.c_long(layers), (ctypes.c_long * (layers + 1))(*self.sizes), flags(*self.biased), flags(*self.relu),
             ctypes.c_long(loss.numel()), ctypes.c_long(targets.shape[-1]),
-            address(x), row_stride(x), *map(address, (inputs, targets, real, rates, loss, result)), row_stride(result),
+            address(x), row_stride(x), *map(address, (inputs, targets, real, rate, loss, result)), row_stride(result),
             ctypes.c_int(torch.get_num_threads()),
         )  # fmt: skip
         if failed == 1:

@@ -31,9 +31,9 @@ if triton is not None:
         total = tl.zeros([A, B], tl.float32)
         for first in range(0, STRETCH, DEPTH):
             k = part * STRETCH + first + tl.arange(0, DEPTH)
-            here = (k < length)[None, :]
-            x = tl.load(a + i[:, None] * a_apart + k[None, :], mask=(i < a_count)[:, None] & here, other=0.0)
-            y = tl.load(b + j[:, None] * b_apart + k[None, :], mask=(j < b_count)[:, None] & here, other=0.0)
+            valid = (k < length)[None, :]
+            x = tl.load(a + i[:, None] * a_apart + k[None, :], mask=(i < a_count)[:, None] & valid, other=0.0)
+            y = tl.load(b + j[:, None] * b_apart + k[None, :], mask=(j < b_count)[:, None] & valid, other=0.0)
             total = tl.dot(x, tl.trans(y), total, input_precision="tf32x3")
         out += part * a_count * b_count
         inside = (i < a_count)[:, None] & (j < b_count)[None, :]

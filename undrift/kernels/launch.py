@@ -71,11 +71,8 @@ def rehearsal(device: torch.device) -> Iterator[None]:
         yield
         return
     new = Rehearsal(device)
-    try:
-        with take_part(new):
-            yield
-    finally:
-        new.pool.shutdown()
+    with new.pool, take_part(new):
+        yield
 
 
 @contextlib.contextmanager

@@ -36,7 +36,7 @@ if triton is not None:
         for s in range(0, count):
             present = present | (ids == tl.load(clients + s))
         newest = tl.max(since, 0)
-        made_room = tl.load(evictions)
+        total = tl.load(evictions)
         for s in range(0, count):
             client = tl.load(clients + s)
             own = tl.min(tl.where(ids == client, i, SIZE), 0)
@@ -47,7 +47,7 @@ if triton is not None:
             row = tl.where(own < SIZE, own, tl.where(free < SIZE, free, least))
             new = (i == row) & (own == SIZE)
             newest += (own == SIZE).to(tl.int64)
-            made_room += ((own == SIZE) & (free == SIZE)).to(tl.int64)
+            total += ((own == SIZE) & (free == SIZE)).to(tl.int64)
             ids = tl.where(new, client, ids)
             age = tl.where(new, -1, age)
             since = tl.where(new, newest, since)
@@ -58,7 +58,7 @@ if triton is not None:
         tl.store(after + m + i, age, mask=real)
         tl.store(after + 2 * m + i, uses, mask=real)
         tl.store(after + 3 * m + i, since, mask=real)
-        tl.store(evicted, made_room)
+        tl.store(evicted, total)
 
     @torch.library.custom_op("undrift::mem_red", mutates_args=())
     def _op(clients: Tensor, counters: Tensor, evictions: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -72,9 +72,9 @@ if triton is not None:
     @triton.jit  # type: ignore[untyped-decorator]
     def _looked_up(held, index, table, out, size, plane, WIDTH: tl.constexpr):  # type: ignore[no-untyped-def]
         n, at = tl.program_id(0).to(tl.int64), tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)
-        here = at < size
-        byte = tl.load(held + tl.load(index + n) * size + at, mask=here, other=0).to(tl.int32)
-        tl.store(out + n * size + at, tl.load(table + (at // plane) * 256 + byte, mask=here), mask=here)
+        inside = at < size
+        byte = tl.load(held + tl.load(index + n) * size + at, mask=inside, other=0).to(tl.int32)
+        tl.store(out + n * size + at, tl.load(table + (at // plane) * 256 + byte, mask=inside), mask=inside)
 
     @torch.library.custom_op("undrift::looked_up", mutates_args=())
     def _op(held: Tensor, index: Tensor, table: Tensor) -> Tensor:
@@ -91,11 +91,11 @@ if triton is not None:
     def _turned(held, index, table, out, batch, size, plane, PIXELS: tl.constexpr, SIDE: tl.constexpr):  # type: ignore[no-untyped-def]
         client = tl.program_id(0).to(tl.int64)
         at, b = tl.program_id(1) * PIXELS + tl.arange(0, PIXELS), tl.program_id(2) * SIDE + tl.arange(0, SIDE)
-        here = (b < batch)[:, None] & (at < size)[None, :]
+        inside = (b < batch)[:, None] & (at < size)[None, :]
         row = tl.load(index + client * batch + b, mask=b < batch, other=0)
-        byte = tl.load(held + row[:, None] * size + at[None, :], mask=here, other=0).to(tl.int32)
-        values = tl.load(table + (at // plane)[None, :] * 256 + byte, mask=here)
-        tl.store(out + (client * size + at)[None, :] * batch + b[:, None], values, mask=here)
+        byte = tl.load(held + row[:, None] * size + at[None, :], mask=inside, other=0).to(tl.int32)
+        values = tl.load(table + (at // plane)[None, :] * 256 + byte, mask=inside)
+        tl.store(out + (client * size + at)[None, :] * batch + b[:, None], values, mask=inside)
 
     @torch.library.custom_op("undrift::turned", mutates_args=())
     def _turned_op(held: Tensor, index: Tensor, table: Tensor) -> Tensor:

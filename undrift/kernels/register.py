@@ -1,7 +1,5 @@
 """Importing this module registers all faster forms with their plain functions."""
 
-from __future__ import annotations
-
 from undrift.kernels import (  # noqa: F401
     chain,
     cone3_gpu,

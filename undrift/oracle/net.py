@@ -191,12 +191,6 @@ class Net:
         """Add a network to be trained on the same samples; fields that hold its vectors are annotated with its name."""
         self.networks[name] = other
 
-    def layout_of(self, tag: str) -> Layout | None:
-        """The layout of vectors under a tag; None for tensors without one."""
-        if tag == MODEL:
-            return self.layout
-        return self.networks[tag].layout if tag else None
-
     def start(self) -> tuple[Tensor, Tensor]:
         """The initial x0 [P] and buffers [Q]."""
         like = torch.zeros((), dtype=self.dtype)
@@ -295,12 +289,8 @@ class Net:
 
     def sent(self, state: T, tag: str = "") -> T:
         """A message as it is sent: vectors without their padding. `tag` applies to a state that is one tensor."""
-
-        def trim(t: Tensor, tag: str) -> Tensor:
-            layout = self.layout_of(tag)
-            return t if layout is None else t[..., : layout.entries]
-
-        return map_tagged(trim, state, tag=tag)
+        networks = {**self.networks, MODEL: self}
+        return map_tagged(lambda t, tag: t[..., : networks[tag].layout.entries] if tag else t, state, tag=tag)
 
     def state_dict(self, x: Tensor, buffers: Tensor) -> dict[str, Tensor]:
         """A PyTorch state dict with the names and dtypes of the module."""
