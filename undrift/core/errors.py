@@ -1,7 +1,4 @@
-"""Errors in user input. Each message says what was wrong, what was expected and what to try.
-
-The command line prints the message as one line and exits with code 2. The maths inside the package assumes valid input.
-"""
+"""Errors that the command line prints as one line: what was wrong, what was expected and what to try."""
 
 from __future__ import annotations
 

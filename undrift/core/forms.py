@@ -90,10 +90,7 @@ def plain(*, by_value: bool = False, in_place: bool = False) -> Callable[[Callab
 def plain(
     function: Callable[P, R] | None = None, /, *, by_value: bool = False, in_place: bool = False
 ) -> Form[P, R] | Callable[[Callable[P, R]], Form[P, R]]:
-    """Mark a function that may have faster forms.
-
-    `by_value`: its control flow depends on argument values. `in_place`: it writes into its arguments, as do its faster forms.
-    """
+    """Mark a function that may have faster forms. `by_value`: it decides by values. `in_place`: it writes into its arguments."""
     if function is not None:
         return Form(function)
     return lambda function: Form(function, by_value, in_place)

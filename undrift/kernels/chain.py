@@ -92,12 +92,9 @@ HALVES = ((2, 2), (2, 2), (0, 0), (1, 1), False)
 
 
 def halve(h: Tensor) -> tuple[Tensor, Tensor]:
-    """The largest of every 2 x 2 entries of h [..., H, W], and its index in the plane, the first one of equals.
-
-    PyTorch's own pooling branches unpredictably at every entry; this takes a third of its time.
-    """
-    height, width = h.shape[-2:]
-    left, right = h[..., ::2], h[..., 1::2]
+    """The largest of every 2 x 2 entries of h [..., H, W], and its index in the plane, the first one of equals."""
+    # PyTorch's own pooling branches unpredictably at every entry; this takes a third of its time.
+    (height, width), left, right = h.shape[-2:], h[..., ::2], h[..., 1::2]
     rows, to_right = torch.maximum(left, right), (right > left).view(torch.uint8)
     above, below = rows[..., ::2, :], rows[..., 1::2, :]
     down = (below > above).view(torch.uint8)
@@ -239,10 +236,7 @@ def overflows(entries: int, dtype: torch.dtype, device: torch.device) -> bool:
 
 @plain
 def dense_step(x: Tensor, rate: float | Tensor, outs: list[Tensor], back: list[Tensor], biased: list[bool]) -> Tensor:
-    """x - rate g for x [S, P] and a number or rates [S], with the gradient g of dense layers.
-
-    `outs` are the layers' inputs [S, n, B] and `back` the gradients of their outputs [S, m, B], both transposed.
-    """
+    """x - rate g for x [S, P], a number or rates [S], and dense layers' inputs [S, n, B] and output gradients [S, m, B]."""
     parts = []
     for h, d, bias in zip(outs, back, biased, strict=True):
         parts += [(d @ h.mT).flatten(1)] + ([d.sum(-1)] if bias else [])

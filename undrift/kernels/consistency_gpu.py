@@ -58,9 +58,8 @@ if triton is not None:
         width = ENTRIES // S
         blocks = triton.cdiv(length, width)
         out = allocate(x, groups, blocks)
-        launch(
-            _spread, (blocks, groups), x, share, out, x.stride(0), x.stride(1), count, length, blocks, S=S, WIDTH=width
-        )  # fmt: skip
+        sizes = *x.stride()[:2], count, length, blocks
+        launch(_spread, (blocks, groups), x, share, out, *sizes, S=S, WIDTH=width)
         return out.sum(1)
 
     _op.register_fake(lambda x, share: x.new_empty(len(x)))

@@ -41,10 +41,7 @@ class Dense:
         self.entries += sum(b.outputs * (b.channels * b.kernel**2 + b.biased) for b in blocks)
 
     def serves(self, like: Tensor, clients: int) -> bool:
-        """Whether `gradient` serves this number of stacked clients (0: a client alone) with vectors like this one.
-
-        A thread takes one client at a time, so there must be a client for every thread.
-        """
+        """Whether every thread has one of these stacked clients (0: a client alone), with vectors like this one."""
         fits = devices.cpu(like.device) and like.dtype == torch.float32 and max(clients, 1) >= torch.get_num_threads()
         return fits and not devices.is_tracing() and library() is not None
 

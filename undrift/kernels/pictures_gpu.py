@@ -51,10 +51,7 @@ def samples_gpu(
 
 
 def look_up(held: Tensor, index: Tensor, table: Tensor) -> Tensor:
-    """[n, C, H, W] with table[c, byte] for the bytes of channel c, for held [N, C, H, W], index [n] and table [C, 256].
-
-    The plain form is `table[arange(C).view(-1, 1, 1), held[index].long()]`.
-    """
+    """table[arange(C).view(-1, 1, 1), held[index].long()], for held [N, C, H, W], index [n] and table [C, 256]."""
     out: Tensor = torch.ops.undrift.looked_up(held, index, table)
     return out
 

@@ -327,14 +327,11 @@ def plain_cross_entropy(loss: Loss) -> bool:
 
 
 def _prepare(module: nn.Module, name: str, current: _Pass, training: bool, done: set[int]) -> None:
-    """Replace the forward of every BatchNorm, Dropout, Linear and Conv2d; hooks and tensors stay the same objects.
-
-    `training`: the whole model came in training mode, so a part in evaluation mode is meant to be frozen.
-    """
+    """Replace the forward of every BatchNorm, Dropout, Linear and Conv2d; hooks and tensors stay the same objects."""
     if id(module) in done:  # a part that is used in several places
         return
     done.add(id(module))
-    frozen = training and not module.training
+    frozen = training and not module.training  # a part in evaluation mode within a model in training mode
     if isinstance(module, _BatchNorm):
         module.__class__ = MaskedBatchNorm
         vars(module).update(name=name, current=current, frozen=frozen)

@@ -160,8 +160,7 @@ class Oracle:
 
     def parts(self, count: int) -> list[Oracle]:
         """Split the mini-batch: part j takes every count-th sample from j on. A part without samples has gradient zero."""
-        inputs, targets, real, key, dropout = self.batch
-        dim = len(self.lead)
+        (inputs, targets, real, key, dropout), dim = self.batch, len(self.lead)
         width = inputs.shape[dim]
         if width < count:
             real = torch.ones(*self.lead, width, dtype=self.loss.dtype, device=inputs.device) if real is None else real
@@ -213,12 +212,10 @@ class Oracle:
         return task_step(self, x, rate)
 
     def grads(self, *points: Tensor) -> list[Tensor]:
-        """The gradients at several points on the same mini-batch, with the same dropout mask; the first one is tracked.
-
-        Stacked clients take one call, with the points as one more leading dimension.
-        """
+        """The gradients at several points on the same mini-batch, with the same dropout mask; the first one is tracked."""
         if not self.lead:
             return [self.grad(x, track=n == 0) for n, x in enumerate(points)]
+        # One call for stacked clients, with the points as one more leading dimension.
         many = torch.Size((len(points), *self.lead))
         stacked = torch.stack([x.expand(*self.lead, x.shape[-1]) for x in points])
         inputs, targets, real, key, dropout = self.batch
