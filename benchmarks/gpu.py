@@ -55,7 +55,7 @@ def simulation(alg: Algorithm, module: nn.Module, data: Federation, clients: int
     settings = Settings(clients, Plan(BATCH, steps=STEPS), eval_every=10**9, execution="stacked", compile=compiled)
     net = Net(module)
     for name, (other, outputs) in alg.networks(data.clients).items():
-        net.put_beside(name, Net(build_model(other, data.shape, outputs, 0)))
+        net.add_network(name, Net(build_model(other, data.shape, outputs, 0)))
     return Simulation(alg, net, data, settings, {}, GPU)
 
 

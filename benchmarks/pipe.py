@@ -164,7 +164,7 @@ def measure(arguments: argparse.Namespace) -> None:
     os.sched_setaffinity(0, mine)
     torch.set_num_threads(threads)
     rows = []
-    with ranks.joined():
+    with ranks.join():
         for model in arguments.models.split(","):
             for size in SIZES[model]:
                 rows += race(arguments, model, size, blocks, threads, cores, mine)

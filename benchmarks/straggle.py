@@ -109,7 +109,7 @@ def main() -> None:
     arguments = asked.parse_args()
     if arguments.rows:
         torch.set_num_threads(1)
-        with ranks.joined():
+        with ranks.join():
             found = {n: [measure(n, s / 100, arguments.batches) for s in (0, *SLOWDOWNS)] for n in METHODS}
         if os.environ["RANK"] == "0":
             Path(arguments.rows).write_text(json.dumps(found))

@@ -60,7 +60,7 @@ def simulation(
     fed = federation() if fed is None else fed
     net = Net(module or tiny_mlp(), dtype=dtype)
     for name, (_, outputs) in alg.networks(fed.clients).items():
-        net.put_beside(name, Net(tiny_mlp(1, classes=outputs), dtype=dtype))
+        net.add_network(name, Net(tiny_mlp(1, classes=outputs), dtype=dtype))
     return Simulation(alg, net, fed, chosen, {"accuracy": accuracy}, CPU)
 
 

@@ -115,7 +115,7 @@ def make_arguments(settings: Any) -> list[Argument]:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command; bad input is one line on standard error and exit code 2."""
     try:
-        with ranks.joined():
+        with ranks.join():
             arguments = parser().parse_args(argv)
             if ranks.count() > 1 and arguments.command not in ON_RANKS:
                 raise BadSetting(

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import inspect
+import re
 from dataclasses import fields
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -76,3 +78,11 @@ def test_the_interface_is_small() -> None:
     lines = inspect.getsource(base).splitlines()
     own = [name for kind in (Worker, Server) for name in {*vars(kind), *vars(kind)["__annotations__"]}]
     assert len(lines) <= 220 and len([name for name in own if not name.startswith("_")]) <= 25
+
+
+def test_algorithms_know_nothing_of_machines() -> None:
+    folder = Path(base.__file__).parent
+    title = "On-device Personalization"  # of a paper
+    words = re.compile(r"\b(kernels?|device|host|graphs?|cuda)\b", re.IGNORECASE)
+    texts = {file: file.read_text().replace(title, "") for file in folder.rglob("*.py")}
+    assert {str(file): found for file, text in texts.items() if (found := words.findall(text))} == {}

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from undrift.core.forms import Form, doubt, faster, plain, plain_forms, watching
+from undrift.core.forms import Form, doubt, faster, plain, plain_forms, watch
 
 
 def example() -> Form[[Tensor], str]:
@@ -76,21 +76,21 @@ def test_a_watcher_is_told_what_ran() -> None:
     def write(x: Tensor) -> Tensor:
         return x.add_(1)
 
-    decide.add(lambda x: -1.0, lambda x: len(x) > 2)
-    write.add(lambda x: x, lambda x: len(x) > 2)
-    with watching() as nothing:
+    faster(decide, when=lambda x: len(x) > 2)(lambda x: -1.0)
+    faster(write, when=lambda x: len(x) > 2)(lambda x: x)
+    with watch() as nothing:
         example()(torch.ones(2))
     assert not nothing.by_value and not nothing.in_place and not nothing.doubts
-    with watching() as fast:
+    with watch() as fast:
         decide(torch.ones(3))
         write(torch.ones(3))
     assert not fast.by_value and fast.in_place  # its faster forms write as well, but decide by no value
-    with watching() as outer:
-        with watching() as inner:
+    with watch() as outer:
+        with watch() as inner:
             decide(torch.ones(2))
         write(torch.ones(2))
     assert inner.by_value and not inner.in_place and outer.by_value and outer.in_place
-    with watching() as slow, plain_forms():
+    with watch() as slow, plain_forms():
         decide(torch.ones(3))
     assert slow.by_value
 
@@ -100,16 +100,16 @@ def test_a_watcher_sees_its_own_thread_alone() -> None:
     def decide() -> None:
         doubt(torch.tensor(True))
 
-    with ThreadPoolExecutor(1) as pool, watching() as seen:
+    with ThreadPoolExecutor(1) as pool, watch() as seen:
         pool.submit(decide).result()
     assert not seen.by_value and not seen.doubts
 
 
 def test_doubts_are_collected() -> None:
     doubt(torch.tensor(True))  # nobody is told
-    with watching() as outer:
+    with watch() as outer:
         doubt(torch.tensor([True, False]))
-        with watching() as inner:
+        with watch() as inner:
             doubt(torch.tensor(False))
     assert [flag.tolist() for flag in outer.doubts] == [[True, False], False]
     assert [flag.tolist() for flag in inner.doubts] == [False]

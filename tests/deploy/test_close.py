@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from tests.deploy.test_federation import FEDERATED, NAMES, Federation, Make, maker, normalised
 from tests.small import path, simulation
-from undrift.core.trees import named_leaves, unstacked
+from undrift.core.trees import named_leaves, unstack
 from undrift.deploy.client import CLOSE
 from undrift.jobs.registry import algorithm_class
 from undrift.simulate.simulation import Simulation
@@ -36,7 +36,7 @@ def on_disk(root: Path) -> States:
 
 
 def simulated(run: Simulation) -> States:
-    states = unstacked(run.serving()[2], run.data.clients)
+    states = unstack(run.serving()[2], run.data.clients)
     return {str(id): dict(named_leaves("client", states[id])) for id in sorted(run.clients.row)}  # type: ignore[union-attr]
 
 

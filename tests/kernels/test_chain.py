@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from tests.small import CPU, federation, path, simulation
 from undrift.algorithms.fedavg import FedAvg
-from undrift.kernels.chain import HALVES, Chain, chain_of, fitting, halved
+from undrift.kernels.chain import HALVES, Chain, chain_of, fitting_chain, halve
 from undrift.models import lenet5, logreg, mlp
 from undrift.oracle.net import Net
 from undrift.oracle.oracle import Batch, Oracle, task_loss
@@ -62,7 +62,7 @@ def test_the_written_out_gradient_is_autograds(
 ) -> None:
     torch.manual_seed(0)
     asked, x = oracle(build(), shape, lead, padded)  # type: ignore[operator]
-    assert (fitting(asked) is not None) == (not lead or chain_of(asked.net).stackable)  # type: ignore[union-attr]
+    assert (fitting_chain(asked) is not None) == (not lead or chain_of(asked.net).stackable)  # type: ignore[union-attr]
     before = x.clone()
     g, loss = asked.grad(x), asked.loss
     plain = asked.grad(x, task_loss)
@@ -77,7 +77,7 @@ def test_pooling_by_halves_is_torchs_also_among_equals(shape: tuple[int, ...]) -
     torch.manual_seed(0)
     h = torch.randint(-1, 3, shape).double()  # many of the four are equal
     expected, places = torch.ops.aten.max_pool2d_with_indices.default(h, *HALVES)
-    found, where = halved(h)
+    found, where = halve(h)
     assert torch.equal(found, expected) and torch.equal(where, places)
 
 
@@ -139,7 +139,7 @@ def test_what_is_no_chain(build: object) -> None:
 def test_a_chain_is_not_used_on_other_samples_or_losses() -> None:
     """Linear on sequences, labels for every place, a loss of the user's."""
     asked, _ = oracle(dense(), (6,), (), False)
-    assert fitting(asked) is not None
+    assert fitting_chain(asked) is not None
     batch = asked.batch
     for other in (
         batch._replace(inputs=batch.inputs.unsqueeze(1)),
@@ -147,7 +147,7 @@ def test_a_chain_is_not_used_on_other_samples_or_losses() -> None:
         batch._replace(targets=batch.targets.unsqueeze(-1)),
         batch._replace(targets=batch.targets.double()),
     ):
-        assert fitting(Oracle(asked.net, other, asked.buffers)) is None
+        assert fitting_chain(Oracle(asked.net, other, asked.buffers)) is None
     assert chain_of(Net(dense(), nn.CrossEntropyLoss(label_smoothing=0.1))) is None
     assert chain_of(Net(dense(), nn.CrossEntropyLoss())) is not None
 

@@ -19,7 +19,7 @@ from tests.algorithms.gradient_memory.test_cone3 import rows as three_rows
 from undrift.algorithms.gradient_memory import cone
 from undrift.algorithms.gradient_memory.cone3 import project_three
 from undrift.algorithms.gradient_memory.memory import Memory
-from undrift.core.forms import watching
+from undrift.core.forms import watch
 from undrift.kernels import consistency_gpu, conv_gpu, pictures_gpu
 from undrift.kernels.chain import dense_step, turned_cross_entropy
 from undrift.kernels.cone3_gpu import project_three_gpu
@@ -133,7 +133,7 @@ def test_what_a_gpu_does_not_solve_is_doubted() -> None:
     row, other, p = torch.randn(3, 50)
     rows, counts = torch.stack([row, -row + 1e-4 * other]), torch.ones(2, dtype=torch.bool)
     for columns, solved in ((rows, False), (rows[:1], True)):
-        with watching() as seen:
+        with watch() as seen:
             found = project_gpu(p - 10 * row, columns, None, 0.3, None, counts[: len(columns)])
         assert [bool(flag) for flag in seen.doubts] == [not solved] and bool(found.solved) == solved
         assert not seen.by_value

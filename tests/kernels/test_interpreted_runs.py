@@ -54,7 +54,7 @@ def rehearse(monkeypatch: pytest.MonkeyPatch) -> collections.Counter[str]:
 
     @contextlib.contextmanager
     def rehearsal(device: torch.device) -> Iterator[None]:
-        with launch.joined(Asked()):  # type: ignore[arg-type]
+        with launch.take_part(Asked()):  # type: ignore[arg-type]
             yield
 
     monkeypatch.setattr(graphs, "rehearsal", rehearsal)

@@ -7,7 +7,7 @@ import torch
 
 from undrift.algorithms.gradient_memory.cone import combine, gram, project
 from undrift.algorithms.gradient_memory.memory import Memory, renew_products
-from undrift.core.forms import plain_forms, watching
+from undrift.core.forms import plain_forms, watch
 from undrift.kernels.memory_cpu import fade_and_add, in_one_pass, long, row_products
 from undrift.kernels.native import library
 
@@ -117,11 +117,11 @@ def test_a_combination_is_summed_in_float64(dtype: torch.dtype) -> None:
 
 def test_an_engine_is_told_that_a_memory_decides_by_values_and_is_written_in_place() -> None:
     memory, updates = Memory.empty(3, torch.zeros(8), 1), torch.randn(2, 8)
-    with watching() as deciding:
+    with watch() as deciding:
         memory, place = memory.let_in(torch.tensor([4, 7]))
-    with watching() as writing:
+    with watch() as writing:
         memory, along = memory.remember(place, updates, 0.5, [slice(0, 8)], updates[0])
-    with watching() as projecting:
+    with watch() as projecting:
         project(updates[0], memory.rows, memory.products[0], 0.0, along[0], memory.constrains(0.5))
     assert [(seen.by_value, seen.in_place) for seen in (deciding, writing, projecting)] == [
         (True, False),

@@ -18,7 +18,7 @@ from undrift.algorithms.gradient_memory.cone import combine
 from undrift.algorithms.optimise.momentum import Momentum
 from undrift.core.forms import plain_forms
 from undrift.kernels import dense_cpu, memory_cpu, native
-from undrift.kernels.chain import Chain, fitting
+from undrift.kernels.chain import Chain, fitting_chain
 from undrift.oracle.net import Net
 from undrift.oracle.oracle import Batch, Oracle
 from undrift.round.clients import Started, local_step
@@ -182,7 +182,7 @@ def test_stacked_pictures_are_computed_in_one_call(library: ctypes.CDLL) -> None
     batch = Batch(torch.randn(2, 3, 8, 3, 20, 20), torch.randint(0, 5, (2, 3, 8)), None, key)
     oracle = Oracle(net, batch, buffers.expand(2, 3, -1))
     found, (again, _) = oracle.grad(x), oracle.grads(x, x + 1)
-    assert fitting(oracle) is not None and not oracle.tally.mapped and oracle.calls == 3
+    assert fitting_chain(oracle) is not None and not oracle.tally.mapped and oracle.calls == 3
     with plain_forms():
         torch.testing.assert_close(found, oracle.grad(x), rtol=1e-4, atol=1e-6)
     assert torch.equal(again, found) and oracle.tally.mapped and oracle.calls == 4
@@ -370,7 +370,7 @@ def test_rates_meet_their_clients(library: ctypes.CDLL) -> None:
     batch = Batch(torch.randn(2, 3, 8, 1, 6, 10), torch.randint(0, 10, (2, 3, 8)), None, key)
     for shape in ((), (1,), (3, 1), (2, 1, 1), (1, 3, 1), (2, 3, 1)):
         rate, oracle = torch.rand(shape), Oracle(net, batch, buffers.expand(2, 3, -1))
-        chain = fitting(oracle)
+        chain = fitting_chain(oracle)
         assert chain is not None and chain.in_c(x, 6) is not None
         torch.testing.assert_close(oracle.step(x, rate), x - rate * oracle.grad(x), rtol=1e-6, atol=1e-7)
         assert oracle.calls == 2

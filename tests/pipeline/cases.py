@@ -154,7 +154,7 @@ def replicated(case: str, blocks: int, replicas: int) -> dict[str, Any]:
 
 def main() -> None:
     torch.set_num_threads(1)
-    with ranks.joined():
+    with ranks.join():
         path, blocks, replicas = Path(sys.argv[1]), int(sys.argv[2]), int((*sys.argv[3:], 1)[0])
         if replicas > 1:
             joined = ("bp-k plain", "dsp plain", "dsp", "dsp joint", "dsp def", "dsp def 1")

@@ -50,7 +50,7 @@ DENIED = {
     ("algorithms/fedsm_extra", "ThenSelector.objective", "-1 in known.view(len(inputs), -1).argmin(-1)"): LAST,
     ("algorithms/gradient_memory/memory", "Memory.remember", "-1 in self.age[place].unsqueeze(-1)"): LAST,
     ("algorithms/moon", "Contrastive.objective", "-1 in dim=-1"): LAST,
-    ("algorithms/personal", "put", "-1 in torch.arange(rows.shape[-2], device=rows.device).unsqueeze(-1)"): LAST,
+    ("algorithms/personal", "put", "-1 in positions(rows, -2).unsqueeze(-1)"): LAST,
     ("algorithms/personal", "put", "-1 in taken.sum(-1, keepdim=True)"): LAST,
     ("algorithms/personal", "put", "-1 in new.shape[-1]"): LAST,
     ("algorithms/personal", "put", "-1 in cohort.there.transpose(-1, -2)"): LAST,

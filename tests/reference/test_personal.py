@@ -96,7 +96,7 @@ def simulation(name: str, fields: dict[str, Any], case: Case, execution: str = "
     sizes = tuple(max(n, 4) for n in SIZES) if case.norm else SIZES  # a mini-batch of one sample has no variance
     net = Net(model(case.norm), dtype=torch.float64)
     for other, (_, outputs) in alg.networks(N).items():
-        net.put_beside(other, Net(selector(outputs), dtype=torch.float64))
+        net.add_network(other, Net(selector(outputs), dtype=torch.float64))
     how = "stacked" if execution == "replayed" else execution
     settings = Settings(case.cohort, case.plan, 0, case.weights, execution=how, sampling=case.sampling)
     run = Simulation(alg, net, federation(sizes), settings, {"accuracy": accuracy}, CPU)
@@ -117,7 +117,7 @@ def batches(run: Simulation) -> dict[int, list[list[int]]]:
 def reference(run: Simulation, case: Case) -> plain.Personal:
     data = run.data.train
     assert data.held is not None
-    chosen = run.net.beside["selector"].original if run.net.beside else None
+    chosen = run.net.networks["selector"].original if run.net.networks else None
     defaults = {"lam": 0.7, "selector_mode": "full_batch_synced"}
     return PLAIN[case.name](
         run.net.original, data.held.double(), data.targets, run.data.sizes.tolist(), chosen,
@@ -161,8 +161,8 @@ def agree(case: Case, execution: str) -> None:
                     close(served.x[:entries], theirs.serves(i))
                 if seen and case.name in ("local", "softpull", "apfl", "fedsm"):
                     close(served.buffers, plain.statistics(theirs.own[i]))
-        if run.net.beside:
-            s = run.alg.selector(run.state.companion).x[: run.net.beside["selector"].layout.entries]
+        if run.net.networks:
+            s = run.alg.selector(run.state.companion).x[: run.net.networks["selector"].layout.entries]
             close(s, plain.weights(theirs.S))
     if case.name != "local":
         assert (run.state.x - began).norm() > 1e-3
@@ -278,7 +278,7 @@ def test_bytes_are_two_models_and_the_selector(mode: str, norm: bool) -> None:
     case = Case("fedsm", "", {}, norm=norm)
     run = simulation("fedsm", dict(selector_mode=mode, optimizer="adam", lr=0.01), case)
     model = 8 * (run.net.layout.entries + run.net.buffer_layout.entries)
-    chooser = 8 * run.net.beside["selector"].layout.entries
+    chooser = 8 * run.net.networks["selector"].layout.entries
     expected = N * (2 * model + (1 if mode == "per_batch" else 3) * chooser)
     for _ in range(2):
         record = run.round()
@@ -287,7 +287,7 @@ def test_bytes_are_two_models_and_the_selector(mode: str, norm: bool) -> None:
 
 def test_bytes_of_fedsm_extra() -> None:
     run = simulation("fedsm-extra", dict(begin=1, lr=0.1), Case("fedsm-extra", "", {}))
-    model, chooser = 8 * run.net.layout.entries, 8 * run.net.beside["selector"].layout.entries
+    model, chooser = 8 * run.net.layout.entries, 8 * run.net.networks["selector"].layout.entries
     first, second, third = (run.round() for _ in range(3))
     assert (first.bytes_down, first.bytes_up) == (2 * N * model, 2 * N * model)
     assert (second.bytes_down, second.bytes_up) == (N * ((N + 1) * model + chooser), N * chooser)

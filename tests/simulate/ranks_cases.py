@@ -116,7 +116,7 @@ def stopped_clocks() -> tuple[str, int]:
 if __name__ == "__main__":
     torch.set_num_threads(1)
     watch_executions()
-    with ranks.joined():
+    with ranks.join():
         found = {case: outcome(case) for case in cases(sys.argv[2])}
         found["stopped clocks"] = stopped_clocks()
         torch.save(found, Path(sys.argv[1]) / f"{ranks.rank()}.pt")

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from undrift.algorithms.settings import Checked
 from undrift.core.trees import Nothing, State
+from undrift.core.vec import positions
 from undrift.oracle.oracle import GradientOracle, LocalData
 
 if TYPE_CHECKING:
@@ -124,7 +125,7 @@ def stand_still(cohort: Cohort) -> Tensor:
 
 def put(rows: Tensor, new: Tensor, cohort: Cohort) -> Tensor:
     """Replace the cohort's rows of rows [..., N, n] by new [..., S, n]."""
-    number = torch.arange(rows.shape[-2], device=rows.device).unsqueeze(-1)
+    number = positions(rows, -2).unsqueeze(-1)
     match = (number == cohort.ids.unsqueeze(-2)).to(new.dtype)  # [..., N, S]
     if cohort.there is not None:
         match = match * cohort.there.transpose(-1, -2)

@@ -1,4 +1,4 @@
-"""Which device computes, with which of PyTorch's switches, and how much memory it has."""
+"""The device of a run: its choice, PyTorch's arithmetic switches, and its free memory."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def pick_device(name: str) -> torch.device:
 
 @contextlib.contextmanager
 def arithmetic(precision: str, deterministic: bool) -> Iterator[None]:
-    """PyTorch's switches for how a GPU computes, as the settings want them; afterwards as they were."""
+    """Set PyTorch's switches for GPU arithmetic, and restore them at the end."""
     products, convolutions = torch.backends.cuda.matmul, torch.backends.cudnn.conv  # type: ignore[attr-defined]
     before = torch.are_deterministic_algorithms_enabled(), torch.backends.cudnn.benchmark
     precisions = products.fp32_precision, convolutions.fp32_precision

@@ -1,8 +1,4 @@
-"""What can go wrong at the border, said so that the reader knows what to do next.
-
-Every message says what was wrong, what was expected and what to try; the command line prints it as one line
-and exits with code 2. The maths inside the package assumes valid input.
-"""
+"""Errors that the command line prints as one line: what was wrong, what was expected and what to try."""
 
 from __future__ import annotations
 
@@ -11,11 +7,11 @@ from collections.abc import Iterable
 
 
 class UndriftError(Exception):
-    """Anything the user can put right."""
+    """An error that the user can correct."""
 
 
 class UnknownName(UndriftError):
-    """A name that nothing is registered under."""
+    """A name that is not registered."""
 
     def __init__(self, kind: str, name: str, known: Iterable[str]) -> None:
         names = sorted(known)
@@ -29,31 +25,31 @@ class UnknownName(UndriftError):
 
 
 class BadSetting(UndriftError):
-    """A value outside what the setting allows, alone or together with another setting."""
+    """A setting whose value is not allowed, alone or together with another setting."""
 
 
 class MissingData(UndriftError):
-    """A data set whose files are not there."""
+    """A data set whose files are missing."""
 
 
 class BadData(UndriftError):
-    """Files or arrays that are there but cannot be what they should be."""
+    """Files or arrays with invalid content."""
 
 
 class BadRunFolder(UndriftError):
-    """A run folder that holds another run, or a damaged one."""
+    """A run folder that holds another run or a damaged one."""
 
 
 class OtherRankFailed(UndriftError):
-    """Another process of the same run failed and said why."""
+    """Another process of the same run reported an error."""
 
 
 class LostRank(UndriftError):
-    """Another process of the same run is gone."""
+    """Another process of the same run stopped answering."""
 
 
 class ClientFailed(UndriftError):
-    """What an algorithm, a model or a loss raised while a client worked, with the stage and, where it is known, the client."""
+    """An exception of an algorithm, a model or a loss, with the stage and, if known, the client."""
 
     def __init__(self, stage: str, error: Exception, client: int | None = None) -> None:
         self.stage, self.error, self.client = stage, error, client
@@ -61,7 +57,7 @@ class ClientFailed(UndriftError):
         super().__init__(f"{who}, {stage}: {type(error).__name__}: {error}")
 
     def of(self, client: int) -> ClientFailed:
-        """The same of a client that is known."""
+        """The same error with the client's number."""
         return ClientFailed(self.stage, self.error, client)
 
     def __reduce__(self) -> tuple[type[UndriftError], tuple[str]]:

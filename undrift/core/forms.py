@@ -1,9 +1,9 @@
-"""Plain functions that may have faster forms: one place decides which of them runs.
+"""Dispatch from plain functions to their faster forms.
 
-A function marked `plain` is written for the reader, in PyTorch, for tensors of any kind wherever they lie. A faster form equals
-it up to rounding and registers itself with `faster`, with a condition on the arguments; the plain function knows of none. Within
-`plain_forms()` only plain functions run. `watching()` tells an engine what ran: a function that decides by values cannot be
-recorded, one that writes into its arguments must not be compiled, and one that could not solve its problem says so by `doubt`.
+A `plain` function is readable PyTorch for any device and dtype. A faster form equals it up to rounding and registers itself with
+`faster` and a condition on the arguments. Within `plain_forms()` only plain functions run. `watch()` reports what ran: a function
+that decides by values cannot be recorded, one that writes into its arguments must not be compiled, and one that could not solve
+its problem reports a `doubt`.
 
 >>> @plain
 ... def double(x: int) -> int:
@@ -36,7 +36,7 @@ R = TypeVar("R")
 
 @dataclass
 class Seen:
-    """What ran while somebody was watching."""
+    """What ran inside a `watch` block."""
 
     by_value: bool = False  # a plain function that decides by values
     in_place: bool = False  # a function that writes into its arguments
@@ -49,7 +49,7 @@ _plain_only = 0  # how many `plain_forms` are open, in all threads
 
 
 class Form(Generic[P, R]):
-    """A plain function together with its faster forms; to call it is to call the first one whose condition holds."""
+    """A plain function and its faster forms. A call runs the first form whose condition holds."""
 
     __wrapped__: Callable[P, R]
 
@@ -62,7 +62,7 @@ class Form(Generic[P, R]):
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
         form = self.plain
         if not _plain_only:
-            for when, other in self.forms:  # as `choose`, without another call in every local step
+            for when, other in self.forms:  # `choose`, inlined to save a call in every local step
                 if when(*args, **kwargs):
                     form = other
                     break
@@ -73,22 +73,16 @@ class Form(Generic[P, R]):
         return form(*args, **kwargs)
 
     def choose(self, *args: P.args, **kwargs: P.kwargs) -> Callable[P, R]:
-        """The form that a call with these arguments runs."""
+        """Return the form that a call with these arguments runs."""
         if not _plain_only:
             for when, form in self.forms:
                 if when(*args, **kwargs):
                     return form
         return self.plain
 
-    def add(self, form: Callable[P, R], when: Callable[P, bool]) -> None:
-        """Have a faster form run where `when` holds and no form added before is chosen."""
-        self.forms.append((when, form))
-
 
 @overload
 def plain(function: Callable[P, R], /) -> Form[P, R]: ...
-
-
 @overload
 def plain(*, by_value: bool = False, in_place: bool = False) -> Callable[[Callable[P, R]], Form[P, R]]: ...
 
@@ -96,21 +90,17 @@ def plain(*, by_value: bool = False, in_place: bool = False) -> Callable[[Callab
 def plain(
     function: Callable[P, R] | None = None, /, *, by_value: bool = False, in_place: bool = False
 ) -> Form[P, R] | Callable[[Callable[P, R]], Form[P, R]]:
-    """Mark a function as one that may have faster forms.
-
-    `by_value`: it looks at the values of its arguments to decide what to do. `in_place`: it writes into its arguments, as all its
-    faster forms do.
-    """
+    """Mark a function that may have faster forms. `by_value`: it decides by values. `in_place`: it writes into its arguments."""
     if function is not None:
         return Form(function)
     return lambda function: Form(function, by_value, in_place)
 
 
 def faster(of: Form[P, R], when: Callable[P, bool]) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """Register the decorated function as a faster form of a plain one, for arguments of which `when` holds."""
+    """Register the decorated function as a faster form of `of` for arguments with `when`; earlier forms come first."""
 
     def register(form: Callable[P, R]) -> Callable[P, R]:
-        of.add(form, when)
+        of.forms.append((when, form))
         return form
 
     return register
@@ -118,7 +108,7 @@ def faster(of: Form[P, R], when: Callable[P, bool]) -> Callable[[Callable[P, R]]
 
 @contextlib.contextmanager
 def plain_forms() -> Iterator[None]:
-    """Within it only plain functions run, in every thread."""
+    """Run only plain functions, in every thread."""
     global _plain_only
     with _lock:
         _plain_only += 1
@@ -130,8 +120,8 @@ def plain_forms() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def watching() -> Iterator[Seen]:
-    """What runs within it, in this thread: watchers outside see it too."""
+def watch() -> Iterator[Seen]:
+    """Record what runs in this thread; outer watchers record it too."""
     seen = Seen()
     before = _watchers.set((*_watchers.get(), seen))
     try:
@@ -141,6 +131,6 @@ def watching() -> Iterator[Seen]:
 
 
 def doubt(flag: Tensor) -> None:
-    """Tell those who watch where [...] a problem was not solved, so that they can have it solved by the plain function."""
+    """Report to all watchers where [...] a problem was not solved: the plain function has to solve it."""
     for seen in _watchers.get():
         seen.doubts.append(flag)

@@ -1,4 +1,4 @@
-"""The flat form of a module: which tensors make up a vector [P], under which names and in which order."""
+"""The flat form of a module: names, shapes and order of the tensors in a vector [P]."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from torch import Tensor
 
 T = TypeVar("T")
 MODEL = "model"
-Vec = Annotated[Tensor, MODEL]  # a field of a message that is a vector [..., P] of the model that everybody trains
+Vec = Annotated[Tensor, MODEL]  # marks a field that holds vectors [..., P] of the shared model
 
 
 @dataclass(frozen=True)
 class Layout:
-    """Names and shapes of the tensors that lie one after another in a vector, and how many zeros lie behind them."""
+    """Names and shapes of consecutive tensors in a vector, and the number of zeros at its end."""
 
     names: tuple[str, ...]
     shapes: tuple[torch.Size, ...]
@@ -26,7 +26,7 @@ class Layout:
 
     @classmethod
     def of(cls, named: Iterable[tuple[str, Tensor]], multiple: int = 1) -> Layout:
-        """The layout of these tensors; the vector's length is rounded up to a multiple."""
+        """The layout of these tensors, with the vector's length rounded up to a multiple."""
         pairs = list(named)
         shapes = tuple(tensor.shape for _, tensor in pairs)
         return cls(tuple(name for name, _ in pairs), shapes, -sum(s.numel() for s in shapes) % multiple)
@@ -37,7 +37,7 @@ class Layout:
 
     @property
     def entries(self) -> int:
-        """How many numbers the tensors hold."""
+        """The length of the vector without its padding."""
         return sum(self.sizes)
 
     @property
@@ -47,18 +47,14 @@ class Layout:
 
     @property
     def segments(self) -> list[slice]:
-        """Where each tensor lies in the vector; the zeros behind the last one go with it."""
-        ends = [0]
-        for size in self.sizes:
-            ends.append(ends[-1] + size)
-        return [slice(a, b) for a, b in itertools.pairwise([*ends[:-1], self.size])]
+        """The range of each tensor in the vector; the last one includes the padding."""
+        *starts, _ = itertools.accumulate(self.sizes, initial=0)
+        return [slice(a, b) for a, b in itertools.pairwise([*starts, self.size])]
 
     def split(self, x: Tensor) -> dict[str, Tensor]:
-        """The named tensors of a vector [P]. One `split`, because its backward is one `cat`."""
-        return {
-            name: part.view(shape)
-            for name, part, shape in zip(self.names, x.split([*self.sizes, self.padding]), self.shapes, strict=False)
-        }
+        """The named tensors of a vector [P], by one `split`, because its backward is one `cat`."""
+        parts = x.split([*self.sizes, self.padding])
+        return {name: part.view(s) for name, part, s in zip(self.names, parts, self.shapes, strict=False)}
 
     def join(self, tensors: dict[str, Tensor], like: Tensor) -> Tensor:
         """The vector [P] of named tensors, in the dtype and on the device of `like`."""
@@ -67,7 +63,7 @@ class Layout:
 
 
 def weights(layout: Layout, like: Tensor) -> Tensor:
-    """[P] with 1 for the weights, and 0 for biases and normalisation: the tensors of fewer than two dimensions.
+    """[P] with 1 for weights, and 0 for tensors of fewer than two dimensions (biases, normalisation).
 
     >>> weights(Layout(("weight", "bias"), (torch.Size((2, 2)), torch.Size((2,)))), torch.zeros(6))
     tensor([1., 1., 1., 1., 0., 0.])

@@ -1,4 +1,4 @@
-"""Names to things: the file name is the registered name, and `package.module:attribute` reaches anything else."""
+"""Look up objects by name: a registered file name, or `package.module:attribute` for anything else."""
 
 from __future__ import annotations
 
@@ -16,16 +16,15 @@ PACKAGES = {"algorithms": "undrift.algorithms", "datasets": "undrift.data", "mod
 
 
 def names(kind: str) -> list[str]:
-    """The registered names of a kind: the files of its folder that define an algorithm, `load` or `build`.
+    """The registered names of a kind: files of its folder that define an algorithm, `load` or `build`.
 
     >>> "gradma-s" in names("algorithms")
     True
     """
     package = importlib.import_module(PACKAGES[kind])
     files = [m.name for m in pkgutil.iter_modules(package.__path__) if not m.name.startswith("_")]
-    return sorted(
-        f.replace("_", "-") for f in files if _registers(kind, importlib.import_module(f"{PACKAGES[kind]}.{f}"))
-    )
+    known = [f for f in files if _registers(kind, importlib.import_module(f"{PACKAGES[kind]}.{f}"))]
+    return sorted(f.replace("_", "-") for f in known)
 
 
 def describe(kind: str, name: str) -> str:
@@ -35,7 +34,7 @@ def describe(kind: str, name: str) -> str:
 
 
 def with_options(spec: str) -> tuple[str, dict[str, Any]]:
-    """A name and the options behind it in brackets.
+    """Split a name from its options in brackets.
 
     >>> with_options("unet(depth=3, norm=batch)"), with_options("mlp")
     (('unet', {'depth': 3, 'norm': 'batch'}), ('mlp', {}))
@@ -47,15 +46,13 @@ def with_options(spec: str) -> tuple[str, dict[str, Any]]:
     for part in filter(str.strip, rest.removesuffix(")").split(",")):
         option, equals, value = (text.strip() for text in part.partition("="))
         if not equals:
-            raise BadSetting(
-                f"{part.strip()!r} in {spec!r} is not option=value; write name(option=value, option=value)"
-            )
+            raise BadSetting(f"{part.strip()!r} in {spec!r} is not option=value; write name(option=value)")
         options[option] = parse_value(value)
     return name.strip(), options
 
 
 def parse_value(text: str) -> Any:
-    """A value as TOML would read it, and text where TOML would not.
+    """Read a value as TOML, or as text where that fails.
 
     >>> parse_value("0.5"), parse_value(".5"), parse_value("True"), parse_value("tensor"), parse_value("[0.6, 0.3]")
     (0.5, 0.5, True, 'tensor', [0.6, 0.3])
@@ -69,7 +66,7 @@ def parse_value(text: str) -> Any:
 
 
 def call_with_options(function: Any, given: tuple[Any, ...], spec: str) -> Any:
-    """function(*given, **options of the spec), where an option that it does not have is an error that says so."""
+    """Call function(*given, **options of the spec); an unknown option is an error."""
     name, options = with_options(spec)
     if not options:
         return function(*given)
@@ -86,7 +83,7 @@ def call_with_options(function: Any, given: tuple[Any, ...], spec: str) -> Any:
 
 
 def module_of(kind: str, name: str) -> Any:
-    """The module registered under a name, whatever options stand behind it in brackets."""
+    """The module registered under a name; options in brackets are ignored."""
     name = name.partition("(")[0].strip()
     if name not in names(kind):
         raise UnknownName(kind.removesuffix("s"), name, names(kind))
@@ -94,7 +91,7 @@ def module_of(kind: str, name: str) -> Any:
 
 
 def attribute(reference: str) -> Any:
-    """What `package.module:attribute` names; the current folder is searched too."""
+    """Import `package.module:attribute`; the current folder is searched too."""
     path, _, name = reference.partition(":")
     here = str(Path.cwd())
     if here not in sys.path:
@@ -117,7 +114,7 @@ def _registers(kind: str, module: Any) -> bool:
 
 
 def algorithms_of(module: Any) -> list[type[Any]]:
-    """The dataclasses defined in a module that join a worker part and a server part."""
+    """The dataclasses of a module that combine a worker and a server."""
     here = [c for c in vars(module).values() if inspect.isclass(c) and c.__module__ == module.__name__]
     parts = [c for c in here if "__dataclass_fields__" in vars(c) and not inspect.isabstract(c)]
     return [c for c in parts if hasattr(c, "local_step") and hasattr(c, "server_step")]

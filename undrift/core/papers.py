@@ -1,4 +1,4 @@
-"""The papers behind the methods: entries of `algorithms/papers.bib`, by the names of the files that they belong to."""
+"""The papers behind the methods: the BibTeX entries of each algorithm or method."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ BIBLIOGRAPHY = Path(__file__).parents[1] / "algorithms" / "papers.bib"
 
 @functools.cache
 def bibliography() -> dict[str, list[str]]:
-    """The BibTeX entries of each name; which names those are, an entry says in its field `undrift`."""
-    found: dict[str, list[str]] = {}
+    """The BibTeX entries by name; the field `undrift` of an entry lists its names."""
+    entries: dict[str, list[str]] = {}
     for entry in re.findall(r"^@.*?^}", BIBLIOGRAPHY.read_text(), re.DOTALL | re.MULTILINE):
-        ours = re.search(r"^ *undrift *= *{(.*?)},?\n", entry, re.DOTALL | re.MULTILINE)
-        if ours is not None:
-            for name in ours[1].replace(",", " ").split():
-                found.setdefault(name, []).append(entry.replace(ours[0], ""))
-    return found
+        names = re.search(r"^ *undrift *= *{(.*?)},?\n", entry, re.DOTALL | re.MULTILINE)
+        if names is not None:
+            for name in names[1].replace(",", " ").split():
+                entries.setdefault(name, []).append(entry.replace(names[0], ""))
+    return entries
 
 
 def papers_of(name: str) -> list[str]:
-    """The entries of an algorithm, of LOCAL+SERVER or of a data-parallel method, each of them once.
+    """The entries of an algorithm, of LOCAL+SERVER or of a data-parallel method, without repetition.
 
     >>> papers_of("gradma-s")[0].splitlines()[0]
     '@inproceedings{luo2023gradma,'

@@ -1,4 +1,4 @@
-"""How a learning rate changes from round to round, for every command alike."""
+"""The learning-rate schedule of every command."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Schedule:
-    """Warm-up, decay and drops."""
+    """Warm-up, decay and drops of the learning rate."""
 
     warmup: float = 0.0  # rounds in which the rate rises from 0
     decay: float = 1.0  # multiplies the rate after every round
@@ -15,7 +15,7 @@ class Schedule:
     drop: float = 0.1
 
     def rate(self, lr: float, t: int, passed: float) -> float:
-        """The rate in round t, counted from 0, when so many rounds have passed.
+        """The rate in round t, counted from 0, after `passed` rounds.
 
         >>> Schedule(warmup=2.0, drops=(4,)).rate(0.5, 0, 1.0), Schedule(drops=(4,), drop=0.5).rate(0.5, 4, 4.0)
         (0.25, 0.25)

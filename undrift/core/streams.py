@@ -1,8 +1,7 @@
-"""Random numbers that depend on what they are for, never on when they are drawn.
+"""Random numbers that depend on their purpose, not on the time of drawing.
 
-A stream is named by a 64-bit key folded from (seed, purpose, round, client, ...). Drawing is hashing a counter under
-that key with SplitMix64 (Steele, Lea & Flood, OOPSLA 2014): integer arithmetic only, so a client draws the same
-numbers stacked in a cohort or alone, on a CPU or a GPU, in this process or on another machine.
+A stream has a 64-bit key folded from (seed, purpose, round, client, ...). SplitMix64 (Steele, Lea & Flood, OOPSLA 2014) hashes
+a counter under that key. It uses integers only: a client draws the same numbers alone or in a cohort, on any device or machine.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ from torch import Tensor
 
 
 class Purpose(IntEnum):
-    """What a stream is for; two purposes never share numbers."""
+    """The purpose of a stream; two purposes never share numbers."""
 
     COHORT = 1
     BATCHES = 2
@@ -36,7 +35,7 @@ WORD = (1 << 64) - 1
 
 
 def signed(word: int) -> int:
-    """The int64 with the bits of an unsigned 64-bit word."""
+    """Reinterpret an unsigned 64-bit word as int64."""
     return word - (1 << 64) if word >> 63 else word
 
 
@@ -62,7 +61,7 @@ def mix_int(z: int) -> int:
 
 
 def stream(seed: int, purpose: Purpose, *parts: int) -> int:
-    """The key named by a seed, a purpose and any further whole numbers.
+    """The key of a seed, a purpose and any further whole numbers.
 
     >>> stream(0, Purpose.COHORT, 3) == stream(0, Purpose.COHORT, 3)
     True
@@ -91,7 +90,7 @@ def uniform(word: Tensor) -> Tensor:
 
 
 def sample(key: int, population: int, size: int) -> list[int]:
-    """`size` different numbers of range(population) in the order drawn, in time that does not grow with `population`.
+    """`size` different numbers of range(population) in random order, in time independent of `population`.
 
     Floyd's algorithm (Bentley & Floyd, CACM 1987) chooses them, a Fisher-Yates shuffle orders them.
 
@@ -110,10 +109,7 @@ def sample(key: int, population: int, size: int) -> list[int]:
 
 
 def samples(keys: Tensor, population: int, size: int) -> Tensor:
-    """[len(keys), size] sample(key, population, size) of each key, all at once; the population is below 2^31.
-
-    It takes time that grows with the square of `size`.
-    """
+    """sample(key, population, size) for all keys at once, as [len(keys), size]; population < 2^31, time O(size^2)."""
 
     def share(words: Tensor, bounds: Tensor) -> Tensor:
         """word * bound / 2^64, rounded down."""
@@ -126,9 +122,9 @@ def samples(keys: Tensor, population: int, size: int) -> Tensor:
     for n in range(1, size):
         taken = (chosen[:, :n] == chosen[:, n : n + 1]).any(1)
         chosen[taken, n] = tops[n]
-    swapped = share(mix(mix(keys).unsqueeze(-1) + steps), counts)
+    swaps = share(mix(mix(keys).unsqueeze(-1) + steps), counts)
     for i in range(size - 1, 0, -1):
-        j, here = swapped[:, i : i + 1], chosen[:, i : i + 1].clone()
+        j, last = swaps[:, i : i + 1], chosen[:, i : i + 1].clone()
         chosen[:, i : i + 1] = chosen.take_along_dim(j, 1)
-        chosen.scatter_(1, j, here)
+        chosen.scatter_(1, j, last)
     return chosen

@@ -1,4 +1,4 @@
-"""Maths on vectors [..., P]: every reduction keeps the last dimension, so that its result meets vectors again."""
+"""Maths on vectors [..., P]: every reduction keeps the last dimension, so its result broadcasts against vectors."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def norm(v: Tensor) -> Tensor:
 
 @plain
 def mean(v: Tensor, weight: Tensor) -> Tensor:
-    """The clients' weighted mean, [..., S, P] and [..., S, 1] to [..., P]; the weights add up to one.
+    """The weighted mean [..., P] of clients [..., S, P] with weights [..., S, 1] that add up to one.
 
     >>> mean(torch.tensor([[1.0, 2.0], [3.0, 6.0]]), torch.tensor([[0.5], [0.5]]))
     tensor([2., 4.])
@@ -41,12 +41,12 @@ def mean(v: Tensor, weight: Tensor) -> Tensor:
 
 @plain
 def witness(v: Tensor, weight: Tensor) -> Tensor:
-    """Numbers that are all finite only where v [..., S, P] is: v itself, or its `mean` where that is made anyway."""
+    """Numbers that are finite only if v [..., S, P] is: v itself, or its `mean` if that is computed anyway."""
     return v
 
 
 def clip(v: Tensor, largest: float) -> Tensor:
-    """v, shortened to the norm `largest` where it is longer (torch.nn.utils.clip_grad_norm_'s rule).
+    """v, scaled down to the norm `largest` if it is longer (the rule of torch.nn.utils.clip_grad_norm_).
 
     >>> clip(torch.tensor([3.0, 4.0]), 10.0)
     tensor([3., 4.])
@@ -63,13 +63,8 @@ def descend(x: Tensor, rate: float | Tensor, u: Tensor) -> Tensor:
     return torch.addcmul(x, rate, u, value=-1) if isinstance(rate, Tensor) else torch.sub(x, u, alpha=rate)
 
 
-def beside(t: Tensor, other: Tensor) -> Tensor:
-    """t where another tensor lies."""
-    return t.to(other.device)
-
-
 def constant(values: tuple[Any, ...], other: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-    """Nested tuples of numbers as a tensor where another one lies: made once, because a CUDA graph cannot hold a copy to it.
+    """Nested tuples as a tensor on the device of `other`, cached because a CUDA graph cannot copy from the host.
 
     >>> constant((1.0, 2.0), torch.zeros(5))
     tensor([1., 2.])
@@ -80,3 +75,13 @@ def constant(values: tuple[Any, ...], other: Tensor, dtype: torch.dtype | None =
 @functools.cache
 def _constant(values: tuple[Any, ...], dtype: torch.dtype | None, device: torch.device) -> Tensor:
     return torch.tensor(values, dtype=dtype, device=device)
+
+
+def place_with(t: Tensor, other: Tensor) -> Tensor:
+    """t, moved to where another tensor lies."""
+    return t.to(other.device)
+
+
+def positions(t: Tensor, dim: int) -> Tensor:
+    """0, 1, 2, ... for each place along a dimension of t."""
+    return torch.arange(t.shape[dim], device=t.device)

@@ -30,7 +30,7 @@ from undrift.jobs.start import start
 __all__ = ["CHOICES", "FIELDS", "TYPES", "ParallelConfig", "from_mapping", "plain", "resolve", "run_parallel"]
 
 
-@ranks.joined()
+@ranks.join()
 def run_parallel(
     config: ParallelConfig | Mapping[str, Any] | str | Path | None = None,
     *,

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from undrift.algorithms.base import Algorithm
-from undrift.core.trees import Nothing, State, map_leaves, named_leaves, unstacked
+from undrift.core.trees import Nothing, State, map_leaves, named_leaves, unstack
 from undrift.deploy.client import CLOSE, MEASURE, TRAIN, Measured, Reply, Request
 from undrift.deploy.messages import Encoded, Fact, Letter, Refused, check_finite, encode, pack, unpack
 from undrift.jobs.protocol import InMemory
@@ -199,7 +199,7 @@ class Deployment(InMemory):
         remote.counted[run.position != before] = run.t  # the position moves where the answer counts
         if run.last_reply is not None:
             ids, replies = run.last_reply
-            for id, reply in zip(ids.tolist(), unstacked(replies, len(ids)), strict=True):
+            for id, reply in zip(ids.tolist(), unstack(replies, len(ids)), strict=True):
                 remote.replies[id] = dict(named_leaves("reply", self.net.sent(reply)))
             run.last_reply = None
         self.keep(remote.visits)

@@ -31,7 +31,7 @@ from undrift.simulate.evaluate import Metric, accuracy
 from undrift.simulate.simulation import Settings, Simulation
 
 
-@ranks.joined()
+@ranks.join()
 def run(
     config: RunConfig | Mapping[str, Any] | str | Path | None = None,
     *,
@@ -169,7 +169,7 @@ def build_net(
     dtype = torch.float64 if config.dtype == "float64" else torch.float32
     net = Net(model, loss, dtype)
     for name, (other, outputs) in alg.networks(clients.clients).items():
-        net.put_beside(name, Net(build_model(other, clients.shape, outputs, config.seed), dtype=dtype))
+        net.add_network(name, Net(build_model(other, clients.shape, outputs, config.seed), dtype=dtype))
     return net
 
 

@@ -1,5 +1,4 @@
-"""Faster forms of single operations, each named after the plain one it equals; `register` imports them all.
+"""Faster forms of plain functions, each named after its plain form; `register` imports them all.
 
-A kernel imports the plain function and registers itself as a form of it (`core/forms.py`), never the other way round. Nothing is
-compiled before it is first used.
+A kernel imports its plain function and registers itself with it (`core/forms.py`). It is compiled when it is first used.
 """

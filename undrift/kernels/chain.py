@@ -1,11 +1,9 @@
-"""The gradient of a plain chain of layers, written out: what autograd finds, without recording anything.
+"""The gradient of a chain of layers by explicit backpropagation, without autograd.
 
-A chain is a sequence of Linear, ReLU, Flatten, Conv2d and MaxPool2d with cross-entropy at its end. On a CPU the usual small
-models spend half of a step on recording the pass, on calling the module with other tensors, and on copying the layers'
-gradients into one vector, and on a GPU a quarter of a round that is not compiled. Here every layer is called directly and
-writes its gradient to its place in the vector. The plain form is `oracle.task_gradient`. Where a chain has only dense
-layers and a compiler is at hand, C does the same for clients stacked on a CPU (dense_cpu.py); a step along the gradient for many
-of them on a GPU has a form of its own (`Chain.step`).
+A chain is a sequence of Linear, ReLU, Flatten, Conv2d and MaxPool2d with cross-entropy at its end. For small models autograd,
+`functional_call` and copying the layers' gradients into one vector take half of a step on a CPU, and a quarter of an uncompiled
+round on a GPU. Here every layer is called directly and writes its gradient into the vector. The plain form is
+`oracle.task_gradient`. For clients stacked on a CPU dense chains run in C (dense_cpu.py); on a GPU they have `Chain.step`.
 """
 
 from __future__ import annotations
@@ -24,12 +22,12 @@ from undrift.oracle.net import Net
 from undrift.oracle.oracle import Oracle, stacks_in_a_thread, task_gradient, task_step
 
 aten: Any = torch.ops.aten
-NARROW = 32  # channels: more are better computed by oneDNN
-NONE, IGNORED = 0, -100  # no reduction; the label that cross-entropy leaves out
+NARROW = 32  # channels: oneDNN is faster for more
+NONE, IGNORED = 0, -100  # no reduction; the label that cross-entropy ignores
 
-# A layer's `forward` gives its output and what its `backward` needs. `backward` takes the gradient d of the output, writes
-# those of its own tensors to `into` and gives that of its input, which the first layer is not asked for. h is [B, ...]; in
-# chains of vectors it may be [S, B, n] for stacked clients.
+# `forward` returns a layer's output and what its `backward` needs. `backward` takes the gradient d of the output, writes the
+# gradients of the layer's tensors to `into` and returns the gradient of the input if it is `needed`. h is [B, ...], or
+# [S, B, n] for stacked clients of dense chains.
 
 
 class Linear(NamedTuple):
@@ -47,7 +45,7 @@ class Linear(NamedTuple):
         elif d.device.type == "cuda":
             torch.bmm(d.mT, h, out=into[0])
         else:
-            into[0].copy_(torch.bmm(d.mT, h))  # with out=into[0], which has gaps, it would go client by client
+            into[0].copy_(torch.bmm(d.mT, h))  # out=into[0] would go client by client, because into[0] has gaps
         if self.biased:
             torch.sum(d, -2, out=into[1])
         return d @ own[0] if needed else None
@@ -84,8 +82,8 @@ class Conv2d(NamedTuple):
     def backward(self, d: Tensor, h: Tensor, own: list[Tensor], into: list[Tensor], needed: bool) -> Any:
         sizes = [len(own[0])] if self.biased else None
         how = (self.stride, self.padding, self.dilation, False, (0, 0), self.groups, (needed, True, self.biased))
-        before, *found = aten.convolution_backward.default(d, h, own[0], sizes, *how)
-        for place, g in zip(into, found, strict=False):
+        before, *gradients = aten.convolution_backward.default(d, h, own[0], sizes, *how)
+        for place, g in zip(into, gradients, strict=False):
             place.copy_(g)
         return before
 
@@ -93,13 +91,10 @@ class Conv2d(NamedTuple):
 HALVES = ((2, 2), (2, 2), (0, 0), (1, 1), False)
 
 
-def halved(h: Tensor) -> tuple[Tensor, Tensor]:
-    """The largest of every 2 x 2 entries of h [..., H, W], and where in its plane it stands, the first one of equals.
-
-    PyTorch's own branches at every entry, which the processor cannot foresee; this takes a third of the time.
-    """
-    height, width = h.shape[-2:]
-    left, right = h[..., ::2], h[..., 1::2]
+def halve(h: Tensor) -> tuple[Tensor, Tensor]:
+    """The largest of every 2 x 2 entries of h [..., H, W], and its index in the plane, the first one of equals."""
+    # PyTorch's own pooling branches unpredictably at every entry; this takes a third of its time.
+    (height, width), left, right = h.shape[-2:], h[..., ::2], h[..., 1::2]
     rows, to_right = torch.maximum(left, right), (right > left).view(torch.uint8)
     above, below = rows[..., ::2, :], rows[..., 1::2, :]
     down = (below > above).view(torch.uint8)
@@ -109,7 +104,7 @@ def halved(h: Tensor) -> tuple[Tensor, Tensor]:
 
 @functools.cache
 def corners(height: int, width: int) -> Tensor:
-    """Where the first of every 2 x 2 entries stands in a plane [height, width]."""
+    """The index of the first of every 2 x 2 entries in a plane [height, width]."""
     return 2 * width * torch.arange(height // 2).unsqueeze(-1) + 2 * torch.arange(width // 2)
 
 
@@ -118,35 +113,35 @@ class MaxPool2d(NamedTuple):
 
     def forward(self, h: Tensor, own: list[Tensor]) -> tuple[Tensor, Any]:
         halves = self.how == HALVES and not (h.shape[-1] % 2 or h.shape[-2] % 2) and h.shape[-1] < 255
-        out, places = halved(h) if halves else aten.max_pool2d_with_indices.default(h, *self.how)
+        out, places = halve(h) if halves else aten.max_pool2d_with_indices.default(h, *self.how)
         return out, (h, places)
 
-    def backward(self, d: Tensor, kept: Any, own: list[Tensor], into: list[Tensor], needed: bool) -> Any:
-        return aten.max_pool2d_with_indices_backward.default(d, kept[0], *self.how, kept[1])
+    def backward(self, d: Tensor, saved: Any, own: list[Tensor], into: list[Tensor], needed: bool) -> Any:
+        return aten.max_pool2d_with_indices_backward.default(d, saved[0], *self.how, saved[1])
 
 
 Layer = Linear | ReLU | Flatten | Conv2d | MaxPool2d
 
 
 class Chain:
-    """The layers of a module, and the shapes of their tensors, which lie in the vector in this order."""
+    """The layers of a module and the shapes of their tensors, in the order of the vector."""
 
     def __init__(self, layers: list[Layer], shapes: list[list[torch.Size]], takes: int | None) -> None:
         self.layers, self.shapes = layers, shapes
         self.sizes = [shape.numel() for own in shapes for shape in own]
-        self.entries = sum(self.sizes)  # the vector may be longer: zeros behind them
-        self.sample = takes  # dimensions of a sample: 1 for vectors, 3 for images, None: whatever comes is flattened
+        self.entries = sum(self.sizes)  # the vector may be longer: zeros follow
+        self.sample = takes  # dimensions of a sample: 1 for vectors, 3 for images, None: inputs are flattened
         self.stackable = not any(isinstance(layer, Conv2d | MaxPool2d) for layer in layers)
-        self.first = next(n for n, own in enumerate(shapes) if own)  # no gradient is needed in front of it
+        self.first = next(n for n, own in enumerate(shapes) if own)  # no earlier gradient is needed
         self.dense = as_dense(layers, shapes)
 
     @classmethod
     def of(cls, module: nn.Module) -> Chain | None:
-        """The chain that a module is; None: it is something else."""
+        """The module as a chain, or None if it is not one."""
         layers: list[Layer] = []
         shapes: list[list[torch.Size]] = []
         takes: int | None = 0  # 0: not known yet
-        flat: bool | None = None  # whether a sample is a vector at this place; None: it is as it came
+        flat: bool | None = None  # whether a sample is a vector at this layer; None: not known yet
         seen: set[nn.Parameter] = set()
         for part in leaves(module):
             layer, own = as_layer(part), list(part.parameters())
@@ -154,7 +149,7 @@ class Chain:
                 return None
             if isinstance(layer, Flatten) and flat is not False:
                 takes, flat = (None if takes == 0 else takes), True
-                continue  # the inputs are flattened at once
+                continue  # the inputs are flattened before the first layer
             if not isinstance(layer, ReLU):
                 images = isinstance(layer, Conv2d | MaxPool2d)
                 if flat is not None and images == flat and not isinstance(layer, Flatten):
@@ -167,7 +162,7 @@ class Chain:
         return cls(layers, shapes, takes) if layers and isinstance(layers[-1], Linear) else None
 
     def fits(self, inputs: Tensor, targets: Tensor, lead: torch.Size) -> bool:
-        """Whether it can be run on the inputs [..., B, *shape] and targets [..., B] of clients `lead`."""
+        """Whether the chain can run on inputs [..., B, *shape] and targets [..., B] of clients `lead`."""
         before = len(lead) + 1
         sample = self.sample in (None, inputs.dim() - before) and inputs.is_floating_point()
         stackable = not lead or self.stackable or self.in_c(inputs, lead.numel()) is not None
@@ -179,57 +174,55 @@ class Chain:
         return [[next(pieces).view(lead + s) if len(s) > 1 else next(pieces) for s in own] for own in self.shapes]
 
     def in_c(self, like: Tensor, clients: int) -> Dense | None:
-        """The chain in C, where it is for so many stacked clients (0: one alone) with vectors of such a kind."""
+        """The chain in C, if it serves this number of stacked clients (0: a client alone) with vectors like this one."""
         return self.dense if self.dense is not None and self.dense.serves(like, clients) else None
 
     def steps(self, like: Tensor, clients: int) -> bool:
-        """Whether `gradient` may be asked for a step, for so many stacked clients with vectors like this one."""
+        """Whether `gradient` accepts a rate, for this number of stacked clients with vectors like this one."""
         return self.in_c(like, clients) is not None or self.turns(clients, like.dtype, like.device)
 
     def turns(self, clients: int, dtype: torch.dtype, device: torch.device) -> bool:
-        """Whether a step is made by `step`, which wants turned inputs."""
-        dense = self.stackable and self.dense is not None
-        return dense and overflows(clients * self.entries, dtype, device)
+        """Whether `step` computes a step: it needs transposed inputs."""
+        return self.stackable and self.dense is not None and overflows(clients * self.entries, dtype, device)
 
     def gradient(
         self, x: Tensor, inputs: Tensor, targets: Tensor, real: Tensor | None, rate: float | Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
         """The mean cross-entropy [...] over the real samples at x [..., P], and its gradient g [..., P]; ... is () or (S,).
 
-        With a rate, a number or one for each client [...], it is x - rate g: only where `steps` says so.
+        With a rate, a number or one for each client [...], it returns x - rate g instead of g; `steps` must hold.
         """
         h = inputs.flatten(x.dim()) if self.sample is None else inputs
         if (dense := self.in_c(x, len(x) if x.dim() > 1 else 0)) is not None:
             return dense.gradient(x, h, targets, real, rate)
         if rate is not None:
-            assert x.dim() == 2
             return self.step(x, h, targets, real, rate)
         g = torch.empty(x.shape, dtype=x.dtype, device=x.device)
         g[..., self.entries :] = 0.0
-        own, into, kept = self.tensors(x), self.tensors(g), []
-        for layer, mine in zip(self.layers, own, strict=True):
-            h, keep = layer.forward(h, mine)
-            kept.append(keep)
+        own, into, saved = self.tensors(x), self.tensors(g), []
+        for layer, tensors in zip(self.layers, own, strict=True):
+            h, needed = layer.forward(h, tensors)
+            saved.append(needed)
         loss, d = cross_entropy(h, targets, real)
         for n in range(len(self.layers) - 1, self.first - 1, -1):
-            d = self.layers[n].backward(d, kept[n], own[n], into[n], n > self.first)
+            d = self.layers[n].backward(d, saved[n], own[n], into[n], n > self.first)
         return loss, g
 
     def step(
         self, x: Tensor, inputs: Tensor, targets: Tensor, real: Tensor | None, rate: float | Tensor
     ) -> tuple[Tensor, Tensor]:
-        """`gradient` with a rate, for x [S, P] and inputs [S, B, n] of dense layers; all outputs lie turned, [S, m, B]."""
-        assert self.dense is not None
-        biased, bent = self.dense.biased, self.dense.bent
+        """`gradient` with a rate, for x [S, P] and inputs [S, B, n] of dense layers; all outputs are transposed, [S, m, B]."""
+        assert x.dim() == 2 and self.dense is not None
+        biased, relu = self.dense.biased, self.dense.relu
         layers, outs = [own for own in self.tensors(x) if own], [inputs.mT.contiguous()]
-        for (w, *b), bend in zip(layers, bent, strict=True):
+        for (w, *b), bend in zip(layers, relu, strict=True):
             z = w @ outs[-1]
             z = z + b[0].unsqueeze(-1) if b else z
             outs.append(torch.relu(z) if bend else z)
         loss, d = turned_cross_entropy(outs[-1], targets, real)
         back = [d]
         for n in range(len(layers) - 1, -1, -1):
-            if bent[n]:
+            if relu[n]:
                 back[0] = aten.threshold_backward.default(back[0], outs[n + 1], 0)
             if n:
                 back.insert(0, layers[n][0].mT @ back[0])
@@ -237,16 +230,13 @@ class Chain:
 
 
 def overflows(entries: int, dtype: torch.dtype, device: torch.device) -> bool:
-    """Whether clients' vectors with so many entries in all are more than a GPU's cache holds."""
+    """Whether the clients' vectors, with `entries` in total, exceed the cache of a GPU."""
     return devices.gpu(device) and dtype == torch.float32 and 4 * entries > devices.cache(device)
 
 
 @plain
 def dense_step(x: Tensor, rate: float | Tensor, outs: list[Tensor], back: list[Tensor], biased: list[bool]) -> Tensor:
-    """x - rate g for x [S, P] and a number or rates [S], with the gradient g of dense layers.
-
-    Of every layer it takes the inputs [S, n, B] and the gradients of its outputs [S, m, B], both turned.
-    """
+    """x - rate g for x [S, P], a number or rates [S], and dense layers' inputs [S, n, B] and output gradients [S, m, B]."""
     parts = []
     for h, d, bias in zip(outs, back, biased, strict=True):
         parts += [(d @ h.mT).flatten(1)] + ([d.sum(-1)] if bias else [])
@@ -257,18 +247,18 @@ def dense_step(x: Tensor, rate: float | Tensor, outs: list[Tensor], back: list[T
 
 @plain
 def turned_cross_entropy(outputs: Tensor, targets: Tensor, real: Tensor | None) -> tuple[Tensor, Tensor]:
-    """The mean [S] over the real samples of outputs [S, classes, B], and its gradient like the outputs."""
+    """The mean cross-entropy [S] over the real samples of outputs [S, classes, B], and its gradient."""
     loss, d = cross_entropy(outputs.mT, targets, real)
     return loss, d.mT
 
 
 def cross_entropy(outputs: Tensor, targets: Tensor, real: Tensor | None) -> tuple[Tensor, Tensor]:
-    """The mean cross-entropy [...] over the real samples of outputs [..., B, classes], and its gradient like the outputs."""
+    """The mean cross-entropy [...] over the real samples of outputs [..., B, classes], and its gradient."""
     lead, labels = targets.shape, targets.reshape(-1)
     scores = torch.log_softmax(outputs.reshape(len(labels), -1), 1)
     losses, total = aten.nll_loss_forward.default(scores, labels, None, NONE, IGNORED)
     if real is None:
-        loss, share = losses.view(lead).mean(-1), equal(len(labels), lead[-1], losses.dtype, losses.device)
+        loss, share = losses.view(lead).mean(-1), equal_shares(len(labels), lead[-1], losses.dtype, losses.device)
     else:
         count = real.sum(-1, keepdim=True).clamp(min=1)
         loss = torch.where(real > 0, losses.view(lead), 0.0).sum(-1) / count.squeeze(-1)
@@ -278,21 +268,21 @@ def cross_entropy(outputs: Tensor, targets: Tensor, real: Tensor | None) -> tupl
 
 
 @functools.cache
-def equal(samples: int, batch: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """[samples] the share of each in its client's mean."""
+def equal_shares(samples: int, batch: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """[samples] the share of each sample in its client's mean."""
     return torch.full((samples,), 1 / batch, dtype=dtype, device=device)
 
 
 def leaves(module: nn.Module) -> list[nn.Module]:
-    """The layers of nested nn.Sequentials, in order; anything else is one layer."""
-    if not isinstance(module, nn.Sequential) or type(module).forward is not nn.Sequential.forward or hooked(module):
+    """The layers of nested nn.Sequentials, in order; any other module is one layer."""
+    if not isinstance(module, nn.Sequential) or type(module).forward is not nn.Sequential.forward or has_hooks(module):
         return [module]
     return [leaf for part in module for leaf in leaves(part)]
 
 
 def as_layer(part: nn.Module) -> Layer | None:
-    """The layer as it is known here, if it is."""
-    if hooked(part):
+    """The module as a layer of a chain, or None if it is not supported."""
+    if has_hooks(part):
         return None
     if type(part) is nn.Linear:
         return Linear(part.bias is not None)
@@ -309,7 +299,7 @@ def as_layer(part: nn.Module) -> Layer | None:
 
 
 def as_dense(layers: list[Layer], shapes: list[list[torch.Size]]) -> Dense | None:
-    """The layers as C takes them: blocks of Conv2d, ReLU and MaxPool2d, then Linear ones, and ReLUs behind some of them."""
+    """The layers for C: blocks of Conv2d, ReLU and MaxPool2d, then Linear layers, each with or without a ReLU."""
     blocks: list[Block] = []
     while (block := as_block(layers[:3], shapes[:1])) is not None:
         blocks.append(block)
@@ -322,64 +312,57 @@ def as_dense(layers: list[Layer], shapes: list[list[torch.Size]]) -> Dense | Non
     outputs, inputs = zip(*(shapes[n][0] for n in linear), strict=True)
     if inputs[1:] != outputs[:-1]:
         return None
-    bent = [isinstance(layer, ReLU) for layer in [*layers[1:], layers[0]]]
+    relu = [isinstance(layer, ReLU) for layer in [*layers[1:], layers[0]]]
     biased = [len(shapes[n]) > 1 for n in linear]
-    return Dense([inputs[0], *outputs], biased, [bent[n] for n in linear], tuple(blocks))
+    return Dense([inputs[0], *outputs], biased, [relu[n] for n in linear], tuple(blocks))
 
 
 def as_block(layers: list[Layer], shapes: list[list[torch.Size]]) -> Block | None:
-    """Three layers as C takes them: a square kernel of 3 or 5 that moves by one, few channels, ReLU, and pooling that halves."""
-    if len(layers) < 3 or not isinstance(layers[0], Conv2d) or not isinstance(layers[1], ReLU):
-        return None
-    convolution, (outputs, channels, *kernel), halves = layers[0], shapes[0][0], layers[2]
-    plain = (convolution.stride, convolution.dilation, convolution.groups) == ((1, 1), (1, 1), 1)
-    square = kernel in ([3, 3], [5, 5]) and len(set(convolution.padding)) == 1
-    if (
-        not plain
-        or not square
-        or not isinstance(halves, MaxPool2d)
-        or halves.how != HALVES
-        or max(channels, outputs) > NARROW
-    ):
-        return None
-    return Block(channels, outputs, kernel[0], convolution.padding[0], convolution.biased)
+    """Three layers for C: a square kernel of 3 or 5 with stride 1 and few channels, a ReLU, and 2 x 2 pooling."""
+    match layers:
+        case [Conv2d(biased, (1, 1), padding, (1, 1), 1), ReLU(), MaxPool2d(how)] if how == HALVES:
+            outputs, channels, *kernel = shapes[0][0]
+            square = kernel in ([3, 3], [5, 5]) and len(set(padding)) == 1
+            if square and max(channels, outputs) <= NARROW:
+                return Block(channels, outputs, kernel[0], padding[0], biased)
+    return None
 
 
-def hooked(module: nn.Module) -> bool:
+def has_hooks(module: nn.Module) -> bool:
     """Whether calling the module does more than its forward."""
     kinds = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
     return any(vars(module).get(kind) for kind in kinds)
 
 
 def chain_of(net: Net) -> Chain | None:
-    """The chain that a network is; None: it is something else, or its loss is not cross-entropy."""
-    if "chain" not in net.remembered:
-        net.remembered["chain"] = Chain.of(net.original) if net.loss is F.cross_entropy else None
-    found: Chain | None = net.remembered["chain"]
-    return found
+    """The network as a chain, or None if it is not one or its loss is not cross-entropy."""
+    if "chain" not in net.cache:
+        net.cache["chain"] = Chain.of(net.original) if net.loss is F.cross_entropy else None
+    chain: Chain | None = net.cache["chain"]
+    return chain
 
 
-def fitting(oracle: Oracle) -> Chain | None:
-    """The chain of an oracle's network, where it can be run on the mini-batch."""
+def fitting_chain(oracle: Oracle) -> Chain | None:
+    """The chain of an oracle's network, if it can run on the mini-batch."""
     chain, (inputs, targets, *_) = chain_of(oracle.net), oracle.batch
     return chain if chain is not None and chain.fits(inputs, targets, oracle.lead) else None
 
 
-def writes_out(oracle: Oracle, x: Tensor) -> bool:
-    chain = fitting(oracle)
+def skips_autograd(oracle: Oracle, x: Tensor) -> bool:
+    chain = fitting_chain(oracle)
     if chain is None or oracle.batch.inputs.device.type == "cpu":
         return chain is not None
-    return chain.stackable and not devices.traced()  # a compiler has more to fuse in what autograd writes
+    return chain.stackable and not devices.is_tracing()  # torch.compile fuses more of autograd's graph
 
 
-@faster(task_gradient, when=writes_out)
+@faster(task_gradient, when=skips_autograd)
 def task_gradient_of_chain(oracle: Oracle, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    loss, g = written_out(oracle, x, None)
+    loss, g = run_chain(oracle, x, None)
     return g, loss, oracle.buffers
 
 
 def steps_at_once(oracle: Oracle, x: Tensor, rate: float | Tensor) -> bool:
-    chain = fitting(oracle) if type(oracle).grad is Oracle.grad else None
+    chain = fitting_chain(oracle) if type(oracle).grad is Oracle.grad else None
     return chain is not None and chain.steps(x, oracle.lead.numel() if oracle.lead else 0)
 
 
@@ -387,14 +370,14 @@ def steps_at_once(oracle: Oracle, x: Tensor, rate: float | Tensor) -> bool:
 def task_step_of_chain(oracle: Oracle, x: Tensor, rate: float | Tensor) -> Tensor:
     if isinstance(rate, Tensor):
         rate = rate.expand(*oracle.lead, 1).reshape([-1] if oracle.lead else [])
-    loss, made = written_out(oracle, x, rate)
+    loss, stepped = run_chain(oracle, x, rate)
     oracle.tally.calls += 1
     oracle.loss = loss.unsqueeze(-1)
-    return made
+    return stepped
 
 
-def written_out(oracle: Oracle, x: Tensor, rate: float | Tensor | None) -> tuple[Tensor, Tensor]:
-    """The loss [...] and the gradient, or a step along it, by a chain of layers, for which all leading dimensions are one."""
+def run_chain(oracle: Oracle, x: Tensor, rate: float | Tensor | None) -> tuple[Tensor, Tensor]:
+    """The loss [...] and the gradient or step by a chain of layers, which sees all leading dimensions as one."""
     chain, lead = chain_of(oracle.net), oracle.lead
     assert chain is not None
     inputs, targets, real, *_ = oracle.batch
@@ -403,8 +386,8 @@ def written_out(oracle: Oracle, x: Tensor, rate: float | Tensor | None) -> tuple
         return chain.gradient(x, inputs, targets, real, rate)
     last = len(lead) - 1
     x, inputs, targets = x.flatten(0, last), inputs.flatten(0, last), targets.flatten(0, last)
-    loss, made = chain.gradient(x, inputs, targets, None if real is None else real.flatten(0, last), rate)
-    return loss.view(lead), made.view(*lead, -1)
+    loss, result = chain.gradient(x, inputs, targets, None if real is None else real.flatten(0, last), rate)
+    return loss.view(lead), result.view(*lead, -1)
 
 
 @faster(stacks_in_a_thread, when=lambda net: chain_of(net) is not None)

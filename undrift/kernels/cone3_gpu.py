@@ -1,8 +1,7 @@
 """Projection on a cone of at most three constraints on a GPU, for float32 vectors: three kernels that read each vector twice.
 
-The first sums up the inner products of the three rows and p in float64, the second tries the eight sets of active
-constraints for every client, the third adds the rows to p. `cone3.project_three` is the plain form of all three, step by
-step; written with PyTorch alone it would write float64 copies of the vectors, and take some two hundred small kernels.
+The first sums the inner products of the rows and p in float64, the second tries the eight sets of active constraints of every
+client, the third adds the rows to p. In PyTorch this takes float64 copies of the vectors and some two hundred kernels.
 """
 
 from __future__ import annotations
@@ -15,20 +14,10 @@ from torch import Tensor
 from undrift.algorithms.gradient_memory.cone3 import project_three
 from undrift.core.forms import faster
 from undrift.kernels import devices
-from undrift.kernels.launch import launch, room
-
-try:
-    import triton
-    import triton.language as tl
-except ImportError:  # no Triton here: the plain form serves
-    triton = None
+from undrift.kernels.launch import allocate, launch, tl, triton
 
 
-def serves(p: Tensor, rows: Sequence[Tensor], rho: float | Tensor = 0.0) -> bool:
-    return devices.gpu(p.device) and p.dtype == torch.float32
-
-
-@faster(project_three, when=serves)
+@faster(project_three, when=lambda p, rows, rho=0.0: devices.gpu(p.device) and p.dtype == torch.float32)
 def project_three_gpu(p: Tensor, rows: Sequence[Tensor], rho: float | Tensor = 0.0) -> tuple[Tensor, Tensor]:
     flat = [v.expand(p.shape).reshape(-1, p.shape[-1]) for v in (p, *rows)]
     each = rho.expand(*p.shape[:-1], 1).reshape(-1) if isinstance(rho, Tensor) else p.new_full((len(flat[0]),), rho)
@@ -45,11 +34,11 @@ if triton is not None:
     ):
         block, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
         at = block * WIDTH + tl.arange(0, WIDTH)
-        here = at < length
-        a = tl.load(a + row * a_apart + at, mask=here, other=0.0).to(tl.float64)
-        b = tl.load(b + row * b_apart + at, mask=here, other=0.0).to(tl.float64)
-        c = tl.load(c + row * c_apart + at, mask=here, other=0.0).to(tl.float64)
-        d = tl.load(d + row * d_apart + at, mask=here, other=0.0).to(tl.float64)
+        inside = at < length
+        a = tl.load(a + row * a_apart + at, mask=inside, other=0.0).to(tl.float64)
+        b = tl.load(b + row * b_apart + at, mask=inside, other=0.0).to(tl.float64)
+        c = tl.load(c + row * c_apart + at, mask=inside, other=0.0).to(tl.float64)
+        d = tl.load(d + row * d_apart + at, mask=inside, other=0.0).to(tl.float64)
         to = out + (row * blocks + block) * 10
         tl.store(to, tl.sum(a * a))
         tl.store(to + 1, tl.sum(a * b))
@@ -64,7 +53,7 @@ if triton is not None:
 
     @triton.jit  # type: ignore[untyped-decorator]
     def _left(square):  # type: ignore[no-untyped-def]
-        """The length of what is left of a unit vector: less than round-off is nothing."""
+        """The square root of a remainder of a unit vector; less than round-off counts as zero."""
         return tl.sqrt(tl.where(square > 1e-14, square, 0.0))
 
     @triton.jit  # type: ignore[untyped-decorator]
@@ -74,16 +63,16 @@ if triton is not None:
     @triton.jit  # type: ignore[untyped-decorator]
     def _multipliers(sums, rho, share, active, blocks, tolerance, BLOCKS: tl.constexpr):  # type: ignore[no-untyped-def]
         row = tl.program_id(0).to(tl.int64)
-        # [16]: the ten products of one client, each the sum over the blocks
+        # [16]: the ten products of one client, summed over the blocks
         lane = tl.arange(0, 16)
         total = tl.zeros([16], tl.float64)
         for first in range(0, blocks, BLOCKS):
             block = first + tl.arange(0, BLOCKS)
-            here = (block < blocks)[:, None] & (lane < 10)[None, :]
+            inside = (block < blocks)[:, None] & (lane < 10)[None, :]
             total += tl.sum(
-                tl.load(sums + (row * blocks + block)[:, None] * 10 + lane[None, :], mask=here, other=0.0), 0
+                tl.load(sums + (row * blocks + block)[:, None] * 10 + lane[None, :], mask=inside, other=0.0), 0
             )
-        # From here on vectors of eight entries: one for each set of active constraints, in the order of `cone3.SETS`.
+        # All vectors below have an entry for each of the eight sets of active constraints, in the order of `cone3.SETS`.
         which = tl.arange(0, 8)
         nought = tl.zeros([8], tl.float64)
         p00 = tl.sum(tl.where(lane == 0, total, 0.0), 0) + nought
@@ -101,8 +90,8 @@ if triton is not None:
         s0, s1 = tl.sqrt(tl.where(finite, p00, 0.0)), tl.sqrt(tl.where(finite, p11, 0.0))
         s2, s3 = tl.sqrt(tl.where(finite, p22, 0.0)), tl.sqrt(tl.where(finite, p33, 0.0))
         there0, there1, there2 = (s0 > 0.0) & (s3 > 0.0), (s1 > 0.0) & (s3 > 0.0), (s2 > 0.0) & (s3 > 0.0)
-        # Unit vectors; their products' Cholesky factor holds their coordinates: the columns of A are (r00, 0, 0), (r01, r11, 0)
-        # and (r02, r12, r22) in the rows' own basis.
+        # The Cholesky factor of the unit vectors' products holds their coordinates: the columns of A are (r00, 0, 0),
+        # (r01, r11, 0) and (r02, r12, r22).
         g01, g02, g03 = _over(_over(p01, s0), s1), _over(_over(p02, s0), s2), _over(_over(p03, s0), s3)
         g12, g13, g23 = _over(_over(p12, s1), s2), _over(_over(p13, s1), s3), _over(_over(p23, s2), s3)
         r00 = _left(_over(_over(p00, s0), s0))
@@ -147,13 +136,13 @@ if triton is not None:
         w0 = r00 * m0 - margin
         w1 = r01 * m0 + r11 * m1 - margin
         w2 = r02 * m0 + r12 * m1 + r22 * m2 - margin
-        # How far it is from z >= 0, w = 0 where active and w >= 0 elsewhere.
+        # The violation of z >= 0, w = 0 where active and w >= 0 elsewhere.
         gap = tl.maximum(tl.maximum(-z0, -z1), tl.maximum(-z2, 0.0))
         gap = tl.maximum(gap, tl.where(there0, tl.where(on0, tl.abs(w0), -w0), 0.0))
         gap = tl.maximum(gap, tl.where(there1, tl.where(on1, tl.abs(w1), -w1), 0.0))
         gap = tl.maximum(gap, tl.where(there2, tl.where(on2, tl.abs(w2), -w2), 0.0))
         gap = tl.where(possible & (gap < 1e300), gap, 1e300)
-        # The first set that is good enough, or else the best.
+        # The first set within the tolerance, or else the best one.
         best = which == tl.argmin(tl.where(gap <= tolerance, which - 8.0, gap), 0)
         z0 = tl.where(best & (z0 > 0.0), z0, 0.0)
         z1 = tl.where(best & (z1 > 0.0), z1, 0.0)
@@ -171,16 +160,16 @@ if triton is not None:
     ):
         row = tl.program_id(1).to(tl.int64)
         at = tl.program_id(0) * WIDTH + tl.arange(0, WIDTH)
-        here = at < length
-        made = tl.load(d + row * d_apart + at, mask=here, other=0.0).to(tl.float64)
+        inside = at < length
+        total = tl.load(d + row * d_apart + at, mask=inside, other=0.0).to(tl.float64)
         z0, z1, z2 = tl.load(share + row * 3), tl.load(share + row * 3 + 1), tl.load(share + row * 3 + 2)
         if z0 != 0.0:
-            made += z0 * tl.load(a + row * a_apart + at, mask=here, other=0.0).to(tl.float64)
+            total += z0 * tl.load(a + row * a_apart + at, mask=inside, other=0.0).to(tl.float64)
         if z1 != 0.0:
-            made += z1 * tl.load(b + row * b_apart + at, mask=here, other=0.0).to(tl.float64)
+            total += z1 * tl.load(b + row * b_apart + at, mask=inside, other=0.0).to(tl.float64)
         if z2 != 0.0:
-            made += z2 * tl.load(c + row * c_apart + at, mask=here, other=0.0).to(tl.float64)
-        tl.store(out + row * length + at, made.to(tl.float32), mask=here)
+            total += z2 * tl.load(c + row * c_apart + at, mask=inside, other=0.0).to(tl.float64)
+        tl.store(out + row * length + at, total.to(tl.float32), mask=inside)
 
     @torch.library.custom_op("undrift::project_three", mutates_args=())
     def _op(p: Tensor, a: Tensor, b: Tensor, c: Tensor, rho: Tensor) -> tuple[Tensor, Tensor]:
@@ -189,7 +178,7 @@ if triton is not None:
         count, length = p.shape
         blocks = triton.cdiv(length, WIDTH)
         sums = p.new_empty((count, blocks, 10), dtype=torch.float64)
-        share, active, u = sums.new_empty((count, 3)), room(p, count, 3, dtype=torch.int8), room(p, *p.shape)
+        share, active, u = sums.new_empty((count, 3)), allocate(p, count, 3, dtype=torch.int8), allocate(p, *p.shape)
         launch(_products, (blocks, count), *vectors, *apart, sums, length, blocks, WIDTH=WIDTH)
         rho = rho.double().contiguous()
         launch(_multipliers, (count,), sums, rho, share, active, blocks, 1e-6, BLOCKS=64, num_warps=1)

@@ -1,11 +1,9 @@
-"""Projection on a cone of up to 128 constraints on a GPU, without asking the host.
+"""Projection on a cone of up to 128 constraints on a GPU, without waiting for the host.
 
-Solves the linear complementarity problem of `cone.solve`, its plain form: w = Gz + b with w, z >= 0 and zw = 0,
-for unit columns and unit p. One program has the table of G and b, and exchanges w_k with z_k where one of them is negative
-(principal pivoting): the most negative one, or if that takes long the first negative one, by which it ends for certain (Murty
-1974). That takes hardly more exchanges than there are active columns, so that nothing is gained by beginning with those of the
-last programme. Where the columns depend so closely on one another that the digits of their products do not suffice, it says
-that it has not solved the problem, and the host has to.
+Solves the linear complementarity problem of `cone.solve`: w = Gz + b with w, z >= 0 and zw = 0, for unit columns and unit p.
+One program exchanges w_k with z_k where one of them is negative (principal pivoting): first the most negative one, later the
+first negative one, with which it terminates (Murty 1974). It needs hardly more exchanges than there are active columns, so a
+warm start gains nothing. For nearly dependent columns it reports that it failed, and the host solves the problem.
 """
 
 from __future__ import annotations
@@ -16,41 +14,25 @@ from torch import Tensor
 from undrift.algorithms.gradient_memory.cone import Projection, gram, project
 from undrift.core.forms import doubt, faster
 from undrift.kernels import devices
-from undrift.kernels.launch import launch, room
+from undrift.kernels.launch import allocate, launch, tl, triton
 
-try:
-    import triton
-    import triton.language as tl
-except ImportError:  # no Triton here: the plain form serves
-    triton = None
-
-MOST = 128  # constraints: the table stays in the cache of one multiprocessor
+MOST = 128  # constraints: the table fits the cache of one multiprocessor
 
 
 def serves(
-    p: Tensor,
-    rows: Tensor,
-    products: Tensor | None = None,
-    rho: float = 0.0,
-    along: Tensor | None = None,
-    counts: Tensor | None = None,
-    start: Tensor | None = None,
-) -> bool:
-    """Whether who counts is known on a GPU alone, so that the host would have to be asked for it."""
+    p: Tensor, rows: Tensor, products: Tensor | None = None, rho: float = 0.0, along: Tensor | None = None,
+    counts: Tensor | None = None, start: Tensor | None = None,
+) -> bool:  # fmt: skip
+    """Whether the mask of the counted rows is on a GPU, so that the plain form would wait for it."""
     return counts is not None and devices.gpu(counts.device) and len(counts) <= MOST
 
 
 @faster(project, when=serves)
 def project_gpu(
-    p: Tensor,
-    rows: Tensor,
-    products: Tensor | None = None,
-    rho: float = 0.0,
-    along: Tensor | None = None,
-    counts: Tensor | None = None,
-    start: Tensor | None = None,
-) -> Projection:
-    """Gives no help where the products' digits do not suffice, but says so (`doubt`)."""
+    p: Tensor, rows: Tensor, products: Tensor | None = None, rho: float = 0.0, along: Tensor | None = None,
+    counts: Tensor | None = None, start: Tensor | None = None,
+) -> Projection:  # fmt: skip
+    """Reports a `doubt` if the products are not precise enough."""
     assert counts is not None
     products = gram(rows, rows) if products is None else products
     along = gram(p.unsqueeze(0), rows).squeeze(0) if along is None else along
@@ -100,7 +82,9 @@ if triton is not None:
             pivot = tl.load(table + k * SIZE + k)
             at_k = tl.sum(tl.where(i == k, value, 0.0), 0)
             leaves = tl.sum(hit * inside, 0)
-            sure = tl.where(pivot < smallest, tl.where(leaves > 0, sure, 0), sure)  # else it depends on those inside
+            sure = tl.where(
+                pivot < smallest, tl.where(leaves > 0, sure, 0), sure
+            )  # too small: it depends on the columns inside
             share = tl.where(i == k, 1.0, row) / pivot
             tl.debug_barrier()
             for first in range(0, SIZE, ROWS):
@@ -111,13 +95,13 @@ if triton is not None:
                 moved = old - across[:, None] * share[None, :]
                 moved = tl.where(i[None, :] == k, (across / pivot)[:, None], moved)
                 moved = tl.where(r[:, None] == k, tl.where(i == k, share, -share)[None, :], moved)
-                tl.debug_barrier()  # nobody reads column k after it was written
+                tl.debug_barrier()  # no thread may read column k after it is written
                 tl.store(at, moved)
             tl.debug_barrier()
             value = tl.where(i == k, -at_k / pivot, value - column * (at_k / pivot))
             inside = inside + hit - 2 * inside * hit
             turns += 1
-            # Who is next: z must not be negative at all, w not by more than the round-off of its products.
+            # The next k: z must not be negative at all, w only within the round-off of its products.
             short = tl.where(counted & (value < tl.where(inside > 0, -1e-13, -tolerance)), value, 0.0)
             worst = tl.min(short, 0)
             most = tl.min(tl.where(short == worst, i, SIZE), 0)
@@ -125,8 +109,8 @@ if triton is not None:
                 most = tl.min(tl.where(short < 0.0, i, SIZE), 0)
             sure = tl.where(turns < 12 * SIZE, sure, 0)
             k = tl.where(worst < 0.0, tl.where(sure > 0, most, SIZE), SIZE)
-        found = tl.where(inside > 0, tl.maximum(value, 0.0) * inverse * long, 0.0)
-        tl.store(z + i, found, mask=real)
+        multiplier = tl.where(inside > 0, tl.maximum(value, 0.0) * inverse * long, 0.0)
+        tl.store(z + i, multiplier, mask=real)
         tl.store(solved, sure.to(tl.int8))
 
     @torch.library.custom_op("undrift::pivots", mutates_args=())
@@ -134,9 +118,9 @@ if triton is not None:
         products: Tensor, along: Tensor, length: Tensor, counts: Tensor, rho: float, single: bool
     ) -> tuple[Tensor, Tensor]:
         m = len(along)
-        z, solved = room(along, m, dtype=torch.float64), room(along, dtype=torch.int8)
+        z, solved = allocate(along, m, dtype=torch.float64), allocate(along, dtype=torch.int8)
         table = z.new_empty(MOST, MOST)
-        # Products of float32 rows carry about 1e-8 of noise, by which a pivot must not be drowned.
+        # Products of float32 rows have an error of about 1e-8, which must be small beside a pivot.
         launch(
             _pivots, (1,), products.double().contiguous(), along.double().contiguous(), length, counts.to(torch.int8),
             z.new_full((1,), rho), table, z, solved, m, 1e-6 if single else 1e-12, 1e-5 if single else 1e-9,
@@ -145,32 +129,26 @@ if triton is not None:
         return z, solved.bool()
 
     @pivots.register_fake
-    def _(
-        products: Tensor, along: Tensor, length: Tensor, counts: Tensor, rho: float, single: bool
-    ) -> tuple[Tensor, Tensor]:
+    def _(products: Tensor, along: Tensor, *_: object) -> tuple[Tensor, Tensor]:
         return along.new_empty(along.shape, dtype=torch.float64), along.new_empty((), dtype=torch.bool)
 
     @triton.jit  # type: ignore[untyped-decorator]
     def _add_rows(p, z, rows, u, length, apart, m, WIDTH: tl.constexpr):  # type: ignore[no-untyped-def]
         at = tl.program_id(0) * WIDTH + tl.arange(0, WIDTH)
-        here = at < length
-        total = tl.load(p + at, mask=here, other=0.0).to(tl.float64)
+        valid = at < length
+        total = tl.load(p + at, mask=valid, other=0.0).to(tl.float64)
         for row in range(0, m):
             share = tl.load(z + row)
             if share != 0.0:
-                total += share * tl.load(rows + at, mask=here, other=0.0).to(tl.float64)
+                total += share * tl.load(rows + at, mask=valid, other=0.0).to(tl.float64)
             rows += apart
-        tl.store(u + at, total.to(u.dtype.element_ty), mask=here)
+        tl.store(u + at, total.to(u.dtype.element_ty), mask=valid)
 
     @torch.library.custom_op("undrift::add_rows", mutates_args=())
     def add_rows(p: Tensor, z: Tensor, rows: Tensor) -> Tensor:
-        """p + z rows, in float64, reading only the rows whose z is not zero."""
-        u = room(p, len(p))
-        width = 512
-        grid = (triton.cdiv(len(p), width),)
-        launch(_add_rows, grid, p, z, rows, u, len(p), rows.stride(0), len(rows), WIDTH=width)
+        """p + z rows in float64; only rows with non-zero z are read."""
+        u, grid = allocate(p, len(p)), (triton.cdiv(len(p), 512),)
+        launch(_add_rows, grid, p, z, rows, u, len(p), rows.stride(0), len(rows), WIDTH=512)
         return u
 
-    @add_rows.register_fake
-    def _(p: Tensor, z: Tensor, rows: Tensor) -> Tensor:
-        return torch.empty_like(p)
+    add_rows.register_fake(lambda p, z, rows: torch.empty_like(p))

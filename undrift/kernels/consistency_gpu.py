@@ -1,4 +1,4 @@
-"""How far apart the local models lie, on a GPU in one reading."""
+"""The spread of the local models, on a GPU in one pass over memory."""
 
 from __future__ import annotations
 
@@ -7,17 +7,11 @@ from torch import Tensor
 
 from undrift.core.forms import faster
 from undrift.kernels import devices
-from undrift.kernels.launch import launch, room
+from undrift.kernels.launch import allocate, launch, tl, triton
 from undrift.round.clients import Answers
 from undrift.round.numbers import consistency
 
-try:
-    import triton
-    import triton.language as tl
-except ImportError:  # no Triton here: the plain form serves
-    triton = None
-
-MOST = 64  # vectors in a group: a program holds a stretch of all of them
+MOST = 64  # vectors in a group: a program holds a block of all of them
 
 
 def serves(answers: Answers, share: Tensor) -> bool:
@@ -33,12 +27,12 @@ def consistency_gpu(answers: Answers, share: Tensor) -> Tensor:
 def spread(x: Tensor, share: Tensor) -> Tensor:
     """[...] sum_i share_i |x_i - m|^2 with m = sum_i share_i x_i, for groups x [..., S, P] and share [..., S, 1]."""
     groups = x.reshape(-1, *x.shape[-2:])
-    found: Tensor = torch.ops.undrift.spread(groups, share.expand(*x.shape[:-1], 1).reshape(groups.shape[:2]))
-    return found.view(x.shape[:-2])
+    sums: Tensor = torch.ops.undrift.spread(groups, share.expand(*x.shape[:-1], 1).reshape(groups.shape[:2]))
+    return sums.view(x.shape[:-2])
 
 
 if triton is not None:
-    ENTRIES = 8192  # of all vectors of a group, in one program
+    ENTRIES = 8192  # entries of all vectors of a group in one program
 
     @triton.jit  # type: ignore[untyped-decorator]
     def _spread(  # type: ignore[no-untyped-def]
@@ -47,9 +41,9 @@ if triton is not None:
         block, group = tl.program_id(0), tl.program_id(1).to(tl.int64)
         i, at = tl.arange(0, S), block * WIDTH + tl.arange(0, WIDTH)
         rows = i.to(tl.int64)[:, None] * row_apart
-        there = i < count
-        weight = tl.load(share + group * count + i, mask=there, other=0.0)
-        inside = there[:, None] & (at < length)[None, :]
+        valid = i < count
+        weight = tl.load(share + group * count + i, mask=valid, other=0.0)
+        inside = valid[:, None] & (at < length)[None, :]
         vectors = tl.load(x + group * apart + rows + at[None, :], mask=inside, other=0.0)
         mean = tl.sum(weight[:, None] * vectors, 0)
         away = vectors - mean[None, :]
@@ -63,12 +57,9 @@ if triton is not None:
         S = triton.next_power_of_2(count)
         width = ENTRIES // S
         blocks = triton.cdiv(length, width)
-        out = room(x, groups, blocks)
-        launch(
-            _spread, (blocks, groups), x, share, out, x.stride(0), x.stride(1), count, length, blocks, S=S, WIDTH=width
-        )  # fmt: skip
+        out = allocate(x, groups, blocks)
+        sizes = *x.stride()[:2], count, length, blocks
+        launch(_spread, (blocks, groups), x, share, out, *sizes, S=S, WIDTH=width)
         return out.sum(1)
 
-    @_op.register_fake
-    def _(x: Tensor, share: Tensor) -> Tensor:
-        return x.new_empty(len(x))
+    _op.register_fake(lambda x, share: x.new_empty(len(x)))

@@ -1,25 +1,25 @@
-/* A convolution with ReLU and 2 x 2 max-pooling behind it, forwards and backwards, for one client: part of dense_cpu.c's pass.
+/* A convolution, a ReLU and 2 x 2 max-pooling, forwards and backwards, for one client: part of the pass of dense_cpu.c.
 
-   Everything lies turned, [channel][row][column][sample], so that a register holds the same place of LANES samples: no row ends
-   within a register, six output channels need no filling up to sixteen, and what is pooled is never written. */
+   All arrays are transposed, [channel][row][column][sample]: a register holds the same place of LANES samples, so rows and channels
+   need no padding to the register's width. The values before pooling are never written. */
 
 #include "conv_cpu.h"
 #include "lanes.h"
 #include <string.h>
 
 #ifdef __AVX512F__
-enum { MOST = 6, SIDE = 4 }; /* 6 channels in 4 places, 4 channels under 5 columns of a kernel: 20 to 24 sums in 32 registers */
+enum { MOST = 6, SIDE = 4 }; /* 6 channels x 4 places, 4 channels x 5 kernel columns: 20 to 24 sums in 32 registers */
 #else
 enum { MOST = 3, SIDE = 2 }; /* 10 to 12 sums in 16 registers */
 #endif
-enum { NOWHERE = 4 }; /* the largest of the four is not above zero: nothing goes back */
+enum { NOWHERE = 4 }; /* the largest of the four is not above zero: its gradient is zero */
 
 typedef int32_t integers __attribute__((vector_size(4 * LANES)));
 typedef uint8_t bytes __attribute__((vector_size(LANES), aligned(1), may_alias));
 
 INLINED vector either(integers which, vector a, vector b) { return (vector)((which & (integers)a) | (~which & (integers)b)); }
 
-/* Outputs 0 to R - 1 in one pooled place: the largest of four, where it stands, and ReLU. */
+/* Outputs 0 to R - 1 in one pooled place: the largest of four, its index, and ReLU. */
 INLINED void forward(int R, int K, const block *b, const float *in, const float *w, const float *bias, float *out, long out_plane,
                      uint8_t *place, long place_plane, long width) {
     long row = b->wide * width, plane = b->high * row, own = b->channels * K * K;
@@ -49,8 +49,7 @@ INLINED void forward(int R, int K, const block *b, const float *in, const float 
     }
 }
 
-/* sums[r][j] = sum of dz[r] times what of the input met column j of a kernel's row, for R outputs, over `high` rows of `wide`
-   places and all samples. */
+/* sums[r][j] = sum of dz[r] times the input under column j of a kernel row, for R outputs, over all places and samples. */
 INLINED void under(int R, int K, long high, long wide, long width, const float *dz, long dz_row, long dz_plane, const float *in,
                    long in_row, float sums[SIDE][K]) {
     vector sum[SIDE][5];
@@ -72,7 +71,7 @@ INLINED void under(int R, int K, long high, long wide, long width, const float *
         }
 }
 
-/* The gradient of R channels of the input in P places side by side. */
+/* The gradient of R input channels in P adjacent places. */
 INLINED void back(int R, int P, int K, const block *b, long y, const float *dz, long dz_row, long dz_plane, const float *w,
                   float *before, long before_plane, long width) {
     long high = 2 * rows_out(b), own = b->channels * K * K;
@@ -94,7 +93,7 @@ INLINED void back(int R, int P, int K, const block *b, long y, const float *dz, 
         for (int q = 0; q < P; q++) store(before + r * before_plane + q * width, sum[r][q]);
 }
 
-/* All outputs, with a kernel's size that the compiler knows. */
+/* All outputs, for a kernel size known to the compiler. */
 INLINED void all_forward(int K, const block *b, const float *in, const float *w, float *out, long out_row, long out_plane,
                          uint8_t *place, long width) {
     long own = b->channels * K * K, rows = rows_out(b), columns = columns_out(b), marks = rows * columns * width;
@@ -169,7 +168,7 @@ void pooled_forward(const block *b, const float *in, const float *w, float *out,
 void pooled_backward(const block *b, const float *in, const float *x, const float *d, const uint8_t *place, float *dz,
                      const float *rate, float *g, float *before, long width) {
     long rows = rows_out(b), columns = columns_out(b), wide = columns_back(b), side = (b->kernel - 1) * width;
-    /* The gradient before pooling and ReLU: d where the largest stood, zero elsewhere. */
+    /* The gradient before pooling and ReLU: d at the largest value, zero elsewhere. */
     for (long o = 0; o < b->outputs; o++) {
         vector total = {};
         for (long y = 0; y < 2 * rows; y++) {

@@ -1,4 +1,4 @@
-/* A convolution with ReLU and 2 x 2 max-pooling behind it, as one layer: conv_cpu.c. */
+/* A convolution, a ReLU and 2 x 2 max-pooling as one layer: conv_cpu.c. */
 
 #ifndef UNDRIFT_POOLED
 #define UNDRIFT_POOLED
@@ -6,14 +6,14 @@
 #include <stdint.h>
 
 typedef struct {
-    long channels, high, wide; /* of the input, with its padding */
+    long channels, high, wide; /* the input with its padding */
     long outputs, kernel, padding, biased;
 } block;
 
-/* Rows and columns of what comes out, after pooling. */
+/* Rows and columns of the output after pooling. */
 static inline long rows_out(const block *b) { return (b->high - b->kernel + 1) / 2; }
 static inline long columns_out(const block *b) { return (b->wide - b->kernel + 1) / 2; }
-/* Columns of the gradient before pooling, with zeros on both sides as far as a kernel reaches. */
+/* Columns of the gradient before pooling, with kernel - 1 zeros on both sides. */
 static inline long columns_back(const block *b) { return b->wide + b->kernel - 1; }
 
 void pooled_forward(const block *b, const float *in, const float *w, float *out, long out_row, long out_plane, uint8_t *place,

@@ -1,10 +1,8 @@
-"""A narrow convolution over stacked clients on a GPU: what `vmap(F.conv2d)` computes, without a kernel for each client.
+"""A convolution with few channels over stacked clients on a GPU: `vmap(F.conv2d)` without a kernel for each client.
 
-cuDNN makes of a stacked convolution a grouped one, starts kernels client by client, and leaves the tensor cores alone where
-there are few channels: LeNet-5's first layer took half of a step. Here the places of all samples of a client lie side by side in
-one product, in which a row is a tap, that is one entry of a filter: what a tap meets is read where it lies.
-
-The plain forms are `F.conv2d` and its gradient. The gradient of the inputs, which a first layer is not asked for, is cuDNN's.
+cuDNN runs a stacked convolution as a grouped one, client by client and without tensor cores: LeNet-5's first layer took half of a
+step. Here the output places of all samples of a client form one matrix product, whose rows are the taps (entries) of a filter.
+The inputs under a tap are read in place. cuDNN computes the gradient of the inputs, which a first layer does not need.
 """
 
 from __future__ import annotations
@@ -16,33 +14,22 @@ from torch import Tensor
 
 from undrift.core.forms import faster
 from undrift.kernels import devices
-from undrift.kernels.launch import current, joined, launch, room
+from undrift.kernels.launch import allocate, current, launch, take_part, tl, triton
 from undrift.oracle.net import StackedConv2d, conv2d
 
-try:
-    import triton
-    import triton.language as tl
-except ImportError:  # no Triton here: the plain form serves
-    triton = None
-
-CHANNELS, OUTPUTS, TAPS = 8, 64, 256  # at most: channels of the inputs, filters, and entries of a filter
-BLOCK = 128  # places of the outputs that a program makes
+CHANNELS, OUTPUTS, TAPS = 8, 64, 256  # limits: channels of the inputs, filters, and entries of a filter
+BLOCK = 128  # output places of a program
 aten: Any = torch.ops.aten
 
 
 def serves(layer: StackedConv2d, x: Tensor) -> bool:
-    """Whether it is for a layer of stacked clients and inputs x [B, C, H, W] of one of them."""
-    if not (layer.current.stacked and x.dim() == 4 and simple(layer) and devices.gpu(x.device)):
+    """Whether the kernels serve a layer of stacked clients and inputs x [B, C, H, W] of one of them."""
+    if not (layer.current.stacked and x.dim() == 4 and devices.gpu(x.device)):
         return False
-    w, padding = layer.weight, int(layer.padding[0])
-    single = x.dtype == w.dtype == torch.float32
-    return single and suits(x.shape, w.shape, padding) and only_stacked() and devices.tensor_cores(x.device)
-
-
-def simple(layer: StackedConv2d) -> bool:
-    """Whether it moves by one and pads with few zeros."""
-    moves = (layer.stride, layer.dilation, layer.groups) == ((1, 1), (1, 1), 1)
-    return moves and layer.padding_mode == "zeros" and layer.padding in ((0, 0), (1, 1), (2, 2), (3, 3))
+    w, padding = layer.weight, layer.padding
+    simple = (layer.stride, layer.dilation, layer.groups, layer.padding_mode) == ((1, 1), (1, 1), 1, "zeros")
+    simple = simple and padding in ((0, 0), (1, 1), (2, 2), (3, 3)) and x.dtype == w.dtype == torch.float32
+    return simple and suits(x.shape, w.shape, int(padding[0])) and only_stacked() and devices.tensor_cores(x.device)
 
 
 @faster(conv2d, when=serves)
@@ -51,15 +38,15 @@ def conv2d_gpu(layer: StackedConv2d, x: Tensor) -> Tensor:
 
 
 def suits(x: torch.Size, w: torch.Size, padding: int) -> bool:
-    """Whether it is for inputs and filters of these sizes: narrow ones, and such as F.conv2d would take."""
+    """Whether inputs and filters have few channels and fit each other."""
     (B, C, H, W), (filters, channels, k, across) = x, w
     OH, OW = H + 2 * padding - k + 1, W + 2 * padding - k + 1
     narrow = C == channels <= CHANNELS and filters <= OUTPUTS and C * k * k <= TAPS and k == across
-    return narrow and min(OH, OW) > 0 and B * OH * OW <= 65535 * BLOCK  # a GPU takes no more blocks
+    return narrow and min(OH, OW) > 0 and B * OH * OW <= 65535 * BLOCK  # the largest grid of a GPU
 
 
 def only_stacked() -> bool:
-    """Whether there are only stacked clients around: torch.func.grad and jvp inside a model would pass an operator by."""
+    """Whether vmap is the only active transform: torch.func.grad and jvp inside a model would bypass the operator."""
     levels = torch._C._functorch.get_interpreter_stack() or []
     under_vmap = all(level.key() == torch._C._functorch.TransformType.Vmap for level in levels)
     return under_vmap and torch.autograd.forward_ad._current_level < 0
@@ -67,8 +54,8 @@ def only_stacked() -> bool:
 
 def convolution(x: Tensor, w: Tensor, b: Tensor | None, padding: int) -> Tensor:
     """F.conv2d(x, w, b, padding=padding), for use under vmap."""
-    made: Tensor = torch.ops.undrift.few_channels(x, w, b, padding)
-    return made
+    out: Tensor = torch.ops.undrift.few_channels(x, w, b, padding)
+    return out
 
 
 if triton is not None:
@@ -78,30 +65,30 @@ if triton is not None:
         x, place, inside, first, TAPS: tl.constexpr, C: tl.constexpr, H: tl.constexpr, W: tl.constexpr, k: tl.constexpr,
         PAD: tl.constexpr, OH: tl.constexpr, OW: tl.constexpr, SOME: tl.constexpr,
     ):  # fmt: skip
-        """[SOME, PLACES]: what the taps from `first` on meet at the places of one client's outputs."""
+        """[SOME, PLACES]: the inputs under the taps from `first` on, at the output places of one client."""
         tap = first + tl.arange(0, SOME)
         channel, down, right = tap // (k * k), tap // k % k - PAD, tap % k - PAD
         sample, row, column = place // (OH * OW), place // OW % OH, place % OW
-        there = (tap < TAPS)[:, None] & inside[None, :]
+        valid = (tap < TAPS)[:, None] & inside[None, :]
         if PAD > 0:
             y, z = row[None, :] + down[:, None], column[None, :] + right[:, None]
-            there = there & (y >= 0) & (y < H) & (z >= 0) & (z < W)
+            valid = valid & (y >= 0) & (y < H) & (z >= 0) & (z < W)
         at = (channel * (H * W) + down * W + right)[:, None] + (sample * (C * H * W) + row * W + column)[None, :]
-        return tl.load(x + at, mask=there, other=0.0)
+        return tl.load(x + at, mask=valid, other=0.0)
 
-    # Compiled once for the first step, in which all clients have the same filters, and the others.
+    # One compilation serves the first step, in which all clients share their filters, and the later ones.
     @triton.jit(do_not_specialize=["apart", "b_apart"], do_not_specialize_on_alignment=["w", "b"])  # type: ignore[untyped-decorator]
     def _forward(  # type: ignore[no-untyped-def]
         x, w, b, out, apart, b_apart, places, FILTERS: tl.constexpr, M: tl.constexpr, TAPS: tl.constexpr, C: tl.constexpr,
         H: tl.constexpr, W: tl.constexpr, k: tl.constexpr, PAD: tl.constexpr, OH: tl.constexpr, OW: tl.constexpr,
         BIASED: tl.constexpr, PRECISION: tl.constexpr, PLACES: tl.constexpr, SOME: tl.constexpr,
     ):  # fmt: skip
-        """PLACES places of one client's outputs."""
+        """PLACES output places of one client."""
         client = tl.program_id(0).to(tl.int64)
         place, o = tl.program_id(1) * PLACES + tl.arange(0, PLACES), tl.arange(0, M)
         inside, samples = place < places, places // (OH * OW)
         x += client * (samples * C * H * W)
-        made = tl.zeros([M, PLACES], tl.float32)
+        total = tl.zeros([M, PLACES], tl.float32)
         for first in tl.static_range(0, TAPS, SOME):
             tap = first + tl.arange(0, SOME)
             filters = tl.load(
@@ -109,12 +96,12 @@ if triton is not None:
                 mask=(o < FILTERS)[:, None] & (tap < TAPS)[None, :], other=0.0,
             )  # fmt: skip
             h = _met(x, place, inside, first, TAPS, C, H, W, k, PAD, OH, OW, SOME)
-            made = tl.dot(filters, h, made, input_precision=PRECISION)
+            total = tl.dot(filters, h, total, input_precision=PRECISION)
         if BIASED:
-            made += tl.load(b + client * b_apart + o, mask=o < FILTERS, other=0.0)[:, None]
+            total += tl.load(b + client * b_apart + o, mask=o < FILTERS, other=0.0)[:, None]
         at = place // (OH * OW) * (FILTERS * OH * OW) + place % (OH * OW)
         out += client * (samples * FILTERS * OH * OW)
-        tl.store(out + o[:, None] * (OH * OW) + at[None, :], made, mask=(o < FILTERS)[:, None] & inside[None, :])
+        tl.store(out + o[:, None] * (OH * OW) + at[None, :], total, mask=(o < FILTERS)[:, None] & inside[None, :])
 
     @triton.jit  # type: ignore[untyped-decorator]
     def _filters(  # type: ignore[no-untyped-def]
@@ -153,7 +140,7 @@ if triton is not None:
         x, w = x.contiguous(), w if w[0].is_contiguous() else w.contiguous()
         b = b if b is None or b.stride(1) == 1 else b.contiguous()
         n = sizes(x, w, padding)
-        out = room(x, *x.shape[:2], n["FILTERS"], n["OH"], n["OW"])
+        out = allocate(x, *x.shape[:2], n["FILTERS"], n["OH"], n["OW"])
         places = x.shape[1] * n["OH"] * n["OW"]
         launch(
             _forward, (len(x), triton.cdiv(places, BLOCK)),
@@ -164,13 +151,13 @@ if triton is not None:
 
     @torch.library.custom_op("undrift::few_channels_gradient", mutates_args=())
     def _gradient(x: Tensor, d: Tensor, w: Tensor, padding: int) -> Tensor:
-        """The gradient of w [S, FILTERS, C, k, k] for that of the outputs, d [S, B, FILTERS, H', W']."""
+        """The gradient of w [S, FILTERS, C, k, k] from the outputs' gradient d [S, B, FILTERS, H', W']."""
         x, d, n = x.contiguous(), d.contiguous(), sizes(x, w, padding)
         some = 32 if n["M"] == 16 else 64
         places, blocks = x.shape[1] * n["OH"] * n["OW"], triton.cdiv(n["TAPS"], some)
-        parts = max(1, min(2048 // (len(x) * blocks), places // 512))  # enough to keep a GPU busy
+        parts = max(1, min(2048 // (len(x) * blocks), places // 512))  # enough programs for a GPU
         share = triton.cdiv(triton.cdiv(places, parts), 64) * 64
-        out = room(x, len(x), parts, *w.shape[1:])
+        out = allocate(x, len(x), parts, *w.shape[1:])
         launch(
             _filters, (len(x), parts, blocks),
             x, d, out, places, share, **n, PRECISION=devices.precision(), PLACES=64, SOME=some, num_warps=2,
@@ -182,9 +169,7 @@ if triton is not None:
         edge = 2 * padding - w.shape[-1] + 1
         return x.new_empty(*x.shape[:2], w.shape[1], x.shape[3] + edge, x.shape[4] + edge)
 
-    @_gradient.register_fake
-    def _(x: Tensor, d: Tensor, w: Tensor, padding: int) -> Tensor:
-        return x.new_empty(w.shape)
+    _gradient.register_fake(lambda x, d, w, padding: x.new_empty(w.shape))
 
     def _keep(ctx: Any, inputs: Any, output: Tensor) -> None:
         x, w, b, ctx.padding = inputs
@@ -193,7 +178,7 @@ if triton is not None:
 
     def _backward(ctx: Any, d: Tensor) -> Any:
         x, w = ctx.saved_tensors
-        with joined(ctx.rehearsal):
+        with take_part(ctx.rehearsal):
             g = torch.ops.undrift.few_channels_gradient(x, d, w, ctx.padding)
         before = torch.vmap(_before, (0, 0, 0, None))(d, x, w, ctx.padding) if ctx.needs_input_grad[0] else None
         return before, g, d.sum((1, 3, 4)) if ctx.biased else None, None
@@ -203,7 +188,7 @@ if triton is not None:
         ctx.save_for_backward(x, d)
 
     def _backward_gradient(ctx: Any, dw: Tensor) -> Any:
-        """The filters' gradient is linear in x and in d: a convolution with dw instead of w gives back."""
+        """The filters' gradient is linear in x and in d, so its derivatives are convolutions with dw."""
         x, d = ctx.saved_tensors
         of_x = torch.vmap(_before, (0, 0, 0, None))(d, x, dw, ctx.padding) if ctx.needs_input_grad[0] else None
         of_d = torch.ops.undrift.stacked_few_channels(x, dw, None, ctx.padding) if ctx.needs_input_grad[1] else None
@@ -211,8 +196,8 @@ if triton is not None:
 
     def _before(d: Tensor, x: Tensor, w: Tensor, padding: int) -> Tensor:
         how = ((1, 1), (padding, padding), (1, 1), False, (0, 0), 1, (True, False, False))
-        found: Tensor = aten.convolution_backward.default(d, x, w, None, *how)[0]
-        return found
+        before: Tensor = aten.convolution_backward.default(d, x, w, None, *how)[0]
+        return before
 
     _stacked.register_autograd(_backward, setup_context=_keep)
     _gradient.register_autograd(_backward_gradient, setup_context=_keep_gradient)
@@ -221,9 +206,7 @@ if triton is not None:
     def _op(x: Tensor, w: Tensor, b: Tensor | None, padding: int) -> Tensor:
         return torch.conv2d(x, w, b, padding=padding)
 
-    @_op.register_fake
-    def _(x: Tensor, w: Tensor, b: Tensor | None, padding: int) -> Tensor:
-        return torch.conv2d(x, w, b, padding=padding)
+    _op.register_fake(lambda x, w, b, padding: torch.conv2d(x, w, b, padding=padding))
 
     @_op.register_vmap
     def _(info: Any, dims: Any, x: Tensor, w: Tensor, b: Tensor | None, padding: int) -> tuple[Tensor, int]:
@@ -231,5 +214,4 @@ if triton is not None:
             t if t is None else t.expand(info.batch_size, *t.shape) if dim is None else t.movedim(dim, 0)
             for t, dim in zip((x, w, b), dims[:3], strict=True)
         ]
-        made: Tensor = torch.ops.undrift.stacked_few_channels(*stacked, padding)
-        return made, 0
+        return torch.ops.undrift.stacked_few_channels(*stacked, padding), 0

@@ -1,6 +1,8 @@
-"""Cross-entropy and its gradient for turned outputs of stacked clients on a GPU, in one kernel."""
+"""Cross-entropy and its gradient for transposed outputs of stacked clients on a GPU, in one kernel."""
 
 from __future__ import annotations
+
+import math
 
 import torch
 from torch import Tensor
@@ -8,33 +10,26 @@ from torch import Tensor
 from undrift.core.forms import faster
 from undrift.kernels import devices
 from undrift.kernels.chain import turned_cross_entropy
-from undrift.kernels.launch import launch, room
+from undrift.kernels.launch import allocate, launch, tl, triton
 
-try:
-    import triton
-    import triton.language as tl
-except ImportError:  # no Triton here: the plain form serves
-    triton = None
-
-MOST = 16384  # outputs of a client: a program holds them all
+MOST = 16384  # outputs of a client, which one program holds
 
 
 def serves(outputs: Tensor, targets: Tensor, real: Tensor | None) -> bool:
     if not devices.gpu(outputs.device) or outputs.dtype != torch.float32 or not outputs.numel():
         return False
-    _, classes, batch = outputs.shape
-    return bool(triton.next_power_of_2(classes) * triton.next_power_of_2(batch) <= MOST)
+    return bool(math.prod(map(triton.next_power_of_2, outputs.shape[1:])) <= MOST)
 
 
 @faster(turned_cross_entropy, when=serves)
 def turned_cross_entropy_gpu(outputs: Tensor, targets: Tensor, real: Tensor | None) -> tuple[Tensor, Tensor]:
-    """A label that is no class makes the loss and the sample's gradient NaN, where the plain form ends the program."""
+    """An invalid label makes the loss and the sample's gradient NaN, where the plain form ends the program."""
     loss, d = torch.ops.undrift.cross_entropy(outputs, targets, real)
     return loss, d
 
 
 if triton is not None:
-    IGNORED = tl.constexpr(-100)  # the label that is left out
+    IGNORED = tl.constexpr(-100)  # the label of samples that do not count
 
     @triton.jit  # type: ignore[untyped-decorator]
     def _cross_entropy(  # type: ignore[no-untyped-def]
@@ -51,10 +46,10 @@ if triton is not None:
         label = tl.load(targets + client * batch + b, mask=b < batch, other=IGNORED)
         share = tl.where(b < batch, 1.0 / batch, 0.0)
         if REAL:
-            there = tl.load(real + client * batch + b, mask=b < batch, other=0.0)
-            share = tl.where(there > 0.0, 1.0 / tl.maximum(tl.sum(there, 0), 1.0), 0.0)
+            present = tl.load(real + client * batch + b, mask=b < batch, other=0.0)
+            share = tl.where(present > 0.0, 1.0 / tl.maximum(tl.sum(present, 0), 1.0), 0.0)
         own = c == label[None, :]
-        # What a sample counts: nothing without its label, NaN with one that is no class.
+        # The weight of a sample: zero for an ignored label, NaN for an invalid one.
         counts = tl.where((label >= 0) & (label < classes), 1.0, tl.where(label == IGNORED, 0.0, float("nan")))
         share = tl.where(share > 0.0, share * counts, 0.0)
         lost = (tl.log(total) - tl.sum(tl.where(own, z, 0.0), 0)) * share
@@ -66,7 +61,7 @@ if triton is not None:
         outputs, targets = outputs.contiguous(), targets.contiguous()
         real = None if real is None else real.to(outputs.dtype).contiguous()
         clients, classes, batch = outputs.shape
-        loss, d = room(outputs, clients), room(outputs, *outputs.shape)
+        loss, d = allocate(outputs, clients), allocate(outputs, *outputs.shape)
         CLASSES, BATCH = triton.next_power_of_2(classes), triton.next_power_of_2(batch)
         launch(
             _cross_entropy, (clients,), outputs, targets, real, loss, d, classes, batch,
@@ -74,6 +69,4 @@ if triton is not None:
         )  # fmt: skip
         return loss, d
 
-    @_op.register_fake
-    def _(outputs: Tensor, targets: Tensor, real: Tensor | None) -> tuple[Tensor, Tensor]:
-        return outputs.new_empty(len(outputs)), outputs.new_empty(outputs.shape)
+    _op.register_fake(lambda outputs, *_: (outputs.new_empty(len(outputs)), outputs.new_empty(outputs.shape)))

@@ -1,9 +1,7 @@
-/* The gradient of dense layers with ReLU between them and cross-entropy at the end, for clients side by side; before them there may
-   be convolutions (conv_cpu.c).
+/* The gradient of dense layers with ReLUs and cross-entropy, for stacked clients, optionally after convolutions (conv_cpu.c).
 
-   Called by dense.py; the plain form is Chain.gradient of chain.py. Every thread takes a client at a time, whose tensors then
-   stay in its core's cache, and the layers' gradients are written to their places in the vector. Activations are kept turned,
-   [neuron][sample], so that a register holds the same neuron of LANES samples. */
+   Called by dense_cpu.py; the plain form is Chain.gradient of chain.py. A thread takes one client at a time, whose tensors stay in
+   its core's cache, and writes the layers' gradients into the vector. Activations are transposed, [neuron][sample]. */
 
 #include "lanes.h"
 #include "conv_cpu.h"
@@ -35,7 +33,7 @@ INLINED void panel(int R, int C, long n, const float *w, long down, long right, 
         for (int c = 0; c < C; c++) store(out + r * width + LANES * c, sum[r][c]);
 }
 
-/* out [rows][width] = w in + bias for in [n][width]: a layer's output, or with w turned its input's gradient. */
+/* out [rows][width] = w in + bias for in [n][width]: a layer's output, or with w transposed its input's gradient. */
 static void times(long rows, long n, const float *w, long down, long right, const float *in, const float *bias, float *out,
                   long width) {
     for (long c = 0; c < width; c += LANES * WIDE) {
@@ -62,7 +60,7 @@ INLINED void outer(int R, int C, long batch, const float *d, long width, const f
     for (int r = 0; r < R; r++)
         for (int c = 0; c < C; c++) {
             sum[r][c] = (vector){};
-            __builtin_prefetch(g + r * g_apart + LANES * c, 1); /* what is written at the end */
+            __builtin_prefetch(g + r * g_apart + LANES * c, 1); /* written at the end */
             if (x) __builtin_prefetch(x + r * g_apart + LANES * c);
         }
     for (long b = 0; b < batch; b++) {
@@ -78,10 +76,10 @@ INLINED void outer(int R, int C, long batch, const float *d, long width, const f
         }
 }
 
-/* g [rows][n] = d h for d [rows][batch of width] and h [batch][n]: a layer's weights' gradient; with `x` the step. */
+/* g [rows][n] = d h for d [rows][width] and h [batch][n]: the gradient of a layer's weights, or with `x` the step. */
 static void weights(long rows, long n, long batch, const float *d, long width, const float *h, const float *x, float rate,
                     float *g, float *spare) {
-    long whole = n / LANES * LANES; /* the columns behind these are filled up to a vector */
+    long whole = n / LANES * LANES; /* the other columns are padded to a vector */
     for (long b = 0; b < batch; b++)
         for (long c = 0; c < LANES; c++) spare[b * LANES + c] = whole + c < n ? h[b * n + whole + c] : 0.0f;
     for (long r = 0, step; r < rows; r += step) {
@@ -106,7 +104,7 @@ static void weights(long rows, long n, long batch, const float *d, long width, c
     }
 }
 
-/* to [columns][to_apart] = from [rows][from_apart], turned. */
+/* Transpose: to [columns][to_apart] = from [rows][from_apart]. */
 static void turn(long rows, long columns, const float *from, long from_apart, float *to, long to_apart) {
     for (long r = 0; r < rows; r += 16)
         for (long c = 0; c < columns; c += 16)
@@ -114,7 +112,7 @@ static void turn(long rows, long columns, const float *from, long from_apart, fl
                 for (long j = c; j < least(c + 16, columns); j++) to[j * to_apart + i] = from[i * from_apart + j];
 }
 
-/* The mean cross-entropy over the real samples of z [classes][width], and d = its gradient; *wrong for a label out of range. */
+/* The mean cross-entropy over the real samples of z [classes][width], its gradient d, and *wrong = 1 for an invalid label. */
 static float cross_entropy(long classes, long batch, long width, const float *z, const int64_t *label, const float *real,
                            float *d, int *wrong) {
     const int64_t ignored = -100;
@@ -137,16 +135,16 @@ static float cross_entropy(long classes, long batch, long width, const float *z,
     return (float)(loss / (count > 1.0f ? count : 1.0f));
 }
 
-/* What a thread works with. */
+/* The buffers of a thread. */
 typedef struct {
     float *pictures;                      /* the inputs of all blocks, with their padding */
     float *turned;                        /* the inputs of all dense layers and the last one's output */
     float *d, *before, *upright, *spare;  /* any layer's output; any layer's input; the same; a vector of each sample */
     float *dz;                            /* any block's gradient before pooling */
-    uint8_t *places;                      /* where the largest of all blocks' outputs stood */
+    uint8_t *places;                      /* indices of the pooled values of all blocks */
 } room;
 
-/* The pictures [batch][channels][rows][columns] of the first block, turned, inside their padding. */
+/* Transpose the pictures [batch][channels][rows][columns] into the padded input of the first block. */
 static void turn_pictures(const block *b, long batch, const float *input, float *to, long width) {
     long pad = b->padding, rows = b->high - 2 * pad, columns = b->wide - 2 * pad, size = b->channels * rows * columns;
     for (long c = 0; c < b->channels; c++)
@@ -158,8 +156,8 @@ static void turn_pictures(const block *b, long batch, const float *input, float 
 static long entries(const block *b) { return b->outputs * (b->channels * b->kernel * b->kernel + b->biased); }
 static long places(const block *b) { return b->outputs * rows_out(b) * columns_out(b); }
 
-/* One client: its loss, and g like x, the gradient or with a rate (not NULL) the step x - rate g. */
-static float one(long blocks, const block *shape, long layers, const long *size, const uint8_t *biased, const uint8_t *bent,
+/* One client: returns its loss and writes g, the gradient or with a rate (not NULL) the step x - rate g. */
+static float one(long blocks, const block *shape, long layers, const long *size, const uint8_t *biased, const uint8_t *relu,
                  long batch, long width, const float *x, const float *input, const int64_t *label, const float *real,
                  const float *rate, float *g, room at, int *wrong) {
     const float *own = x;
@@ -179,7 +177,7 @@ static float one(long blocks, const block *shape, long layers, const long *size,
         const float *bias = biased[n] ? own + size[n] * size[n + 1] : NULL;
         float *out = in + size[n] * width;
         times(size[n + 1], size[n], own, size[n], 1, in, bias, out, width);
-        if (bent[n])
+        if (relu[n])
             for (long e = 0; e < size[n + 1] * width; e++) out[e] = out[e] < 0.0f ? 0.0f : out[e]; /* NaN stays */
         own += size[n] * size[n + 1] + (biased[n] ? size[n + 1] : 0);
         in = out;
@@ -200,7 +198,7 @@ static float one(long blocks, const block *shape, long layers, const long *size,
         }
         if (first) break;
         times(inputs, outputs, own, 1, inputs, d, NULL, before, width);
-        if (n && bent[n - 1])
+        if (n && relu[n - 1])
             for (long e = 0; e < inputs * width; e++) before[e] = in[e] <= 0.0f ? 0.0f : before[e];
         swapped = d, d = before, before = swapped;
     }
@@ -213,11 +211,10 @@ static float one(long blocks, const block *shape, long layers, const long *size,
     return loss;
 }
 
-/* Gradients g [clients, ...], or with rates [clients] the steps, and losses [clients] at x [clients, ...], whose rows lie
-   `x_apart` and `g_apart` apart, on inputs [clients][batch][...]. First come the blocks, which fit each other; then layer n has
-   size[n] inputs and size[n + 1] outputs, biases where biased[n], and a ReLU behind it where bent[n]. Returns 1 for a label that
-   the model has no output for, 2 for want of memory, else 0. */
-int dense_gradient(long blocks, const block *shape, long layers, const long *size, const uint8_t *biased, const uint8_t *bent,
+/* Gradients g [clients, ...], or with rates [clients] the steps, and losses [clients] at x [clients, ...] on inputs
+   [clients][batch][...]; x_apart and g_apart are row strides. After the blocks, layer n has size[n] inputs, size[n + 1] outputs,
+   biases if biased[n] and a ReLU if relu[n]. Returns 1 for an invalid label, 2 if memory runs out, else 0. */
+int dense_gradient(long blocks, const block *shape, long layers, const long *size, const uint8_t *biased, const uint8_t *relu,
                    long clients, long batch, const float *x, long x_apart, const float *inputs, const int64_t *labels,
                    const float *real, const float *rates, float *loss, float *g, long g_apart, int threads) {
     long width = (batch + LANES - 1) / LANES * LANES, largest = 0, all = 0, pictures = 0, marks = 0, spread = 0;
@@ -246,12 +243,12 @@ int dense_gradient(long blocks, const block *shape, long layers, const long *siz
         at.dz = at.spare + LANES * width;
         at.places = (uint8_t *)(at.dz + spread * width);
         poor = !at.pictures;
-        /* Padding, and samples that only fill up a vector. */
+        /* Zeros for padding, and for samples that only fill a vector. */
         if (!poor && (blocks || width > batch)) memset(at.pictures, 0, (pictures + size[0]) * width * sizeof(float));
 #pragma omp for schedule(dynamic)
         for (long s = 0; s < clients; s++)
             if (!poor)
-                loss[s] = one(blocks, shape, layers, size, biased, bent, batch, width, x + s * x_apart, inputs + s * batch * taken,
+                loss[s] = one(blocks, shape, layers, size, biased, relu, batch, width, x + s * x_apart, inputs + s * batch * taken,
                               labels + s * batch, real ? real + s * batch : NULL, rates ? rates + s : NULL, g + s * g_apart, at,
                               &wrong);
         free(at.pictures);

@@ -1,8 +1,7 @@
-"""The gradient of dense layers, or a step along it, for stacked clients on a CPU, in C: dense_cpu.c. Before them there may be
-convolutions with ReLU and pooling: conv_cpu.c.
+"""The gradient of dense layers, or a step along it, for stacked clients on a CPU, in C: dense_cpu.c, and conv_cpu.c for
+convolutions with ReLU and pooling before them.
 
-PyTorch multiplies the stacked layers one after another, so that a cohort's vectors pass through memory for each of them; in C
-a thread takes a client at a time. The plain form is Chain.gradient of chain.py.
+PyTorch computes layer by layer, so a cohort's vectors pass through memory for each one; in C a thread takes a client at a time.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ Rate = float | Tensor
 
 
 class Block(NamedTuple):
-    """A convolution, a ReLU and a pooling that halves both sides."""
+    """A convolution, a ReLU and 2 x 2 pooling."""
 
     channels: int
     outputs: int
@@ -28,94 +27,82 @@ class Block(NamedTuple):
     padding: int
     biased: bool
 
-    def leaves(self, high: int, wide: int) -> tuple[int, int]:
-        """Rows and columns of what comes out for so many with padding."""
+    def output_size(self, high: int, wide: int) -> tuple[int, int]:
+        """Rows and columns of the output for a padded input."""
         return (high - self.kernel + 1) // 2, (wide - self.kernel + 1) // 2
 
 
 class Dense:
-    """Linear layers one after another: `sizes` of the first input and of every output, which have biases, which a ReLU behind.
+    """Blocks of convolutions, if any, and linear layers: `sizes` of the first input and every output, biases and ReLUs."""
 
-    Before them there may be blocks of convolutions, whose outputs are flattened.
-    """
-
-    def __init__(self, sizes: list[int], biased: list[bool], bent: list[bool], blocks: tuple[Block, ...] = ()) -> None:
-        self.sizes, self.biased, self.bent, self.blocks = sizes, biased, bent, blocks
+    def __init__(self, sizes: list[int], biased: list[bool], relu: list[bool], blocks: tuple[Block, ...] = ()) -> None:
+        self.sizes, self.biased, self.relu, self.blocks = sizes, biased, relu, blocks
         self.entries = sum((n + bias) * m for n, m, bias in zip(sizes, sizes[1:], biased, strict=False))
         self.entries += sum(b.outputs * (b.channels * b.kernel**2 + b.biased) for b in blocks)
 
     def serves(self, like: Tensor, clients: int) -> bool:
-        """Whether `gradient` is for so many stacked clients (0: one alone) with vectors of such a kind.
-
-        Float32, and a client for every thread at least, for a thread takes one at a time.
-        """
+        """Whether every thread has one of these stacked clients (0: a client alone), with vectors like this one."""
         fits = devices.cpu(like.device) and like.dtype == torch.float32 and max(clients, 1) >= torch.get_num_threads()
-        return fits and not devices.traced() and library() is not None
+        return fits and not devices.is_tracing() and library() is not None
 
     def gradient(
         self, x: Tensor, inputs: Tensor, targets: Tensor, real: Tensor | None, rate: Rate | None = None
     ) -> tuple[Tensor, Tensor]:
-        """The mean cross-entropy [...] over the real samples at x [..., P], and its gradient g or, with a rate, x - rate g.
-
-        The rate is a number, or one for each client [...].
-        """
+        """As `Chain.gradient`, the plain form."""
         self.check(x, inputs, targets, real, rate)
         x, inputs, targets = x if x.stride(-1) == 1 else x.contiguous(), inputs.contiguous(), targets.contiguous()
         real = None if real is None else real.to(x.dtype).contiguous()
-        loss, made = x.new_empty(x.shape[:-1]), x.new_empty(x.shape)
-        made[..., self.entries :] = 0.0 if rate is None else x[..., self.entries :]
-        rates = (
-            None
-            if rate is None
-            else torch.as_tensor(rate, dtype=x.dtype, device=x.device).expand(loss.shape).contiguous()
-        )
+        loss, result = x.new_empty(x.shape[:-1]), x.new_empty(x.shape)
+        result[..., self.entries :] = 0.0 if rate is None else x[..., self.entries :]
+        if rate is not None:
+            rate = torch.as_tensor(rate, dtype=x.dtype, device=x.device).expand(loss.shape).contiguous()
         layers, flags = len(self.biased), ctypes.c_uint8 * len(self.biased)
         shapes = [n for shape in self.shapes(inputs) for n in shape]
         failed = library().dense_gradient(  # type: ignore[union-attr]
             ctypes.c_long(len(self.blocks)), (ctypes.c_long * len(shapes))(*shapes),
-            ctypes.c_long(layers), (ctypes.c_long * (layers + 1))(*self.sizes), flags(*self.biased), flags(*self.bent),
+            ctypes.c_long(layers), (ctypes.c_long * (layers + 1))(*self.sizes), flags(*self.biased), flags(*self.relu),
             ctypes.c_long(loss.numel()), ctypes.c_long(targets.shape[-1]),
-            address(x), apart(x), address(inputs), address(targets), *map(address, (real, rates, loss, made)), apart(made),
+            address(x), row_stride(x), *map(address, (inputs, targets, real, rate, loss, result)), row_stride(result),
             ctypes.c_int(torch.get_num_threads()),
         )  # fmt: skip
         if failed == 1:
             raise IndexError(f"a target is out of bounds for {self.sizes[-1]} classes")
         if failed:
             raise MemoryError("no memory for the layers' outputs")
-        return loss, made
+        return loss, result
 
     def shapes(self, inputs: Tensor) -> list[tuple[int, ...]]:
-        """Every block for such inputs, as conv_cpu.h describes it."""
-        found: list[tuple[int, ...]] = []
+        """The fields of every block in conv_cpu.h for these inputs."""
+        shapes: list[tuple[int, ...]] = []
         high, wide = inputs.shape[-2:] if self.blocks else (0, 0)
         for b in self.blocks:
             high, wide = high + 2 * b.padding, wide + 2 * b.padding
-            found.append((b.channels, high, wide, b.outputs, b.kernel, b.padding, int(b.biased)))
-            high, wide = b.leaves(high, wide)
-        return found
+            shapes.append((b.channels, high, wide, b.outputs, b.kernel, b.padding, int(b.biased)))
+            high, wide = b.output_size(high, wide)
+        return shapes
 
-    def left(self, inputs: Tensor) -> int:
-        """How many neurons the first dense layer sees of such inputs; 0: the blocks do not fit them or each other."""
+    def first_size(self, inputs: Tensor) -> int:
+        """The number of inputs of the first dense layer; 0: the blocks do not fit the inputs or each other."""
         if not self.blocks:
             return inputs.shape[-1]
         channels = inputs.shape[-3]
         for b, (_, high, wide, *_) in zip(self.blocks, self.shapes(inputs), strict=True):
-            rows, columns = b.leaves(high, wide)
+            rows, columns = b.output_size(high, wide)
             if b.channels != channels or rows < 1 or columns < 1:
                 return 0
             channels = b.outputs
         return channels * rows * columns
 
     def check(self, x: Tensor, inputs: Tensor, targets: Tensor, real: Tensor | None, rate: Rate | None) -> None:
-        """Refuse what C would read or write past the end of."""
+        """Refuse shapes for which C would read or write past the end of a tensor."""
         lead, batch = x.shape[:-1], targets.shape[-1:]
-        right = x.shape[-1] >= self.entries and batch.numel() > 0
-        right = right and (targets.shape, targets.dtype) == (lead + batch, torch.int64)
-        right = right and (inputs.shape[: -3 if self.blocks else -1], inputs.dtype) == ((*lead, *batch), x.dtype)
-        right = right and self.left(inputs) == self.sizes[0]
-        right = right and (real is None or real.shape == targets.shape)
-        right = right and (not isinstance(rate, Tensor) or rate.shape in (lead, ()))
-        if not right:
+        fits = x.shape[-1] >= self.entries and batch.numel() > 0
+        fits = fits and (targets.shape, targets.dtype) == (lead + batch, torch.int64)
+        fits = fits and (inputs.shape[: -3 if self.blocks else -1], inputs.dtype) == ((*lead, *batch), x.dtype)
+        fits = fits and self.first_size(inputs) == self.sizes[0]
+        fits = fits and (real is None or real.shape == targets.shape)
+        fits = fits and (not isinstance(rate, Tensor) or rate.shape in (lead, ()))
+        if not fits:
             shapes = [None if t is None else list(t.shape) for t in (x, inputs, targets, real)]
             raise ValueError(
                 f"vectors, inputs, targets and mask of shapes {shapes} and types {x.dtype}, {inputs.dtype} and {targets.dtype} "
@@ -123,6 +110,6 @@ class Dense:
             )
 
 
-def apart(t: Tensor) -> ctypes.c_long:
-    """How far one client's vector lies from the next one's."""
+def row_stride(t: Tensor) -> ctypes.c_long:
+    """The distance between the vectors of two clients."""
     return ctypes.c_long(t.stride(0) if t.dim() > 1 else 0)

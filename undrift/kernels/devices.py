@@ -1,4 +1,4 @@
-"""Where a tensor lies and what can be had there: all conditions of the faster forms ask here, so that tests can answer."""
+"""Properties of devices. All conditions of the faster forms call these functions, so that tests can replace them."""
 
 from __future__ import annotations
 
@@ -8,30 +8,27 @@ import math
 import torch
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
-try:
-    import triton
-except ImportError:  # no Triton here: the plain forms serve
-    triton = None
+from undrift.kernels.launch import triton
 
 
 def gpu(device: torch.device) -> bool:
-    """Whether Triton's kernels run there."""
+    """Whether Triton kernels run on the device."""
     return triton is not None and device.type == "cuda"
 
 
 def cpu(device: torch.device) -> bool:
-    """Whether C and loops over tensors that are in the cache serve there."""
+    """Whether C and loops over cached blocks are fast on the device."""
     return device.type == "cpu"
 
 
-def traced() -> bool:
-    """Whether a compiler is listening, which fuses by itself what it is shown."""
+def is_tracing() -> bool:
+    """Whether torch.compile traces the code: it fuses plain operations by itself."""
     return get_proxy_mode() is not None
 
 
 @functools.cache
 def cache(device: torch.device) -> float:
-    """A GPU's cache in bytes; infinite for one without NVIDIA's TF32, which the kernels for large vectors are written for."""
+    """The cache of a GPU in bytes; infinite without NVIDIA's TF32, which the kernels for large vectors need."""
     return float(torch.cuda.get_device_properties(device).L2_cache_size) if tensor_cores(device) else math.inf
 
 
@@ -42,5 +39,5 @@ def tensor_cores(device: torch.device) -> bool:
 
 
 def precision() -> str:
-    """TF32's ten bits where they are allowed; else three products of them, which make up for one of float32's."""
+    """TF32 if it is allowed; else three TF32 products, which together have the precision of float32."""
     return "tf32" if torch.backends.cuda.matmul.fp32_precision == "tf32" else "tf32x3"

@@ -1,4 +1,4 @@
-"""Inner products of a few long float32 rows with many, on a GPU, summed up in float64 over stretches of the rows."""
+"""Inner products of a few long float32 rows with many rows, on a GPU, summed in float64 over stretches of the rows."""
 
 from __future__ import annotations
 
@@ -8,23 +8,14 @@ from torch import Tensor
 from undrift.algorithms.gradient_memory.cone import gram
 from undrift.core.forms import faster
 from undrift.kernels import devices
-from undrift.kernels.launch import launch, room
-
-try:
-    import triton
-    import triton.language as tl
-except ImportError:  # no Triton here: the plain form serves
-    triton = None
+from undrift.kernels.launch import allocate, launch, tl, triton
 
 
 @faster(gram, when=lambda rows, others: devices.gpu(rows.device) and rows.dtype == torch.float32)
 def gram_gpu(rows: Tensor, others: Tensor) -> Tensor:
-    """In float64, and never with the ten bits of TF32 alone.
-
-    Three products of TF32's ten bits make up for one of float32's, and a stretch is short: a noise of about 1e-8 remains.
-    """
-    found: Tensor = torch.ops.undrift.gram(rows, others).sum(0, dtype=torch.float64)
-    return found
+    """Three TF32 products have the precision of float32, and stretches are short: the error is about 1e-8."""
+    products: Tensor = torch.ops.undrift.gram(rows, others).sum(0, dtype=torch.float64)
+    return products
 
 
 if triton is not None:
@@ -40,9 +31,9 @@ if triton is not None:
         total = tl.zeros([A, B], tl.float32)
         for first in range(0, STRETCH, DEPTH):
             k = part * STRETCH + first + tl.arange(0, DEPTH)
-            here = (k < length)[None, :]
-            x = tl.load(a + i[:, None] * a_apart + k[None, :], mask=(i < a_count)[:, None] & here, other=0.0)
-            y = tl.load(b + j[:, None] * b_apart + k[None, :], mask=(j < b_count)[:, None] & here, other=0.0)
+            valid = (k < length)[None, :]
+            x = tl.load(a + i[:, None] * a_apart + k[None, :], mask=(i < a_count)[:, None] & valid, other=0.0)
+            y = tl.load(b + j[:, None] * b_apart + k[None, :], mask=(j < b_count)[:, None] & valid, other=0.0)
             total = tl.dot(x, tl.trans(y), total, input_precision="tf32x3")
         out += part * a_count * b_count
         inside = (i < a_count)[:, None] & (j < b_count)[None, :]
@@ -53,12 +44,9 @@ if triton is not None:
         rows, others = (t if t.stride(1) == 1 else t.contiguous() for t in (rows, others))
         (a, length), b = rows.shape, len(others)
         parts = triton.cdiv(length, STRETCH)
-        out = room(rows, parts, a, b)
-        grid = (parts, triton.cdiv(a, 16), triton.cdiv(b, 128))
-        apart = rows.stride(0), others.stride(0)
+        out = allocate(rows, parts, a, b)
+        grid, apart = (parts, triton.cdiv(a, 16), triton.cdiv(b, 128)), (rows.stride(0), others.stride(0))
         launch(_gram, grid, rows, others, out, *apart, a, b, length, STRETCH=STRETCH, A=16, B=128, DEPTH=32)
         return out
 
-    @_op.register_fake
-    def _(rows: Tensor, others: Tensor) -> Tensor:
-        return rows.new_empty(-(-rows.shape[1] // STRETCH), len(rows), len(others))
+    _op.register_fake(lambda rows, others: rows.new_empty(-(-rows.shape[1] // STRETCH), len(rows), len(others)))

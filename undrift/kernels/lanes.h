@@ -1,4 +1,4 @@
-/* A register's worth of numbers: LANES of them, from anywhere in memory. */
+/* A register of LANES numbers, loaded from any address. */
 
 #ifndef UNDRIFT_LANES
 #define UNDRIFT_LANES

@@ -1,9 +1,8 @@
-"""Launching Triton's kernels, and compiling those of a whole program side by side before anything is launched.
+"""Launch Triton kernels, and compile the kernels of a whole program in parallel before its first launch.
 
-Triton compiles a kernel when it is first launched, so that one waits for the other: GradMA on LeNet-5 needs thirteen, ten seconds
-of a machine's first run. Most of it is spent in Triton's compiler, the GPU's assembler and a C compiler, none of which holds
-Python up. In a rehearsal a program is run without its kernels, whose outputs are then zeros: it finds out which ones there are,
-and all cores compile them.
+Triton compiles a kernel at its first launch, one after another: the thirteen kernels of GradMA on LeNet-5 take ten seconds. A
+rehearsal runs a program without its kernels, whose outputs are then zeros. It collects the kernels, and all cores compile them:
+the compilers do not hold Python's lock.
 """
 
 from __future__ import annotations
@@ -19,9 +18,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
+try:
+    import triton as triton
+
+    tl = triton.language
+except ImportError:  # without Triton the plain forms serve
+    triton = tl = None
+
 
 class Rehearsal:
-    """The kernels asked for so far, which are being compiled."""
+    """The kernels requested so far, which are being compiled."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = torch.cuda.current_device() if device.index is None else device.index
@@ -30,7 +36,7 @@ class Rehearsal:
 
     def ask(self, kernel: Any, grid: tuple[int, ...], given: tuple[Any, ...], sizes: dict[str, Any]) -> None:
         names = kernel.params[: len(given)]
-        given = tuple(like(value, name.do_not_specialize) for value, name in zip(given, names, strict=True))
+        given = tuple(specialise(value, name.do_not_specialize) for value, name in zip(given, names, strict=True))
         key = kernel, given, tuple(sizes.items())
         if key not in self.asked:
             self.asked.add(key)
@@ -38,8 +44,7 @@ class Rehearsal:
 
     def make(self, kernel: Any, grid: tuple[int, ...], given: tuple[Any, ...], sizes: dict[str, Any]) -> None:
         with torch.cuda.device(self.device):
-            made = kernel.warmup(*given, grid=grid, **sizes)
-            _ = made.run  # loads it, with the C that launches it
+            _ = kernel.warmup(*given, grid=grid, **sizes).run  # loads the kernel and the C code that launches it
 
 
 current: ContextVar[Rehearsal | None] = ContextVar("rehearsal", default=None)
@@ -47,40 +52,32 @@ current: ContextVar[Rehearsal | None] = ContextVar("rehearsal", default=None)
 
 def launch(kernel: Any, grid: tuple[int, ...], *given: Any, **sizes: Any) -> None:
     """kernel[grid](*given, **sizes)"""
-    rehearsed = current.get()
-    if rehearsed is None:
+    if (active := current.get()) is None:
         kernel[grid](*given, **sizes)
     else:
-        rehearsed.ask(kernel, grid, given, sizes)
+        active.ask(kernel, grid, given, sizes)
 
 
-def room(beside: Tensor, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
-    """A tensor for what a kernel makes. In a rehearsal nothing is made, and what goes on with it finds zeros: finite numbers, and
-    indices that are valid."""
-    make = beside.new_empty if current.get() is None else beside.new_zeros
-    return make(shape, dtype=dtype or beside.dtype)
+def allocate(like: Tensor, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
+    """A tensor for the output of a kernel; in a rehearsal zeros, which are finite numbers and valid indices."""
+    new = like.new_empty if current.get() is None else like.new_zeros
+    return new(shape, dtype=dtype or like.dtype)
 
 
 @contextlib.contextmanager
 def rehearsal(device: torch.device) -> Iterator[None]:
-    """Within it kernels are compiled for a GPU instead of being launched; when it is left, all of them are ready.
-
-    One that cannot be compiled fails where it is launched.
-    """
+    """Compile kernels instead of launching them; all are ready at the end. One that fails to compile fails at its launch."""
     if device.type != "cuda":
         yield
         return
-    mine = Rehearsal(device)
-    try:
-        with joined(mine):
-            yield
-    finally:
-        mine.pool.shutdown()
+    new = Rehearsal(device)
+    with new.pool, take_part(new):
+        yield
 
 
 @contextlib.contextmanager
-def joined(rehearsal: Rehearsal | None) -> Iterator[None]:
-    """Within it this thread takes part: PyTorch runs a GPU's backward pass in a thread of its own, which has to be told."""
+def take_part(rehearsal: Rehearsal | None) -> Iterator[None]:
+    """Let this thread take part in a rehearsal: PyTorch runs the backward pass of a GPU in another thread."""
     before = current.set(rehearsal)
     try:
         yield
@@ -90,7 +87,7 @@ def joined(rehearsal: Rehearsal | None) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Pointer:
-    """What Triton asks of a tensor."""
+    """The properties of a tensor that Triton specialises on."""
 
     dtype: torch.dtype
     address: int
@@ -99,16 +96,16 @@ class Pointer:
         return self.address
 
 
-def like(value: Any, any_size: bool = False) -> Any:
-    """The same for all arguments for which Triton makes one kernel: it looks whether they are 1, multiples of 16, or long.
+def specialise(value: Any, any_size: bool = False) -> Any:
+    """A representative of all arguments that share a kernel: Triton distinguishes 1, multiples of 16, and 64-bit integers.
 
-    >>> like(1), like(48), like(7), like(7 << 40), like(48, any_size=True)
+    >>> specialise(1), specialise(48), specialise(7), specialise(7 << 40), specialise(48, any_size=True)
     (1, 16, 17, 4294967312, 17)
     """
     if isinstance(value, Tensor):
         return Pointer(value.dtype, 16 if value.data_ptr() % 16 == 0 else 4)
     if isinstance(value, tuple):
-        return tuple(like(each, any_size) for each in value)
+        return tuple(specialise(each, any_size) for each in value)
     if type(value) is int:
         kind = 17 if any_size else 1 if value == 1 else 16 if value % 16 == 0 else 17
         return kind if -(1 << 31) <= value < 1 << 31 else (1 << 32) + kind

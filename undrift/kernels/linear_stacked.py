@@ -1,8 +1,7 @@
-"""A linear layer over stacked clients: what `vmap(F.linear)` computes, with the weight's gradient laid out as the weight.
+"""A linear layer over stacked clients: `vmap(F.linear)`, with a weight gradient in the memory order of the weight.
 
-`F.linear` multiplies by the transposed weight, so that under vmap the gradient comes out transposed and is copied back,
-which on a CPU costs as much as a third of the products. Transposing the (smaller) input instead needs no copy: the
-gradient of w in `w @ x'` is `g @ x`, in the order in which the weight lies in the vector.
+`F.linear` transposes the weight, so under vmap the weight's gradient is transposed and must be copied, which on a CPU takes a
+third of the products' time. Transposing the (smaller) input instead needs no copy: the gradient of w in `w @ x'` is `g @ x`.
 """
 
 from __future__ import annotations
@@ -22,4 +21,4 @@ def product(x: Tensor, w: Tensor, b: Tensor | None) -> Tensor:
     """F.linear(x, w, b) for x [..., n, in], for use under vmap."""
     y = w @ x.flatten(0, -2).mT  # [out, n]
     y = y if b is None else y + b.unsqueeze(-1)
-    return y.mT.contiguous().view(*x.shape[:-1], -1)  # laid out as F.linear's, because a model may call view on it
+    return y.mT.contiguous().view(*x.shape[:-1], -1)  # contiguous as in F.linear, because a model may call view

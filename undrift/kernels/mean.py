@@ -1,4 +1,4 @@
-"""The clients' mean, in pieces on a CPU, and as a sum where a compiler is listening."""
+"""The clients' mean: in pieces on a CPU, and as a sum under torch.compile."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from undrift.core.forms import faster
 from undrift.core.vec import mean, witness
 from undrift.kernels import devices
 
-# One product of a vector with a matrix is made on one core; the pieces of a long mean on all of them.
+# A product of a vector with a matrix runs on one core; the pieces of a long mean run on all cores.
 LONG, PIECES = 1 << 16, 8
 
 
 def fuses(v: Tensor, weight: Tensor) -> bool:
-    """Whether a compiler is to see a sum, which it puts into the kernels around it, as it does not do with a product."""
-    return v.shape[-2] <= 16 and v.device.type == "cuda" and devices.traced()
+    """Whether the mean should be a sum: torch.compile can fuse a sum but not a matrix product."""
+    return v.shape[-2] <= 16 and v.device.type == "cuda" and devices.is_tracing()
 
 
 @faster(mean, when=fuses)
@@ -24,8 +24,8 @@ def mean_traced(v: Tensor, weight: Tensor) -> Tensor:
     return sum(more, start=first)
 
 
-# Most servers take the mean anyway, so that a compiler reads the vectors once for both.
-witness.add(mean_traced, when=fuses)
+# Most servers compute the mean anyway: a compiler then reads the vectors once for both.
+faster(witness, when=fuses)(mean_traced)
 
 
 def long(v: Tensor, weight: Tensor) -> bool:

@@ -1,4 +1,4 @@
-/* Passes over the rows [m][length] of a memory of hundreds of megabytes, called by rows.py, where the plain forms are. */
+/* Passes over the rows [m][length] of a memory of hundreds of megabytes, called by memory_cpu.py. */
 
 #include "lanes.h"
 #include <stdlib.h>
@@ -12,21 +12,21 @@ enum { ROWS = 2, VECTORS = 6 }; /* 12 sums in 16 registers */
 #define IN_A_REGISTER(v)
 #endif
 enum {
-    BLOCK = 448,  /* entries: VECTORS blocks stay in a core's first cache while all rows pass by */
-    BAND = 128,   /* rows: the second cache holds a block of each and, fetched meanwhile, the next one */
+    BLOCK = 448,  /* entries: VECTORS blocks stay in the L1 cache while all rows pass */
+    BAND = 128,   /* rows: the L2 cache holds a block of each and the prefetched next one */
     SHORT_SUM = 9 /* blocks that are summed in float32 */
 };
-typedef float halved __attribute__((vector_size(2 * LANES)));
+typedef float half_vector __attribute__((vector_size(2 * LANES)));
 typedef double wide __attribute__((vector_size(4 * LANES))); /* half as many lanes */
 
-INLINED wide widened(const float *p) {
-    halved v;
+INLINED wide widen(const float *p) {
+    half_vector v;
     memcpy(&v, p, sizeof v);
     return __builtin_convertvector(v, wide);
 }
 
-/* sums[i][j] += row i * vector j for R rows `apart` from each other and V vectors, interleaved in `v`, over `length` entries.
-   Meanwhile `ahead` rows from `next` on are fetched into the cache. */
+/* sums[i][j] += row i * vector j for R rows with stride `apart` and V vectors, interleaved in `v`, over `length` entries.
+   Prefetches `ahead` rows from `next` on. */
 INLINED void tile(int R, int V, const float *row, long apart, const vector *v, long length, vector *sums, long count,
                   const float *next, int ahead) {
     vector sum[ROWS][VECTORS];
@@ -74,7 +74,7 @@ static void some_vectors(int R, int V, const float *row, long apart, const vecto
 }
 
 /* out [m][count] += the products of `count` vectors with a band of m rows over the entries from `first` to `end`.
-   The first `renewed` vectors become scale[j] vectors[j] + updates[j] before. Returns 1 for want of memory, else 0. */
+   The first `renewed` vectors first become scale[j] vectors[j] + updates[j]. Returns 1 if memory runs out, else 0. */
 static int band(long m, const float *rows, long apart, long first, long end, long count, float *const *vectors, long renewed,
                 const float *scale, const float *const *updates, double *out) {
     vector *sums = aligned_alloc(sizeof(vector), sizeof(vector) * m * count);
@@ -100,12 +100,12 @@ static int band(long m, const float *rows, long apart, long first, long end, lon
                              row + from * apart + BLOCK, to - from);
             }
         }
-        for (long k = at + whole; k < at + here; k++) /* what does not fill a vector */
+        for (long k = at + whole; k < at + here; k++) /* the rest of a vector */
             for (long i = 0; i < m; i++)
                 for (long j = 0; j < count; j++) out[i * count + j] += (double)rows[i * apart + k] * vectors[j][k];
         if (++blocks % SHORT_SUM == 0 || at + BLOCK >= end)
             for (long e = 0; e < m * count; e++) {
-                halved half[2];
+                half_vector half[2];
                 memcpy(half, sums + e, sizeof half);
                 sums_of_sums[e] += __builtin_convertvector(half[0] + half[1], wide);
                 sums[e] = (vector){};
@@ -118,9 +118,8 @@ static int band(long m, const float *rows, long apart, long first, long end, lon
     return poor;
 }
 
-/* out [count][m] = the products of `count` vectors with all rows, each row `apart` from the next; a few blocks in float32,
-   their sums in float64. The first `renewed` vectors are themselves rows, and become scale[j] vectors[j] + updates[j] before.
-   Returns 1 for want of memory, else 0. */
+/* out [count][m] = the products of `count` vectors with all rows, with row stride `apart`; a few blocks in float32, their sums in
+   float64. The first `renewed` vectors are rows and first become scale[j] vectors[j] + updates[j]. Returns 1 if memory runs out. */
 int inner_products(long m, long length, const float *rows, long apart, long count, float *const *vectors, long renewed,
                    const float *scale, const float *const *updates, double *out, int threads) {
     int poor = 0;
@@ -144,14 +143,14 @@ int inner_products(long m, long length, const float *rows, long apart, long coun
 
 /* u = p + sum_j share[j] row[j] over `count` rows, summed in float64. */
 void combined(long length, const float *p, long count, const float *const *row, const double *share, float *u, int threads) {
-    enum { STEP = 2 * LANES }; /* entries that are summed in four registers */
+    enum { STEP = 2 * LANES }; /* entries in four registers */
     long whole = length / STEP * STEP;
 #pragma omp parallel for num_threads(threads) schedule(static)
     for (long at = 0; at < whole; at += STEP) {
         wide sum[4];
-        for (int q = 0; q < 4; q++) sum[q] = widened(p + at + q * LANES / 2);
+        for (int q = 0; q < 4; q++) sum[q] = widen(p + at + q * LANES / 2);
         for (long j = 0; j < count; j++)
-            for (int q = 0; q < 4; q++) sum[q] += share[j] * widened(row[j] + at + q * LANES / 2);
+            for (int q = 0; q < 4; q++) sum[q] += share[j] * widen(row[j] + at + q * LANES / 2);
         for (int q = 0; q < 4; q++)
             for (int k = 0; k < LANES / 2; k++) u[at + q * LANES / 2 + k] = (float)sum[q][k];
     }

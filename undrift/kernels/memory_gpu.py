@@ -1,4 +1,4 @@
-"""GradMA's mem_red on a GPU, without asking the host: who gets which row of the server's memory."""
+"""GradMA's mem_red on a GPU, without waiting for the host: it assigns rows of the server's memory to clients."""
 
 from __future__ import annotations
 
@@ -8,13 +8,7 @@ from torch import Tensor
 from undrift.algorithms.gradient_memory.memory import Memory, mem_red
 from undrift.core.forms import faster
 from undrift.kernels import devices
-from undrift.kernels.launch import launch, room
-
-try:
-    import triton
-    import triton.language as tl
-except ImportError:  # no Triton here: the plain form serves
-    triton = None
+from undrift.kernels.launch import allocate, launch, tl, triton
 
 
 @faster(mem_red, when=lambda memory, clients: devices.gpu(memory.ids.device))
@@ -38,22 +32,22 @@ if triton is not None:
         age = tl.load(before + m + i, mask=real, other=0)
         uses = tl.load(before + 2 * m + i, mask=real, other=0)
         since = tl.load(before + 3 * m + i, mask=real, other=0)
-        present = i < 0  # rows of the cohort's clients
+        present = i < 0  # rows that belong to the cohort
         for s in range(0, count):
             present = present | (ids == tl.load(clients + s))
         newest = tl.max(since, 0)
-        made_room = tl.load(evictions)
+        total = tl.load(evictions)
         for s in range(0, count):
             client = tl.load(clients + s)
             own = tl.min(tl.where(ids == client, i, SIZE), 0)
             free = tl.min(tl.where(ids == -1, i, SIZE), 0)
-            # argmin c(j) over those not in the cohort, the earliest let in first
+            # argmin c(j) over clients outside the cohort; of equals the oldest entry
             key = tl.where(real & (present == 0), uses * (1 << 32) + since, 1 << 62)
             least = tl.min(tl.where(key == tl.min(key, 0), i, SIZE), 0)
             row = tl.where(own < SIZE, own, tl.where(free < SIZE, free, least))
             new = (i == row) & (own == SIZE)
             newest += (own == SIZE).to(tl.int64)
-            made_room += ((own == SIZE) & (free == SIZE)).to(tl.int64)
+            total += ((own == SIZE) & (free == SIZE)).to(tl.int64)
             ids = tl.where(new, client, ids)
             age = tl.where(new, -1, age)
             since = tl.where(new, newest, since)
@@ -64,12 +58,16 @@ if triton is not None:
         tl.store(after + m + i, age, mask=real)
         tl.store(after + 2 * m + i, uses, mask=real)
         tl.store(after + 3 * m + i, since, mask=real)
-        tl.store(evicted, made_room)
+        tl.store(evicted, total)
 
     @torch.library.custom_op("undrift::mem_red", mutates_args=())
     def _op(clients: Tensor, counters: Tensor, evictions: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """The counters [4, m] after clients [S] have got their rows, those rows [S], and the evictions so far."""
-        after, place, evicted = room(counters, *counters.shape), room(clients, len(clients)), room(evictions)
+        """The counters [4, m] after the assignment, the rows [S] of clients [S], and the evictions so far."""
+        after, place, evicted = (
+            allocate(counters, *counters.shape),
+            allocate(clients, len(clients)),
+            allocate(evictions),
+        )
         m = counters.shape[1]
         launch(
             _mem_red, (1,), clients.contiguous(), counters.contiguous(), after, place, evictions, evicted, len(clients), m,

@@ -1,8 +1,7 @@
-"""The package's few C functions, compiled by gcc for this very processor when one of them is first wanted.
+"""The package's C functions, compiled by gcc for this processor at their first use.
 
-They stand beside plain forms in PyTorch, which serve where there is no gcc, no Linux, no AVX2 or no libgomp. The library has to
-share PyTorch's OpenMP threads: a second set of threads would fight with the first one for the cores. It is kept in the user's
-cache folder and made anew when the sources or the processor change. UNDRIFT_NATIVE=0 turns it off.
+The plain forms serve without gcc, Linux, AVX2 or libgomp. The library must share PyTorch's OpenMP threads: a second pool would
+compete for the cores. The user's cache folder holds it until the sources or the processor change. UNDRIFT_NATIVE=0 disables it.
 """
 
 from __future__ import annotations
@@ -27,50 +26,50 @@ FLAGS = ["-std=gnu11", "-O3", "-march=native", "-fno-math-errno", "-fopenmp", "-
 
 @functools.cache
 def library() -> ctypes.CDLL | None:
-    """The compiled functions; None: the plain forms are to be used."""
+    """The compiled functions, or None if the plain forms must serve."""
     gcc = shutil.which("gcc")
     if os.environ.get("UNDRIFT_NATIVE") == "0" or sys.platform != "linux" or gcc is None:
         return None
     if torch.backends.cpu.get_cpu_capability() not in ("AVX2", "AVX512"):
         return None
-    if b"libgomp" not in Path("/proc/self/maps").read_bytes():  # this PyTorch has other threads
+    if b"libgomp" not in Path("/proc/self/maps").read_bytes():  # this PyTorch uses other threads
         return None
     try:
-        return kept(gcc)
-    except (OSError, RuntimeError):  # no home, or one that cannot be written to
+        return load_cached(gcc)
+    except (OSError, RuntimeError):  # the home folder is missing or read-only
         pass
     try:
-        with tempfile.TemporaryDirectory(prefix="undrift-") as aside:  # once loaded, the file is not needed any more
-            return ctypes.CDLL(str(compiled(gcc, Path(aside))))
+        with tempfile.TemporaryDirectory(prefix="undrift-") as folder:  # a loaded library does not need its file
+            return ctypes.CDLL(str(compile_in(Path(folder), gcc)))
     except (OSError, subprocess.SubprocessError):
         return None
 
 
-def kept(gcc: str) -> ctypes.CDLL | None:
-    """The library from the cache folder, made if need be; None: gcc does not make it."""
+def load_cached(gcc: str) -> ctypes.CDLL | None:
+    """Load the library from the cache folder, compiling it if necessary; None if gcc fails."""
     folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "undrift"
     folder.mkdir(parents=True, exist_ok=True)
     flags = next((line for line in Path("/proc/cpuinfo").read_bytes().splitlines() if line.startswith(b"flags")), b"")
     name = digest(b"\0".join([*(file.read_bytes() for file in SOURCES + HEADERS), " ".join(FLAGS).encode(), flags]))
-    for found in folder.glob(f"{name}-*.so"):
-        if found.name == f"{name}-{digest(found.read_bytes())}.so":  # whole: one that is cut short would end Python
-            return ctypes.CDLL(str(found))
-    with tempfile.TemporaryDirectory(dir=folder) as aside:
+    for file in folder.glob(f"{name}-*.so"):
+        if file.name == f"{name}-{digest(file.read_bytes())}.so":  # a truncated library would crash Python
+            return ctypes.CDLL(str(file))
+    with tempfile.TemporaryDirectory(dir=folder) as temporary:
         try:
-            new = compiled(gcc, Path(aside))
+            new = compile_in(Path(temporary), gcc)
         except subprocess.SubprocessError:
             return None
-        made = folder / f"{name}-{digest(new.read_bytes())}.so"
-        new.replace(made)  # a finished file appears at once or not at all
-    return ctypes.CDLL(str(made))
+        file = folder / f"{name}-{digest(new.read_bytes())}.so"
+        new.replace(file)  # atomic
+    return ctypes.CDLL(str(file))
 
 
-def compiled(gcc: str, folder: Path) -> Path:
-    """The file of the library, made in a folder."""
-    made = folder / "native.so"
-    command = [gcc, *FLAGS, *map(str, SOURCES), "-lm", "-o", str(made)]
+def compile_in(folder: Path, gcc: str) -> Path:
+    """Compile the library in a folder."""
+    file = folder / "native.so"
+    command = [gcc, *FLAGS, *map(str, SOURCES), "-lm", "-o", str(file)]
     subprocess.run(command, check=True, capture_output=True, timeout=120)
-    return made
+    return file
 
 
 def digest(content: bytes) -> str:
@@ -78,5 +77,5 @@ def digest(content: bytes) -> str:
 
 
 def address(t: Tensor | None) -> ctypes.c_void_p:
-    """Where a tensor's entries begin; NULL for none."""
+    """The address of a tensor's data, or NULL."""
     return ctypes.c_void_p(None if t is None else t.data_ptr())

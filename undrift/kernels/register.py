@@ -1,8 +1,6 @@
 """Importing this module registers all faster forms with their plain functions."""
 
-from __future__ import annotations
-
-from undrift.kernels import (
+from undrift.kernels import (  # noqa: F401
     chain,
     cone3_gpu,
     cone_gpu,
@@ -18,8 +16,3 @@ from undrift.kernels import (
     pictures_gpu,
     wide_cpu,
 )
-
-ROOMS = (
-    chain, cone3_gpu, cone_gpu, consistency_gpu, conv_gpu, cross_entropy_gpu, dense_step_gpu, gram_gpu, linear_stacked,
-    mean, memory_cpu, memory_gpu, pictures_gpu, wide_cpu,
-)  # fmt: skip

@@ -1,4 +1,4 @@
-"""Passes over long float32 vectors in float64 on a CPU, block by block, so that what is widened stays in the cache."""
+"""Passes over long float32 vectors in float64 on a CPU, in blocks whose float64 copies fit the cache."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from undrift.algorithms.gradient_memory.wide import wide_combination, wide_produ
 from undrift.core.forms import faster
 from undrift.kernels import devices
 
-BLOCK = 1 << 14  # entries widened at a time
+BLOCK = 1 << 14  # entries in a block
 
 
 @faster(wide_products, when=lambda vectors: devices.cpu(vectors.device))
@@ -26,5 +26,5 @@ def wide_combination_cpu(share: Tensor, vectors: Tensor) -> Tensor:
 
 
 def blocks(vectors: Tensor) -> Iterator[Tensor]:
-    """The vectors [..., P] in float64, block after block."""
+    """The blocks of vectors [..., P], in float64."""
     return (block.double() for block in vectors.split(BLOCK, -1))

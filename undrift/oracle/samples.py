@@ -1,4 +1,4 @@
-"""The samples of a mini-batch as a model takes them."""
+"""The samples of a mini-batch as inputs of a model."""
 
 from __future__ import annotations
 
@@ -13,6 +13,6 @@ from undrift.oracle.net import Net
 def samples(
     net: Net, data: Federation, rows: Tensor, draw: Tensor | None = None, owner: Tensor | None = None
 ) -> Tensor:
-    """The inputs [..., B, *shape] in these rows, augmented by these draws and in the colours of these clients, if any."""
+    """The inputs [..., B, *shape] of the given rows; `draw` augments them and `owner` gives them a client's colours, if any."""
     inputs = data.transform(data.train.take(rows.flatten()), net.dtype, draw, owner)
     return inputs.view(*rows.shape, *inputs.shape[1:])

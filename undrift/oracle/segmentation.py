@@ -1,8 +1,7 @@
 """Segmentation as a task: the Dice loss and the Dice score of nested structures.
 
-A mask [H, W] holds whole numbers: 0 is background and structure c (counted from 0) is where the mask is above c, so that
-a later structure lies inside an earlier one (the cup inside the disc). A model has one output channel for each structure;
-its probability is the sigmoid of the output.
+A mask [H, W] holds whole numbers: 0 is background, and structure c = 0, 1, ... is where the mask is above c, so a later structure
+lies inside an earlier one (the cup inside the disc). A model has one output channel, before the sigmoid, for each structure.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ def dice_loss(outputs: Tensor, masks: Tensor) -> Tensor:
 
 
 def dice_scores(outputs: Tensor, masks: Tensor) -> Tensor:
-    """[B, C] the Dice score of each structure, binarised at 0.5; 1 where neither mask nor prediction shows anything.
+    """[B, C] the Dice score of each structure, binarised at 0.5; 1 if mask and prediction are both empty.
 
     >>> dice_scores(torch.tensor([[[[9.0, 9.0, -9.0]]]]), torch.tensor([[[1, 0, 0]]]))
     tensor([[0.6667]])
@@ -47,14 +46,14 @@ def dice_scores(outputs: Tensor, masks: Tensor) -> Tensor:
     return overlap(outputs > 0, structures_of(masks, outputs.shape[1]))
 
 
-def overlap(found: Tensor, true: Tensor) -> Tensor:
+def overlap(predicted: Tensor, true: Tensor) -> Tensor:
     """[B, C] 2 |a and b| / (|a| + |b|) of planes [B, C, H, W] of zeros and ones."""
-    both, sizes = (found & true).sum((-2, -1)), found.sum((-2, -1)) + true.sum((-2, -1))
+    both, sizes = (predicted & true).sum((-2, -1)), predicted.sum((-2, -1)) + true.sum((-2, -1))
     return torch.where(sizes > 0, 2 * both / sizes.clamp(min=1), 1.0)
 
 
 def metrics(structures: tuple[str, ...]) -> dict[str, Callable[[Tensor, Tensor], Tensor]]:
-    """The mean Dice score under `dice`, and that of each structure under `dice_NAME` where there are several."""
+    """The mean Dice score as `dice`, and with several structures each one's score as `dice_NAME`."""
 
     def one(place: int) -> Callable[[Tensor, Tensor], Tensor]:
         return lambda outputs, masks: dice_scores(outputs, masks)[:, place]

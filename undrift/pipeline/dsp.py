@@ -57,7 +57,7 @@ class DSP:
     ) -> None:
         if not callable(optimizer):  # None, or one optimiser, where each block needs its own
             raise BadSetting("give what makes an optimiser: optimizer=lambda params: torch.optim.SGD(params, lr=0.1)")
-        with ranks.joined():
+        with ranks.join():
             self.device = ranks.device_of_rank(torch.device(device))
             self.parts, self.balance = split(model, cuts, blocks, sample, loss, self.device)
             count = len(self.parts)

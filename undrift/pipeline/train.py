@@ -39,7 +39,7 @@ from undrift.round.record import RoundRecord, write_record
 from undrift.simulate.choose import keep_freed_memory
 
 
-@ranks.joined()
+@ranks.join()
 def run_pipe(
     config: PipeConfig | Mapping[str, Any] | str | Path | None = None,
     *,

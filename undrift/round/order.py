@@ -128,7 +128,7 @@ def play(
 
 def first_state(alg: Algorithm, net: Net, x0: Tensor, buffers: Tensor, clients: int) -> ServerState:
     """What the server holds before the first round."""
-    others = {name: Served(*(v.to(x0.device) for v in other.start())) for name, other in net.beside.items()}
+    others = {name: Served(*(v.to(x0.device) for v in other.start())) for name, other in net.networks.items()}
     starts = {"model": Served(x0, buffers)} | others
     companion = alg.companion_networks(alg.companion_init(x0, clients), starts)
     return ServerState(x0, buffers, alg.server_init(x0, clients, net.layout), companion)

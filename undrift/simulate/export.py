@@ -24,7 +24,7 @@ def models(run: Scored, settings: Mapping[str, Any], records: Sequence[Mapping[s
     for number, served in enumerate(personal_models(run), 1):
         tensors |= {f"client{number}.{name}": tensor for name, tensor in net.state_dict(*served).items()}
     if alg.chooses:
-        selector = net.beside["selector"].state_dict(*alg.selector(state.companion))
+        selector = net.networks["selector"].state_dict(*alg.selector(state.companion))
         tensors |= {f"selector.{name}": tensor for name, tensor in selector.items()}
     gammas = [r["gamma"] for r in records if r.get("gamma") is not None]
     networks = alg.networks(data.clients)

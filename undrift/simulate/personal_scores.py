@@ -142,7 +142,7 @@ def by_owner(run: Scored, own: HeldOut, models: list[Served]) -> Scores:
 def selector_outputs(run: Scored, own: HeldOut, batch: int = 1000) -> Tensor:
     """[n, m] what the selector says of each sample."""
     selector = run.alg.selector(run.state.companion)
-    net, found = run.net.beside["selector"], []
+    net, found = run.net.networks["selector"], []
     for rows, owners in zip(own.rows.split(batch), own.owners.split(batch), strict=True):
         inputs = run.data.transform(own.split.take(rows), net.dtype, clients=owners)
         found.append(net(*selector, inputs, None)[0])

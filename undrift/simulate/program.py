@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from undrift.algorithms.base import Algorithm
-from undrift.core.forms import watching
+from undrift.core.forms import watch
 from undrift.core.trees import State, leaves, map_leaves
 from undrift.core.vec import witness
 from undrift.data.federation import Federation
@@ -332,7 +332,7 @@ class Program:
         recording = Recording(whole, changed, device)
         if not self.tried:
             self.tried, compile, self.compile = True, self.compile, False
-            with watching() as seen:
+            with watch() as seen:
                 recording.rehearse()
             self.compile, self.in_place = compile, seen.in_place  # what writes into the state is not compiled
             if seen.by_value and device.type == "cuda":  # no graph can hold what the host decides
@@ -348,7 +348,7 @@ class Program:
         """The end of a round: within the graph, compiled where that was asked for; or later, on the host."""
         if self.apart:
             return Later(close, given)
-        with watching() as seen:
+        with watch() as seen:
             if self.in_place:
                 after = close(*given)
             else:

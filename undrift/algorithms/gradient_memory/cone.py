@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from undrift.core.forms import plain
-from undrift.core.vec import beside
+from undrift.core.vec import place_with
 
 Array = NDArray[np.float64]
 
@@ -29,7 +29,7 @@ class Projection(NamedTuple):
     """The projected vector, its multipliers, and whether they are a solution."""
 
     u: Tensor  # [P]
-    z: Tensor  # [m] float64, the multipliers of the given columns, on the device of `counts`
+    z: Tensor  # [m] float64, the multipliers of the given columns, where `counts` lies
     solved: Tensor  # [] False: non-finite input or no convergence; then u is p, or the best point found
 
 
@@ -68,7 +68,7 @@ def project(
     if even is not None:  # rows so short that their squares are zero; their length does not matter
         stretched = project(p.double(), even, None, rho, None, torch.from_numpy(wanted), torch.from_numpy(guess))
         z_even = stretched.z / even_scale(rows).cpu()
-        z_all = z_even if counts is None else beside(z_even, counts)
+        z_all = z_even if counts is None else place_with(z_even, counts)
         return Projection(stretched.u.to(p.dtype), z_all, stretched.solved)
     zero = torch.zeros(m, dtype=torch.float64) if counts is None else counts.new_zeros(m, dtype=torch.float64)
     yes, no = torch.tensor(True), torch.tensor(False)
@@ -89,8 +89,8 @@ def project(
     active = z > 0
     index, share = np.flatnonzero(active), z[active] * flat[-1] / size[active]
     chosen, weights = torch.from_numpy(index), torch.from_numpy(share)
-    u = combine(p, rows, beside(chosen, p), beside(weights, p)) if straight is None else straight
-    z_all = zero.index_copy(0, beside(chosen, zero), beside(weights, zero))
+    u = combine(p, rows, place_with(chosen, p), place_with(weights, p)) if straight is None else straight
+    z_all = zero.index_copy(0, place_with(chosen, zero), place_with(weights, zero))
     return Projection(u, z_all, yes if solved else no)
 
 
@@ -122,7 +122,7 @@ def normalised(
     size = np.sqrt(np.clip(products.diagonal(), 0.0, None))
     zero = np.flatnonzero(wanted & (size == 0))
     even = None
-    if len(zero) and bool((rows[beside(torch.from_numpy(zero), rows)] != 0).any()):
+    if len(zero) and bool((rows[place_with(torch.from_numpy(zero), rows)] != 0).any()):
         even = rows.double() / even_scale(rows).unsqueeze(1)
     counted = wanted & (size > 0)
     inverse = np.divide(1.0, size, out=np.zeros_like(size), where=counted)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from undrift.algorithms.gradient_memory.cone import gram
 from undrift.core.forms import plain
-from undrift.core.vec import beside
+from undrift.core.vec import place_with
 
 
 class Memory(NamedTuple):
@@ -47,7 +47,7 @@ class Memory(NamedTuple):
 
         Also the products [T, m] of the vector m with the rows.
         """
-        age, at = self.age[place].unsqueeze(-1), beside(place, updates)
+        age, at = self.age[place].unsqueeze(-1), place_with(place, updates)
         scale = torch.where(age < 0, 0.0, beta2 ** (age + 1).to(updates.dtype)).to(updates)
         # D[i] <- scale D[i] + d_i. Only the cohort's rows and columns of the Gram matrix change: S m d operations, not m m d.
         new = torch.stack([renew_products(self.rows[:, s], at, scale, updates[:, s], m[s]) for s in segments])
