@@ -12,8 +12,10 @@ from torch import Tensor
 from tests.small import path, simulation
 from undrift.algorithms.base import Average, LocalSGD
 from undrift.algorithms.fedprox import FedProx
+from undrift.algorithms.gradma import GradMA
 from undrift.algorithms.scaffold import Scaffold
 from undrift.core.errors import ClientFailed
+from undrift.core.forms import Form
 
 
 @dataclass(frozen=True)
@@ -44,6 +46,23 @@ def test_a_failure_names_the_client_and_the_stage(execution: str) -> None:
         run.round()
     with pytest.raises(ClientFailed, match=r"client \d, local_end: ZeroDivisionError: a fault of the method's own"):
         simulation(Breaks(stage="local_end"), cohort=6, execution=execution).round()
+
+
+def test_debug_uses_no_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    chosen: list[bool] = []
+    real = Form.choose
+
+    def choose(self: Any, *given: Any, **named: Any) -> Any:
+        form = real(self, *given, **named)
+        chosen.append(form is self.plain)
+        return form
+
+    monkeypatch.setattr(Form, "choose", choose)
+    run = simulation(GradMA(slots=6), execution="debug")
+    run.ask(run.work(run.attendance(0)), run.who(run.attendance(0)))  # checks and choices come before the first round
+    chosen.clear()
+    run.round()
+    assert chosen and all(chosen)
 
 
 @pytest.mark.parametrize(

@@ -107,16 +107,16 @@ def faster(of: Form[P, R], when: Callable[P, bool]) -> Callable[[Callable[P, R]]
 
 
 @contextlib.contextmanager
-def plain_forms() -> Iterator[None]:
-    """Run only plain functions, in every thread."""
+def plain_forms(wanted: bool = True) -> Iterator[None]:
+    """Run only plain functions, in every thread, if that is wanted."""
     global _plain_only
     with _lock:
-        _plain_only += 1
+        _plain_only += wanted
     try:
         yield
     finally:
         with _lock:
-            _plain_only -= 1
+            _plain_only -= wanted
 
 
 @contextlib.contextmanager

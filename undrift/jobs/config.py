@@ -36,7 +36,8 @@ class JobConfig:
     device: str = setting("auto", "auto, cpu or cuda")
     dtype: str = setting("float32", "float32 or float64")
     execution: str = setting(
-        "auto", "simulated clients or workers run stacked (as one), pool (in turn), or auto (faster)"
+        "auto",
+        "simulated clients or workers run stacked (as one), pool (in turn), debug (plain PyTorch), or auto (faster)",
     )
     replay: bool = setting(True, "on a GPU, replay stacked rounds as CUDA graphs: much faster")
     compile: str = setting("auto", "compile replayed rounds: auto (if the run is long enough), on or off")
@@ -76,7 +77,7 @@ class JobConfig:
 JOB_CHOICES = {
     "device": ("auto", "cpu", "cuda"),
     "dtype": ("float32", "float64"),
-    "execution": ("auto", "stacked", "pool"),
+    "execution": ("auto", "stacked", "pool", "debug"),
     "compile": ("auto", "on", "off"),
     "precision": ("fp32", "tf32"),
 }

@@ -19,7 +19,6 @@ from torch import Tensor
 
 from undrift.algorithms.base import Algorithm
 from undrift.core.errors import ClientFailed
-from undrift.core.forms import plain_forms
 from undrift.core.trees import State, map_leaves
 from undrift.round.clients import Answers, new_clients, stage, train
 from undrift.round.who import Who
@@ -149,20 +148,18 @@ class Pool:
 
 
 class OneByOne:
-    """One client after another in plain PyTorch: no kernel, graph or compiler, so that a fault is where it seems to be."""
+    """One client after another; the simulation then runs in plain PyTorch, so that a fault is where it seems to be."""
 
     name = "debug"
 
     def train(
         self, alg: Algorithm, down: State, client: State, buffers: Tensor, work: LocalWork, limit: int | None = None
     ) -> Answers:
-        with plain_forms():
-            answers = [train_some(alg, down, client, buffers, work, s, limit) for s in range(len(work.ids))]
+        answers = [train_some(alg, down, client, buffers, work, s, limit) for s in range(len(work.ids))]
         return map_leaves(lambda *each: torch.stack(each), *answers)
 
     def measure(self, alg: Algorithm, down: State, buffers: Tensor, work: LocalWork) -> Tensor:
-        with plain_forms():
-            return torch.stack([measure_some(alg, down, buffers, work, s) for s in range(len(work.ids))])
+        return torch.stack([measure_some(alg, down, buffers, work, s) for s in range(len(work.ids))])
 
 
 def train_some(

@@ -19,6 +19,7 @@ from undrift.algorithms.personal import Personal
 from undrift.algorithms.settings import check_algorithm
 from undrift.core import ranks
 from undrift.core.errors import BadSetting
+from undrift.core.forms import plain_forms
 from undrift.core.schedule import Schedule
 from undrift.core.trees import State, map_leaves, named_leaves, nbytes
 from undrift.data.batches import Plan
@@ -205,7 +206,8 @@ class Simulation:
         kept, gradients, numbers = attendance.ids[:0], 0, {"train_loss": float("nan"), "consistency": 0.0}
         if len(attendance.ids):
             who, work = self.who(attendance), self.work(attendance)
-            after = play(self.wrap(self.alg), self.task, self.state, who, self.ask(work, who), cost)
+            with plain_forms(self.settings.execution == "debug"):
+                after = play(self.wrap(self.alg), self.task, self.state, who, self.ask(work, who), cost)
             good = after.good.cpu().numpy()
             kept, gradients = attendance.ids[good], work.gradients
             self.state, self.last_reply = after.state, (after.ids, after.reply)
