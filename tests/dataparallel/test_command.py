@@ -85,6 +85,11 @@ def test_every_method_learns_and_methods_differ() -> None:
     assert results["psync"].records[-1]["x_loss"] == last["saef"], "PSync and SAEF walk the same path"
 
 
+def test_topk_leaves_the_padding_of_a_vector_out() -> None:
+    """The 650 parameters of logreg are padded to 656."""
+    assert trained(compressor="topk", model="logreg").records[-1]["bytes_up"] > 0
+
+
 def test_workers_share_every_pass_and_another_pass_is_dealt_anew() -> None:
     training = ParallelTraining(resolve(from_mapping({"workers": 3, "batch": 5})))
     members = set(training.data.members.tolist())
