@@ -186,7 +186,8 @@ def test_only_runs_are_shared_and_an_odd_environment_is_refused(
     code, _, err = finished(sweep)
     assert (
         code != 0
-        and err.count("undrift: torchrun is for undrift run, dp and pipe; start 'undrift sweep' without it") == 1
+        and err.count("undrift: torchrun is for undrift run, dataparallel and pipe; start 'undrift sweep' without it")
+        == 1
     )
     assert not (tmp_path / "sweep").exists()
     for name in ("RANK", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
