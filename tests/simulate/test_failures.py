@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass
 from typing import Any
 
@@ -49,20 +50,20 @@ def test_a_failure_names_the_client_and_the_stage(execution: str) -> None:
 
 
 def test_debug_uses_no_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
-    chosen: list[bool] = []
-    real = Form.choose
+    """With any faster form a failure, stacked rounds fail and debug rounds do not."""
 
-    def choose(self: Any, *given: Any, **named: Any) -> Any:
-        form = real(self, *given, **named)
-        chosen.append(form is self.plain)
-        return form
+    def fail(*given: Any, **named: Any) -> Any:
+        raise AssertionError("a faster form was called")
 
-    monkeypatch.setattr(Form, "choose", choose)
-    run = simulation(GradMA(slots=6), execution="debug")
-    run.ask(run.work(run.attendance(0)), run.who(run.attendance(0)))  # checks and choices come before the first round
-    chosen.clear()
-    run.round()
-    assert chosen and all(chosen)
+    forms = {id(f): f for module in list(sys.modules.values()) for f in vars(module).values() if isinstance(f, Form)}
+    runs = [simulation(GradMA(slots=6), execution=execution) for execution in ("debug", "stacked")]
+    for run in runs:
+        run.ask(run.work(run.attendance(0)), run.who(run.attendance(0)))  # the model is checked before the first round
+    for form in forms.values():
+        monkeypatch.setattr(form, "forms", [(when, fail) for when, _ in form.forms])
+    runs[0].round()
+    with pytest.raises(ClientFailed, match="a faster form was called"):
+        runs[1].round()
 
 
 @pytest.mark.parametrize(
