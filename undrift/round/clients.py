@@ -56,10 +56,9 @@ def train(
     steps: Iterable[tuple[Oracle, Tensor | None]],
     local: LocalData,
 ) -> Answers:
-    """What the clients of a round do: one client or a stacked cohort, as the oracle's leading dimensions say.
+    """Train one client or a stacked cohort, as the oracle's leading dimensions say.
 
-    `steps` yields an oracle for each local step and `live` [..., 1], false for a client that has no batch left, or None
-    where everybody has one.
+    `steps` yields an oracle for each local step and `live` [..., 1]: which clients still have a batch; None: all have.
     """
     at, losses = None, []
     for k, (oracle, live) in enumerate(steps):

@@ -1,7 +1,7 @@
-"""What clients keep between rounds, in a sparse file that has a place for every client and blocks only for rows written.
+"""Client states in a sparse file with a row for every client.
 
-Rows are written in place, so that after a kill the file may be ahead of the last checkpoint. An undo log beside it holds
-what rows were at that checkpoint, each synced before the row is first overwritten; to resume is to write them back.
+Rows are written in place, so after a kill the file may be ahead of the last checkpoint. An undo log holds the rows as they were
+at that checkpoint, each synced before its row is first overwritten; resuming writes them back.
 """
 
 from __future__ import annotations

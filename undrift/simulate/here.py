@@ -1,8 +1,7 @@
 """Ways to ask clients that live in this process: stacked into one program, on a pool of threads, or one after another.
 
-All give the same answers to rounding. Stacking wins for small dense layers and always on a GPU; on a CPU a stacked
-convolution becomes a grouped one, which is slow, so that a pool of threads that each train one client wins there, unless the
-model is one that is computed in C (kernels/dense_cpu.py). One after another, in plain PyTorch, is for finding faults.
+All give the same answers to rounding. Stacking wins for dense layers, for models in C (kernels/dense_cpu.py), and on a GPU; a
+pool wins for other convolutions on a CPU, where stacked ones are slow. One after another is for finding faults.
 """
 
 from __future__ import annotations

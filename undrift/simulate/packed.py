@@ -1,9 +1,7 @@
-"""Several runs as one program: simulations that differ in seeds and in real-valued settings, with the runs as one more
-leading dimension.
+"""Several runs as one program, with the runs as one more leading dimension: server [R, P], clients [R, S, P].
 
-The server's models are [R, P], the cohorts [R, S] and the clients' vectors [R, S, P]. A real field in which the runs differ
-becomes a tensor: [R, 1, 1] where clients use it, [R, 1] on the server. Every simulation stays what it is: it draws
-its own cohorts and batches, and after each block of rounds it is handed its part of the state and makes its records.
+A real field in which runs differ becomes a tensor: [R, 1, 1] for clients, [R, 1] for the server. Each simulation draws its own
+cohorts and batches; after a block of rounds it gets its part of the state and makes its records.
 """
 
 from __future__ import annotations

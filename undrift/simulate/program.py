@@ -1,12 +1,8 @@
 """Rounds as a program for the GPU: `play` on tensors that stay where they are, replayed as CUDA graphs.
 
-The inputs of the next rounds (who takes part, on which samples, at which rate) are put on the device beforehand, and a
-counter on the device says which round it is. A replay needs nothing from the host, which looks at the results only when a
-block of rounds is over. Without a GPU everything runs as it stands, which is how the tests compare it with rounds that are
-run one by one.
-
-What a block takes for granted is checked afterwards: where a client's answer was not finite, the block is taken back and run
-round by round.
+The inputs of the next rounds lie on the device, where a counter says which round it is. The host looks at the results when a
+block of rounds is over; if an answer was not finite, the block is taken back and run round by round. Without a GPU everything
+runs as written, so that tests can compare.
 """
 
 from __future__ import annotations
@@ -56,11 +52,7 @@ def uses_whole(alg: Algorithm, down: State, client: State, buffers: Tensor) -> b
 
 
 class Ahead(NamedTuple):
-    """The inputs of R rounds. Where a round has fewer than S clients, the places behind them are empty.
-
-    Where clients make different numbers of steps, they stand in the order of these, so that those that still have a batch are
-    always the first ones.
-    """
+    """The inputs of R rounds. Places behind a round's clients are empty; clients with more steps come first."""
 
     ids: Tensor  # [R, S]
     back: Tensor  # [R, S] where in this order the clients stand in the order of their ids
@@ -125,7 +117,7 @@ class Later(NamedTuple):
 
 
 class ProgramTask(Task):
-    """Nobody is left out in a recorded round: whether all is finite is looked at when the block is over."""
+    """Leaves nobody out: whether all answers are finite is checked when the block is over."""
 
     def __init__(self, net: Net, clients: int, lead: tuple[int, ...], device: torch.device) -> None:
         super().__init__(net, clients)
@@ -292,7 +284,7 @@ class Program:
         self.turn.fill_(turn)
 
     def compiled_in_time(self, t: int, most: int) -> int:
-        """Compile from round COMPILED_FROM on; how many of the next rounds come before or after that together."""
+        """Compile from round COMPILED_FROM on; return how many of the next rounds lie on the same side of it."""
         if t < COMPILED_FROM:
             return min(most, COMPILED_FROM - t)
         if not self.compile:
@@ -305,7 +297,7 @@ class Program:
         self.step_graphs.clear()
 
     def run(self, shape: Shape, clients: Sequence[int], live: Sequence[int]) -> None:
-        """The next round, of so many clients (in each run), of whom `live[k]` make a k-th step."""
+        """Play the next round, of so many clients in each run; `live[k]` of them make a k-th step."""
         self.live = live
         if shape not in self.graphs:
             self.graphs[shape] = self.record(shape)
@@ -314,7 +306,7 @@ class Program:
             self.end_apart(later, clients)
 
     def record(self, shape: Shape) -> Callable[[], Later | None]:
-        """A round of this shape as a function that can be called again and again."""
+        """Return a function that plays a round of this shape."""
 
         def whole(recording: Recording[Any] | None) -> Later | None:
             this = self.read()
@@ -410,12 +402,11 @@ class Program:
         return cast(T, self.compiled[name](*given))
 
     def advance(self, rate: Any, down: State, moving: Moving, inputs: Inputs, ragged: bool) -> Moving:
-        """One local step."""
-        play = functools.partial(self.one_step, ragged=ragged)
-        return self.fuse(("step", inputs.ids.shape[-1], ragged), play, rate, down, moving, inputs)
+        """Make one local step."""
+        step = functools.partial(self.one_step, ragged=ragged)
+        return self.fuse(("step", inputs.ids.shape[-1], ragged), step, rate, down, moving, inputs)
 
     def one_step(self, rate: Any, down: State, moving: Moving, inputs: Inputs, ragged: bool) -> Moving:
-        """One local step as it is written."""
         alg = self.task.rated(self.alg, rate)
         ids, samples, real, dropout, augment = inputs
         batch = mini_batch(self.net, self.data, ids, samples, real if ragged else None, dropout, augment)

@@ -111,7 +111,7 @@ class Outlook:
         return max(1, min(LONGEST, TOGETHER // runs, ROOM // (8 * runs * self.clients * self.steps * self.width)))
 
     def wait(self) -> None:
-        """What was laid out is ready for what follows on the device."""
+        """Let the device wait until the block is ready."""
         if self.aside is not None:
             torch.cuda.current_stream().wait_stream(self.aside)
 
@@ -151,10 +151,7 @@ class Outlook:
 def lay_out(
     outlooks: Sequence[Outlook], data: Federation, first: int, positions: Sequence[Ids], lead: tuple[int, ...]
 ) -> Block:
-    """The rounds from `first` on, where the clients of each run have taken `positions` batches before.
-
-    `data` holds the clients run after run; `lead` is () for one run, (runs,) for a pack. It is made on the stream `aside`.
-    """
+    """Prepare the rounds from `first` on, when clients have taken `positions` batches; `data` holds clients run after run."""
     one, runs = outlooks[0], len(outlooks)
     R, S, N, device, plan = one.longest, one.clients, data.clients // runs, one.device, one.plan
     ahead = range(first, first + R)
@@ -321,10 +318,10 @@ class Replay:
         return state
 
     def rounds(self, most: int) -> list[list[RoundRecord]] | None:
-        """The records of each run's next rounds, without scores and times.
+        """Play the next rounds of each run and return their records, without scores and times.
 
-        None, and nothing changed, for a run with an answer that was not finite. None at all where nobody comes in a run's next
-        round, or more than there is room for.
+        A run with an answer that was not finite gets no records and does not change. None: a run's next round has nobody, or
+        more clients than there is room for.
         """
         first, block = self.runs[0], self.due()
         if self.program is not None and first.settings.compile:

@@ -1,8 +1,4 @@
-"""A cohort divided among the ranks of a run: each trains a part of it and knows all the answers.
-
-Every rank holds the same simulation. The ranks exchange what the clients would send and keep, so that each of them takes
-the server's step by itself.
-"""
+"""A cohort divided among the ranks of a run: each trains a part, gets all answers, and takes the server's step itself."""
 
 from __future__ import annotations
 

@@ -241,10 +241,7 @@ class Simulation:
         return write_record(self.t + 1, began, {**numbers, **network}, invited, invited - kept, down, up, gradients)
 
     def rounds(self, most: int, last: bool = False) -> list[RoundRecord]:
-        """The next rounds, at most so many, and no further than the next evaluation; `last`: the run ends after `most`.
-
-        On a GPU they are replayed, see `replay`.
-        """
+        """Run at most `most` rounds, up to the next evaluation, replayed on a GPU; `last`: the run ends after `most`."""
         alike = self.enter()
         if self.replays and self.replay is None and len(self.attendance(self.t).ids):
             replay = Replay([self])
@@ -300,9 +297,7 @@ class Simulation:
         return {"network_seconds": 2 * exchanges * self.settings.latency + sending}
 
     def evaluate(self, cohort: Tensor, last: bool) -> dict[str, Any]:
-        """What is due after this round of the server's model's scores: on the test samples, on the validation samples as
-        val_*, and on the clients' own samples.
-        """
+        """Score the server's model as far as scores are due: on test, validation (val_*) and the clients' own samples."""
         where, data = (self.net, self.state.x, self.state.buffers), self.data
         scores: dict[str, Any] = {}
         if last or self.t % self.settings.eval_every == 0:
