@@ -108,9 +108,8 @@ def attribute(reference: str) -> Any:
 
 
 def _registers(kind: str, module: Any) -> bool:
-    if kind == "algorithms":
-        return bool(algorithms_of(module))
-    return hasattr(module, "load" if kind == "datasets" else "build")
+    needed = {"datasets": "load", "models": "build"}
+    return hasattr(module, needed[kind]) if kind in needed else bool(algorithms_of(module))
 
 
 def algorithms_of(module: Any) -> list[type[Any]]:

@@ -1,9 +1,8 @@
 """Projection on a cone of up to 128 constraints on a GPU, without waiting for the host.
 
 Solves the linear complementarity problem of `cone.solve`: w = Gz + b with w, z >= 0 and zw = 0, for unit columns and unit p.
-One program exchanges w_k with z_k where one of them is negative (principal pivoting): first the most negative one, later the
-first negative one, with which it terminates (Murty 1974). It needs hardly more exchanges than there are active columns, so a
-warm start gains nothing. For nearly dependent columns it reports that it failed, and the host solves the problem.
+One program exchanges w_k with z_k where one is negative (principal pivoting): first the most negative one, later the first one,
+with which it terminates (Murty 1974). A warm start would gain nothing. Nearly dependent columns are left to the host.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """Launch Triton kernels, and compile the kernels of a whole program in parallel before its first launch.
 
-Triton compiles a kernel at its first launch, one after another: the thirteen kernels of GradMA on LeNet-5 take ten seconds. A
-rehearsal runs a program without its kernels, whose outputs are then zeros. It collects the kernels, and all cores compile them:
-the compilers do not hold Python's lock.
+Triton compiles kernels one by one at their first launch: GradMA's thirteen on LeNet-5 take ten seconds. A rehearsal runs a
+program with zeros for its kernels' outputs, collects the kernels and compiles them on all cores (compilers release the lock).
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Passes over the rows [m, P] of a memory of hundreds of megabytes, on a CPU with as few reads as possible.
 
 `fade_and_add` updates some rows in place. `row_products` multiplies a few rows with all: a general matrix product first copies
-all rows into another order, which takes longer than the multiplication. C (memory_cpu.c) multiplies blocks in place, and
-`in_one_pass` does both steps. Without a compiler, numpy's OpenBLAS multiplies blocks so small that it does not copy them.
+all rows, which takes longer than the multiplication. C (memory_cpu.c) multiplies blocks in place, and `in_one_pass` does both
+steps. Without a compiler, numpy's OpenBLAS multiplies blocks so small that it does not copy them.
 """
 
 from __future__ import annotations

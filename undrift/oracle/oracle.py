@@ -44,9 +44,7 @@ class LocalData(Protocol):
     """The interface for `local_start` and `measure`: all data of a client."""
 
     @property
-    def buffers(self) -> Tensor:
-        """[..., Q] BatchNorm's statistics at the start of the round."""
-
+    def buffers(self) -> Tensor: ...  # [..., Q] BatchNorm's statistics at the start of the round
     def full_grad(self, x: Tensor) -> Tensor: ...
 
 

@@ -54,9 +54,5 @@ def overlap(predicted: Tensor, true: Tensor) -> Tensor:
 
 def metrics(structures: tuple[str, ...]) -> dict[str, Callable[[Tensor, Tensor], Tensor]]:
     """The mean Dice score as `dice`, and with several structures each one's score as `dice_NAME`."""
-
-    def one(place: int) -> Callable[[Tensor, Tensor], Tensor]:
-        return lambda outputs, masks: dice_scores(outputs, masks)[:, place]
-
-    each = {f"dice_{name}": one(place) for place, name in enumerate(structures)} if len(structures) > 1 else {}
-    return {"dice": lambda outputs, masks: dice_scores(outputs, masks).mean(1)} | each
+    each = {f"dice_{name}": lambda o, m, c=c: dice_scores(o, m)[:, c] for c, name in enumerate(structures)}
+    return {"dice": lambda o, m: dice_scores(o, m).mean(1)} | (each if len(structures) > 1 else {})
