@@ -51,7 +51,7 @@ DENIED = {
     ("algorithms/gradient_memory/memory", "Memory.remember", "-1 in self.age[place].unsqueeze(-1)"): LAST,
     ("algorithms/moon", "Contrastive.objective", "-1 in dim=-1"): LAST,
     ("algorithms/personal", "put", "-1 in positions(rows, -2).unsqueeze(-1)"): LAST,
-    ("algorithms/personal", "put", "-1 in taken.sum(-1, keepdim=True)"): LAST,
+    ("algorithms/personal", "put", "-1 in match.sum(-1, keepdim=True)"): LAST,
     ("algorithms/personal", "put", "-1 in new.shape[-1]"): LAST,
     ("algorithms/personal", "put", "-1 in cohort.there.transpose(-1, -2)"): LAST,
     ("algorithms/fedsm", "WithSelector", "-1.0 in gamma: float = -1.0"): (

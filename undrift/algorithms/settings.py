@@ -36,7 +36,8 @@ def check_algorithm(alg: Algorithm, clients: int, cohort: int) -> None:
     check_choices(alg)
     alg.check(clients, cohort)
     if alg.needs_single_updates and not alg.sends_updates:
-        raise BadSetting(f"the server part of {type(alg).__name__} needs updates, which its worker part does not send")
+        name = type(alg).__name__
+        raise BadSetting(f"the server part of {name} needs the clients' own updates; its worker part sends none")
 
 
 def looks_at_single_uploads(alg: Algorithm | type[Algorithm]) -> bool:

@@ -194,7 +194,7 @@ class Processes:
         with self.guard(), self.block.show_weights():
             state = self.block.module.state_dict()
             tensors = {f"block{self.k}.module.{name}": t.detach().cpu().clone() for name, t in state.items()}
-        return gather(tensors if self.grid.d == 0 else {})
+        return collect(tensors if self.grid.d == 0 else {})
 
     @property
     def prefix(self) -> str:
@@ -211,7 +211,7 @@ class Processes:
         errors = self.errors.received if self.errors else {}  # BP's are left out: a probe is not kept
         own |= {f"error.{n}": t[0] if n in self.probed else t for n, t in errors.items()}
         own |= {f"target.{n}": t for n, (_, t) in self.waiting.items() if t is not None}
-        return self.clock.tensors() | gather(
+        return self.clock.tensors() | collect(
             {self.prefix + name: tensor.detach().cpu() for name, tensor in own.items()}
         )
 
@@ -259,7 +259,7 @@ class Processes:
         self.grid.cut()
 
 
-def gather(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+def collect(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     """The tensors of all ranks, on rank 0; elsewhere only this rank's."""
     ranks.all_well()
     each: list[Any] | None = [None] * ranks.count() if ranks.rank() == 0 else None

@@ -185,7 +185,7 @@ class Pack(Replay):
 
     def make_program(self) -> Program:
         first = self.runs[0]
-        if not all(map(torch.equal, constants(run.net), constants(first.net)) for run in self.runs):
+        if not all(all(map(torch.equal, constants(run.net), constants(first.net))) for run in self.runs):
             raise BadSetting("runs are packed only where what the model does not train is the same in all of them")
         program = super().make_program()
         program.captures = first.settings.replay
