@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from undrift.algorithms.settings import check_algorithm
+from undrift.algorithms.checks import check_algorithm
 from undrift.cli import parser, read_settings
 from undrift.core.names import names
 from undrift.core.papers import papers_of

@@ -17,7 +17,7 @@ from typing import Any, NoReturn
 from safetensors import SafetensorError
 
 from undrift import __version__
-from undrift.algorithms.settings import looks_at_single_uploads
+from undrift.algorithms.checks import looks_at_single_uploads
 from undrift.core import ranks
 from undrift.core.errors import BadSetting, LostRank, UndriftError, UnknownName
 from undrift.dataparallel import command as parallel

@@ -15,7 +15,7 @@ import torch
 import undrift
 from undrift import cli
 from undrift.core.errors import BadSetting, UndriftError
-from undrift.core.schedule import Schedule
+from undrift.core.rates import RateSchedule
 from undrift.dataparallel import command as parallel
 from undrift.dataparallel.training import ParallelTraining
 from undrift.deploy import settings as deployment
@@ -89,7 +89,7 @@ def test_rates_are_one_schedule() -> None:
     config = parallel.resolve(parallel.from_mapping(SMALL | how | {"lr": 4.0}))
     training = ParallelTraining(config)
     assert [training.rate(n) for n in (0, 1)] == [0.0, 1.0]
-    assert config.schedule == Schedule(2.0, 0.5, (2,), 0.1)
+    assert config.schedule == RateSchedule(2.0, 0.5, (2,), 0.1)
 
 
 def test_a_warm_up_changes_a_simulation_only_at_its_beginning() -> None:

@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from tests.reference import dp as plain
 from tests.small import path, simulation
 from undrift import cli
+from undrift.algorithms.checks import looks_at_single_uploads
 from undrift.algorithms.fedavg import FedAvg
 from undrift.algorithms.scaffold import Scaffold
-from undrift.algorithms.settings import looks_at_single_uploads
 from undrift.core.errors import BadSetting, UnknownName
 from undrift.core.layout import MODEL
 from undrift.core.names import names

@@ -49,6 +49,17 @@ def test_a_failure_names_the_client_and_the_stage(execution: str) -> None:
         simulation(Breaks(stage="local_end"), cohort=6, execution=execution).round()
 
 
+def test_a_failure_in_replayed_rounds_is_looked_for_in_a_plain_one() -> None:
+    run = simulation(Breaks(), cohort=6, steps=3, batch=8)
+    run.replays = True
+    with (
+        pytest.warns(UserWarning, match="could not be replayed"),
+        pytest.raises(ClientFailed, match=r"client \d, local_step 1"),
+    ):
+        run.rounds(3)
+    assert run.t == 0 and not run.replays
+
+
 def test_debug_uses_no_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     """With any faster form a failure, stacked rounds fail and debug rounds do not."""
 

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from undrift.algorithms.base import Average, Down, GradientOracle, LocalData, State, Up, Worker
+from undrift.algorithms.checks import at_least
 from undrift.algorithms.personal import Served, Stream
-from undrift.algorithms.settings import at_least
 from undrift.core.errors import BadSetting
 from undrift.core.vec import dot
 

@@ -22,9 +22,9 @@ import torch
 from torch import Tensor
 
 from undrift.algorithms import optimise
+from undrift.algorithms.checks import ServerRate, above, at_least, below_one
 from undrift.algorithms.optimise import LocalOptimizer, W
 from undrift.algorithms.personal import Personal
-from undrift.algorithms.settings import ServerRate, above, at_least, below_one
 from undrift.core.errors import UnknownName
 from undrift.core.layout import Layout, weights
 from undrift.core.layout import Vec as Vec

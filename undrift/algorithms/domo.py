@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from undrift.algorithms.base import Cohort, GradientOracle, LocalData, Nothing, Server, Up, Vec, Work, Worker
+from undrift.algorithms.checks import ServerRate, above, at_least, below_one, needs_fresh_momentum
 from undrift.algorithms.optimise.momentum import Momentum
-from undrift.algorithms.settings import ServerRate, above, at_least, below_one, needs_fresh_momentum
 from undrift.core.trees import nbytes
 from undrift.core.vec import mean
 

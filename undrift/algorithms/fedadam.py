@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from undrift.algorithms.base import Cohort, LocalSGD, Server, Up
-from undrift.algorithms.settings import above, below_one
+from undrift.algorithms.checks import above, below_one
 from undrift.core.layout import Layout
 
 

@@ -11,8 +11,8 @@ from typing import NamedTuple
 from torch import Tensor
 
 from undrift.algorithms.base import Average, Cohort, LocalData, LocalSGD, Nothing, Vec, Work
+from undrift.algorithms.checks import needs_fresh_momentum
 from undrift.algorithms.optimise.momentum import Momentum
-from undrift.algorithms.settings import needs_fresh_momentum
 from undrift.core.vec import mean
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from undrift.algorithms.base import Average, LocalSGD
-from undrift.algorithms.settings import needs_fresh_momentum
+from undrift.algorithms.checks import needs_fresh_momentum
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from typing import ClassVar, Literal, NamedTuple
 from torch import Tensor
 
 from undrift.algorithms.base import Cohort, LocalSGD, Server, Up
-from undrift.algorithms.settings import below_one
+from undrift.algorithms.checks import below_one
 from undrift.core.errors import BadSetting
 
 

@@ -11,7 +11,7 @@ from typing import ClassVar, Literal, NamedTuple
 from torch import Tensor
 
 from undrift.algorithms.base import Average, Cohort, Down, GradientOracle, Up, Vec, Work, Worker
-from undrift.algorithms.settings import above
+from undrift.algorithms.checks import above
 from undrift.core.vec import mean
 
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from undrift.algorithms.base import Average, Down, GradientOracle, Nothing, Work, Worker
-from undrift.algorithms.settings import at_least
+from undrift.algorithms.checks import at_least
 
 
 @dataclass(frozen=True)

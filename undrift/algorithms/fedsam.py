@@ -11,7 +11,7 @@ from typing import ClassVar
 from torch import Tensor
 
 from undrift.algorithms.base import Average, Down, GradientOracle, Nothing, Work, Worker
-from undrift.algorithms.settings import at_least
+from undrift.algorithms.checks import at_least
 from undrift.core.vec import norm
 
 

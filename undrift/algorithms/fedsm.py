@@ -17,6 +17,7 @@ from torch import Tensor
 
 from undrift.algorithms.apfl import Mixture
 from undrift.algorithms.base import Average, Cohort, GradientOracle, LocalData, Nothing, State, Worker
+from undrift.algorithms.checks import at_least
 from undrift.algorithms.ft import FineTuning
 from undrift.algorithms.optimise import FILES
 from undrift.algorithms.optimise.adam import Adam
@@ -24,7 +25,6 @@ from undrift.algorithms.per_fedavg import MetaSteps
 from undrift.algorithms.personal import SelectorVec, Served, Stream
 from undrift.algorithms.pfedme import MoreauEnvelope
 from undrift.algorithms.pulled import GlobalAndPulled
-from undrift.algorithms.settings import at_least
 from undrift.algorithms.wrapper import WorkerWrapper
 from undrift.core.errors import BadSetting
 from undrift.core.trees import map_leaves, nbytes

@@ -15,10 +15,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from undrift.algorithms.base import Average, Cohort, GradientOracle, LocalData, Nothing, State, Vec
+from undrift.algorithms.checks import at_least
 from undrift.algorithms.optimise import FILES, LocalOptimizer
 from undrift.algorithms.personal import SelectorVec, Served, Stream, put, stand_still
 from undrift.algorithms.pulled import GlobalAndPulled
-from undrift.algorithms.settings import at_least
 from undrift.algorithms.wrapper import Wrapper
 from undrift.core.trees import nbytes
 from undrift.core.vec import mean

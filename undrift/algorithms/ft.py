@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from undrift.algorithms.base import Average, Cohort, Down, GradientOracle, LocalData, Nothing, State, Up, Worker
+from undrift.algorithms.checks import at_least
 from undrift.algorithms.personal import Served, stand_still
-from undrift.algorithms.settings import at_least
 from undrift.core.trees import nbytes
 
 

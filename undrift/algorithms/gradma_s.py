@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 
 from undrift.algorithms.base import Cohort, LocalSGD, Server, Up
+from undrift.algorithms.checks import below_one
 from undrift.algorithms.gradient_memory.cone import project
 from undrift.algorithms.gradient_memory.memory import Memory
 from undrift.algorithms.gradient_memory.scope import Projected
-from undrift.algorithms.settings import below_one
 from undrift.core.errors import BadSetting
 from undrift.core.layout import Layout
 

@@ -12,7 +12,7 @@ from typing import ClassVar, NamedTuple
 from torch import Tensor
 
 from undrift.algorithms.base import Average, Cohort, GradientOracle, LocalData, Nothing, State, Vec, Worker
-from undrift.algorithms.settings import below_one
+from undrift.algorithms.checks import below_one
 from undrift.core.vec import mean
 
 

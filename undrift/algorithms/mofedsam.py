@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from undrift.algorithms.base import Average, GradientOracle, Nothing, Work
+from undrift.algorithms.checks import at_least
 from undrift.algorithms.fedcm import LastDirection
 from undrift.algorithms.fedsam import sharp_gradient
-from undrift.algorithms.settings import at_least
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from undrift.algorithms.base import Average, Down, GradientOracle, LocalData, State, Up, Worker
-from undrift.algorithms.settings import above, at_least
+from undrift.algorithms.checks import above, at_least
 from undrift.oracle.oracle import View
 
 

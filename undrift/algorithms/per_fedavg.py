@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from undrift.algorithms.base import Average, Down, GradientOracle, LocalData, Nothing, Work, Worker
+from undrift.algorithms.checks import above, at_least
 from undrift.algorithms.personal import Served
-from undrift.algorithms.settings import above, at_least
 from undrift.core.vec import descend
 
 

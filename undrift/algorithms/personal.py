@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
-from undrift.algorithms.settings import Checked
+from undrift.algorithms.checks import Checked
 from undrift.core.trees import Nothing, State
 from undrift.core.vec import positions
 from undrift.oracle.oracle import GradientOracle, LocalData

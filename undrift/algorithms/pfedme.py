@@ -11,8 +11,8 @@ from typing import ClassVar, NamedTuple
 from torch import Tensor
 
 from undrift.algorithms.base import Average, Down, GradientOracle, LocalData, State, Up, Worker
+from undrift.algorithms.checks import at_least
 from undrift.algorithms.personal import Served
-from undrift.algorithms.settings import at_least
 
 
 @dataclass(frozen=True)

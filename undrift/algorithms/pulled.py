@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from undrift.algorithms.base import Cohort, Down, GradientOracle, LocalData, State, Vec, Worker
+from undrift.algorithms.checks import at_least
 from undrift.algorithms.personal import Personal, Served, Stream, advance
-from undrift.algorithms.settings import at_least
 from undrift.core.errors import BadSetting
 from undrift.core.vec import mean
 

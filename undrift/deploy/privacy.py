@@ -12,7 +12,7 @@ from __future__ import annotations
 import importlib.util
 
 from undrift.algorithms.base import Worker
-from undrift.algorithms.settings import looks_at_single_uploads
+from undrift.algorithms.checks import looks_at_single_uploads
 from undrift.core.errors import BadSetting
 from undrift.core.trees import leaves
 from undrift.deploy.settings import Plan

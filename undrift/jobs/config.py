@@ -11,7 +11,7 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from undrift.core.errors import BadSetting, UnknownName
 from undrift.core.names import parse_value as parse_value
-from undrift.core.schedule import Schedule
+from undrift.core.rates import RateSchedule
 from undrift.jobs.registry import algorithm_class
 
 
@@ -60,9 +60,9 @@ class JobConfig:
         parse_stop(self.stop_at)
 
     @property
-    def schedule(self) -> Schedule:
+    def schedule(self) -> RateSchedule:
         """The factor of the learning rate over the rounds."""
-        return Schedule(self.warmup, self.lr_decay, parse_drops(self.lr_drops), self.lr_drop)
+        return RateSchedule(self.warmup, self.lr_decay, parse_drops(self.lr_drops), self.lr_drop)
 
     def as_toml(self) -> dict[str, Any]:
         """The settings as run.toml holds them."""

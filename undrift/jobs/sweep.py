@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from undrift.algorithms.settings import check_algorithm
+from undrift.algorithms.checks import check_algorithm
 from undrift.core.device import pick_device
 from undrift.core.errors import BadRunFolder, BadSetting, MissingData, UndriftError
 from undrift.core.names import module_of

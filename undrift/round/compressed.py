@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from undrift.algorithms.base import Algorithm
-from undrift.algorithms.settings import looks_at_single_uploads
+from undrift.algorithms.checks import looks_at_single_uploads
 from undrift.algorithms.wrapper import KeepMoments, Wrapper, at_rate
 from undrift.compress import LargestEntries, SharedPlaces, make_compressor
 from undrift.core.errors import BadSetting

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from undrift.algorithms.base import Algorithm
 from undrift.core.device import available_memory
-from undrift.core.errors import BadSetting
+from undrift.core.errors import BadSetting, ClientFailed
 from undrift.core.streams import Purpose, fold, stream
 from undrift.core.trees import State, map_leaves, nbytes
 from undrift.data.batches import table
@@ -347,7 +347,7 @@ class Replay:
         try:
             for now in zip(*(stretch.parts for stretch in stretches), strict=True):
                 self.play(program, now)
-        except RuntimeError:
+        except (RuntimeError, ClientFailed):
             for stretch in stretches:
                 stretch.take_back()
             raise

@@ -15,12 +15,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from undrift.algorithms.base import Algorithm
+from undrift.algorithms.checks import check_algorithm
 from undrift.algorithms.personal import Personal
-from undrift.algorithms.settings import check_algorithm
 from undrift.core import ranks
-from undrift.core.errors import BadSetting
+from undrift.core.errors import BadSetting, ClientFailed
 from undrift.core.forms import plain_forms
-from undrift.core.schedule import Schedule
+from undrift.core.rates import RateSchedule
 from undrift.core.trees import State, map_leaves, named_leaves, nbytes
 from undrift.data.batches import Plan
 from undrift.data.federation import Federation, Ids, pool
@@ -72,7 +72,7 @@ class Settings:
 
     def schedule(self, t: int) -> float:
         """What the local rate of round t (counted from 0) is multiplied by."""
-        return Schedule(self.warmup, self.lr_decay, self.lr_drops, self.lr_drop).rate(1.0, t, t + 1.0)
+        return RateSchedule(self.warmup, self.lr_decay, self.lr_drops, self.lr_drop).rate(1.0, t, t + 1.0)
 
 
 class Simulation:
@@ -252,7 +252,7 @@ class Simulation:
         began = time.perf_counter()
         try:
             replayed = self.replay.rounds(min(most, alike, self.until_scores()))
-        except RuntimeError as error:  # what was changed has been put back
+        except (RuntimeError, ClientFailed) as error:  # what was changed has been put back
             warnings.warn(f"rounds are run one by one, because they could not be replayed: {error}", stacklevel=2)
             self.replay, self.replays, replayed = None, False, None
         if self.replay is None or replayed is None or not replayed[0]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
-from undrift.algorithms.settings import Checked, at_least
+from undrift.algorithms.checks import Checked, at_least
 from undrift.core.layout import Layout
 
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
-class Schedule:
+class RateSchedule:
     """Warm-up, decay and drops of the learning rate."""
 
     warmup: float = 0.0  # rounds in which the rate rises from 0
@@ -17,7 +17,7 @@ class Schedule:
     def rate(self, lr: float, t: int, passed: float) -> float:
         """The rate in round t, counted from 0, after `passed` rounds.
 
-        >>> Schedule(warmup=2.0, drops=(4,)).rate(0.5, 0, 1.0), Schedule(drops=(4,), drop=0.5).rate(0.5, 4, 4.0)
+        >>> RateSchedule(warmup=2.0, drops=(4,)).rate(0.5, 0, 1.0), RateSchedule(drops=(4,), drop=0.5).rate(0.5, 4, 4.0)
         (0.25, 0.25)
         """
         warm = min(1.0, passed / self.warmup) if self.warmup else 1.0
