@@ -11,6 +11,7 @@ from undrift.core.forms import plain
 def wide_products(vectors: Tensor) -> Tensor:
     """The inner products [..., k, k] of vectors [..., k, P].
 
+    >>> import torch
     >>> wide_products(torch.tensor([[1.0, 2.0], [0.0, 3.0]]))
     tensor([[5., 6.],
             [6., 9.]], dtype=torch.float64)
