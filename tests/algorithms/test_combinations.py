@@ -45,6 +45,17 @@ def test_a_pair_runs_or_says_why_not(local: str, server: str) -> None:
             simulation(compose(local, server)(lr=0.05))
 
 
+@pytest.mark.parametrize("server", ["fedavgm", "fedadam", "fedyogi", "fedadagrad", "domo"])
+@pytest.mark.parametrize(
+    "local, fields", [("ft", {}), ("fedsm-extra", {}), ("ensemble", {}), ("fedsm", {"personal": "ft"})], ids=str
+)
+def test_a_frozen_model_is_frozen_whatever_the_server(local: str, fields: dict[str, Any], server: str) -> None:
+    run = simulation(compose(local, server)(lr=0.05, begin=2, **fields), cohort=4)
+    points = path(run, 6)
+    assert (points[1] - points[0]).norm() > 0, "it moves while the models are trained"
+    assert all(torch.equal(point, points[1]) for point in points[2:])
+
+
 @pytest.mark.parametrize("name", ALGORITHMS)
 def test_an_algorithm_is_its_two_parts(name: str) -> None:
     """Put together again from its parts, with its own defaults, it computes the same."""

@@ -22,7 +22,8 @@ from undrift.core.vec import dot
 class Mixture(Worker):
     """u_i = lam v_i + (1 - lam) x_i; x_i follows its own gradient, as in FedAvg, and v_i the gradient of f_i(u_i).
 
-    Differs: the parameters are mixed, as in the paper, not the outputs; lam is fixed unless `adaptive`.
+    Differs: the parameters are mixed, as in the paper, not the outputs; lam is fixed unless `adaptive`. A client that comes
+    later starts v_i at the server's x_t, not at x_0, which it has never seen: sending x_0 would cost one more vector.
     """
 
     keep_moments: bool = True

@@ -130,6 +130,10 @@ class ExtraRound(Wrapper):
         return self.inner.at(t)
 
     @property
+    def stands_still(self) -> bool:
+        return True
+
+    @property
     def buffers_down(self) -> bool:
         return self.first
 

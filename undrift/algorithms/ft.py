@@ -45,6 +45,10 @@ class FineTuning(Worker):
         return invited * nbytes(down) if self.phase < 2 else 0
 
     @property
+    def stands_still(self) -> bool:
+        return self.phase > 0
+
+    @property
     def buffers_down(self) -> bool:
         return self.phase < 2
 

@@ -61,6 +61,11 @@ class Personal(Checked):
         """The client's state with the reply."""
         return client
 
+    @property
+    def stands_still(self) -> bool:
+        """Whether the server's model and the server part's state stay as they are in this round."""
+        return False
+
     # Whether BatchNorm's statistics travel in this round.
     @property
     def buffers_down(self) -> bool:

@@ -202,8 +202,8 @@ def _legend(group: Group, place: int) -> str:
 
 
 def _dropped(groups: list[Group]) -> str:
-    """The runs in which updates were not finite."""
-    rows = [["method", "seed", "dropped updates", "of", "rounds with a drop", "first round with a drop"]]
+    """The runs in which clients failed, or sent what was not finite."""
+    rows = [["method", "seed", "dropped clients", "of", "rounds with a drop", "first round with a drop"]]
     for group in groups:
         for run in group.runs:
             lost = [record for record in run.records if number(record, "dropped")]
@@ -213,7 +213,9 @@ def _dropped(groups: list[Group]) -> str:
                 rows.append([group.label, seed, total, sent, str(len(lost)), str(lost[0]["round"])])
     if len(rows) == 1:
         return ""
-    why = "<p>Updates that were not finite were left out of their round.</p>"
+    why = (
+        "<p>These clients failed to answer, or sent an update that was not finite; the round went on without them.</p>"
+    )
     return f"<h2>Dropped clients</h2>{why}{_table(rows)}"
 
 

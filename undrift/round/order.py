@@ -113,7 +113,9 @@ def play(
         cohort = task.cohort(rated, kept)
 
         d, companion = rated.gather(companion, answers.up, cohort)
-        x, server = rated.server_step(state.server, state.x, d, answers.up, cohort)
+        x, server = state.x, state.server
+        if not rated.stands_still:
+            x, server = rated.server_step(server, x, d, answers.up, cohort)
         companion = rated.companion_step(companion, answers.up, cohort, state.x, x)
         buffers = average_buffers(net, answers, cohort) if rated.buffers_up else state.buffers
         reply = reply_to(rated, companion, answers, cohort)
