@@ -31,7 +31,8 @@ def arithmetic(precision: str, deterministic: bool) -> Iterator[None]:
     try:
         yield
     finally:
-        torch.use_deterministic_algorithms(before[0])
+        if deterministic:  # to ask for it imports torch._inductor, which takes seconds
+            torch.use_deterministic_algorithms(before[0])
         torch.backends.cudnn.benchmark = before[1]
         products.fp32_precision, convolutions.fp32_precision = precisions
 
