@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import pytest
 import torch
 
 from undrift.algorithms.base import Down, Work
 from undrift.algorithms.optimise.momentum import Momentum
-from undrift.core.trees import leaves, map_leaves, where
+from undrift.core.errors import BadSetting
+from undrift.core.trees import leaves, map_leaves, map_tagged, where
 from undrift.core.vec import clip, dot, mean, norm
 from undrift.kernels.mean import LONG
 
@@ -51,3 +54,11 @@ def test_states_are_mapped_leaf_by_leaf() -> None:
     mixed = where(torch.tensor([[True], [False]]), other, work)
     assert mixed.opt.b.tolist() == [[6.0] * 3, [5.0] * 3] and mixed.k.tolist() == [[2.0], [1.0]]
     assert map_leaves(lambda a, b: a - b, Down(torch.ones(1)), Down(torch.ones(1))).x.item() == 0
+
+
+def test_annotations_that_cannot_be_read_are_one_line() -> None:
+    class Lost(NamedTuple):
+        x: Missing  # type: ignore[name-defined]  # noqa: F821
+
+    with pytest.raises(BadSetting, match="annotations of .*Lost cannot be read"):
+        map_tagged(lambda t, tag: t, Lost(torch.zeros(2)))

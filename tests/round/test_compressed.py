@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -145,3 +146,20 @@ def test_mistakes_are_explained() -> None:
     for text in ("rbgs", "rbgs:0.5", "topk:many", "fp16:2"):
         with pytest.raises(BadSetting, match="compress takes rbgs:R"):
             from_mapping({"compress": text})
+
+
+@dataclass(frozen=True)
+class Untagged(FedAvg):
+    """Sends its update in a field that is not said to be a vector of the model."""
+
+    class Up(NamedTuple):
+        d: Tensor
+
+    def local_end(self, down: Any, client: Any, work: Any) -> Any:
+        return self.Up(down.x - work.x), client
+
+
+def test_a_vector_that_is_not_annotated_is_not_left_uncompressed_in_silence() -> None:
+    assert simulation(Untagged()).round().dropped == 0
+    with pytest.raises(BadSetting, match="not annotated `Vec`"):
+        simulation(Untagged(), compress="topk:5").round()

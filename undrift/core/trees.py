@@ -9,6 +9,8 @@ from typing import Any, NamedTuple, TypeVar, cast, get_type_hints
 import torch
 from torch import Tensor
 
+from undrift.core.errors import BadSetting
+
 T = TypeVar("T")
 State = Any  # a NamedTuple whose fields are tensors, or such NamedTuples again
 
@@ -79,6 +81,11 @@ def map_tagged(f: Callable[..., Tensor], state: T, *others: Any, tag: str = "") 
 @functools.cache
 def field_tags(kind: Any) -> tuple[str, ...]:
     """The tag of each field of a NamedTuple; empty for a field without one."""
-    hints = get_type_hints(kind, include_extras=True)
+    try:
+        hints = get_type_hints(kind, include_extras=True)
+    except NameError as error:
+        raise BadSetting(
+            f"the annotations of {kind.__qualname__} cannot be read: {error}; import it in its file"
+        ) from error
     marks = [getattr(hints[field], "__metadata__", ("",))[0] for field in kind._fields]
     return tuple(mark if isinstance(mark, str) else "" for mark in marks)

@@ -38,6 +38,8 @@ class Uplink:
 
     def places(self, p: Tensor, tag: str) -> Tensor:
         """What has to be said about the places of the kept entries."""
+        if not tag and p.shape[-1] == self.layout.size:
+            raise BadSetting("an upload has a vector as long as the model that is not annotated `Vec`; annotate it")
         if isinstance(self.compressor, LargestEntries) and tag == MODEL and p.shape[-1]:
             return self.compressor.places(p[..., : self.layout.entries]).int()
         return torch.zeros(*p.shape[:-1], 0, dtype=torch.int32, device=p.device)

@@ -16,7 +16,7 @@ from torch import Tensor
 from undrift.algorithms.base import Algorithm, Cohort
 from undrift.algorithms.personal import Served
 from undrift.core.layout import MODEL
-from undrift.core.trees import Nothing, State, nbytes
+from undrift.core.trees import Nothing, State, leaves, nbytes
 from undrift.core.vec import mean
 from undrift.oracle.net import Net
 from undrift.round.clients import Answers
@@ -105,7 +105,7 @@ def play(
         answers = task.read(rated, answered)
         sent = nbytes(net.sent(answers.up)) + (nbytes(answers.buffers) if rated.buffers_up else 0)
         cost.up = sent // who.ids.numel()
-        good = fine & task.finite(who, task.sent_up(answers))
+        good = fine & task.finite(who, [*leaves(answers.up), answers.buffers])
         if not task.anybody(good):  # nobody's answer counts: everything stays as it was
             none = torch.zeros(0, dtype=torch.float64)
             return After(state, good, who.ids[:0], Nothing(), Nothing(), none)

@@ -13,7 +13,7 @@ from torch import Tensor
 from undrift.algorithms.base import Algorithm, Cohort
 from undrift.algorithms.wrapper import at_rate
 from undrift.core.streams import Purpose, fold, sample, samples, stream, uniform
-from undrift.core.trees import State, leaves, map_leaves
+from undrift.core.trees import State, map_leaves
 from undrift.data.batches import Plan
 from undrift.data.federation import Ids
 from undrift.oracle.net import Net
@@ -56,9 +56,6 @@ class Task:
         """The answers in what the clients sent."""
         answers: Answers = answered
         return answers
-
-    def sent_up(self, answers: Answers) -> list[Tensor]:
-        return [*leaves(answers.up), answers.buffers]
 
     def finite(self, who: Who, sent: list[Tensor]) -> Tensor:
         """[S] whether all that a client sent is finite. A finite sum has finite terms; only a doubtful one is looked into."""

@@ -230,7 +230,7 @@ class Program:
         self.compile, self.in_place = compile, False
         self.tried = False  # whether a round was played to see what may be recorded and compiled
         self.compiled: dict[tuple[Any, ...], Callable[..., Any]] = {}
-        self.home = state  # where the server's tensors lie when nothing is recorded
+        self.home = [t.device for t in leaves(state)]  # where the server's tensors lie when nothing is recorded
         self.state = map_leaves(lambda t: t.clone() if self.apart else t.to(device, copy=True), state)
         self.uniform: dict[torch.Size, Tensor] = {}  # weights 1/S by the cohort's shape
         self.sizes, self.start = (torch.from_numpy(v).to(device) for v in (data.sizes, data.start))
@@ -329,7 +329,8 @@ class Program:
             self.compile, self.in_place = compile, seen.in_place  # what writes into the state is not compiled
             if seen.by_value and device.type == "cuda":  # no graph can hold what the host decides
                 self.apart = True
-                self.state = map_leaves(lambda t, home: t.to(home.device), self.state, self.home)
+                home = iter(self.home)
+                self.state = map_leaves(lambda t: t.to(next(home)), self.state)
                 return self.record(shape)
         if self.compile:
             recording.rehearse()

@@ -113,9 +113,7 @@ class Simulation:
         self.clients: ClientTable | DiskTable = ClientTable()
         self.position = np.zeros(data.clients, dtype=np.int64)  # batches each client has taken so far
         self.last_cohort = np.zeros(0, dtype=np.int64)  # who took part in the round before
-        self.last_reply: tuple[Tensor, State] | None = (
-            None  # whom the server wrote to when the round was over, and what
-        )
+        self.last_reply: tuple[Tensor, State] | None = None  # to whom the server replied after the round, and what
         self.class_best = torch.full((data.classes,), -1.0, dtype=torch.float64)  # accuracy so far; -1: none
         self.execution: Execution | None = None
         on_one_gpu = device.type == "cuda" and ranks.count() == 1 and remote is None
