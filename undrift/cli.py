@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import functools
 import importlib.util
 import inspect
 import json
 import os
+import shlex
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -18,7 +20,7 @@ from safetensors import SafetensorError
 
 from undrift import __version__
 from undrift.algorithms.checks import looks_at_single_uploads
-from undrift.core import ranks
+from undrift.core import ranks, stopping
 from undrift.core.errors import BadSetting, LostRank, UndriftError, UnknownName
 from undrift.dataparallel import command as parallel
 from undrift.deploy import settings as deployment
@@ -121,7 +123,9 @@ def main(argv: Sequence[str] | None = None) -> int:
                 raise BadSetting(
                     f"torchrun is for undrift run, dataparallel and pipe; start 'undrift {arguments.command}' without it"
                 )
-            return int(arguments.function(arguments) or 0)
+            words = sys.argv[1:] if argv is None else list(argv)
+            with heed_signals(arguments, words) if stoppable(arguments) else contextlib.nullcontext():
+                return int(arguments.function(arguments) or 0)
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
@@ -133,10 +137,35 @@ def main(argv: Sequence[str] | None = None) -> int:
         if not lost:  # rank 0 may be waiting for this one, and notices when it has ended
             ranks.wait_for_first_rank()
         return 2
-    except KeyboardInterrupt as stopped:
+    except stopping.Stopped as stopped:
+        ranks.wait_for_first_rank()  # which writes the checkpoint
+        return 128 + stopped.number
+    except KeyboardInterrupt:
         if ranks.speaks():
-            print(f"undrift: stopped; {str(stopped) or 'go on with --resume'}", file=sys.stderr)
+            print("undrift: stopped", file=sys.stderr)
         return 130
+
+
+def stoppable(arguments: argparse.Namespace) -> bool:
+    """Whether the command can be stopped and goes on later."""
+    return arguments.command in (*ON_RANKS, "sweep") or getattr(arguments, "action", "") == "local"
+
+
+def heed_signals(arguments: argparse.Namespace, words: Sequence[str]) -> contextlib.AbstractContextManager[None]:
+    """Stop the command at a signal, and say how to go on; `words` are its arguments."""
+
+    def say(how: str) -> None:
+        again, begun = ["undrift", *words], isinstance(arguments.out, Path) and (arguments.out / "run.toml").exists()
+        if begun and arguments.command != "sweep" and not arguments.resume:
+            again.append("--resume")
+        if ranks.count() > 1:
+            alone = os.environ.get("LOCAL_WORLD_SIZE") == str(ranks.count())  # on one machine
+            again = ["torchrun", *(("--nproc-per-node", str(ranks.count())) if alone else ("...",)), "-m", *again]
+        if ranks.speaks():  # not by print: standard error may belong to the progress bar
+            show_cursor = "\x1b[?25h" if os.isatty(2) else ""
+            os.write(2, f"{show_cursor}undrift: {how}; go on with: {shlex.join(again)}\n".encode())
+
+    return stopping.heeded(say, repeats=ranks.count() == 1)  # torchrun sends its ranks what they got already
 
 
 @command(
@@ -172,6 +201,7 @@ def deploy_command(arguments: argparse.Namespace) -> None:
 
     config, settings = read_settings(arguments, deployment.FLAGS)
     deployment.check_flags(settings)
+    arguments.out = Path((config | settings).get("out", deployment.DeployConfig.out))
     deploy(arguments.action, arguments.place, config | settings, arguments.host, arguments.insecure, arguments.data)
 
 
@@ -223,7 +253,7 @@ def train(arguments: argparse.Namespace, fields: Fields, run: Callable[..., Any]
     chosen = {n: f.default for n, f in fields.items()} | config | settings
     name = str(settings.get("method") or chosen.get("algorithm") or chosen["method"])
     folder = f"{name}-{chosen['dataset']}-seed{chosen['seed']}".replace("/", "_").replace(":", "_")
-    out = arguments.out or Path("runs") / folder
+    arguments.out = out = arguments.out or Path("runs") / folder
     if arguments.resume and (out / "run.toml").exists():  # the method is stored there and need not be given again
         stored = federated.read_toml(out / "run.toml")
         name = str(stored.get("algorithm", stored.get("method", name)))
@@ -280,10 +310,7 @@ def sweep_command(arguments: argparse.Namespace) -> int:
             text = f"{finished} of {len(jobs)} done, now {name}"
             bar.update(whole, completed=sum(rounds_done.values()), accuracy=text)
 
-        try:
-            failed = run_all(jobs, arguments.out, processes, show, bar.console.print, arguments.pack)
-        except KeyboardInterrupt:
-            raise KeyboardInterrupt("the same command again goes on") from None
+        failed = run_all(jobs, arguments.out, processes, show, bar.console.print, arguments.pack)
     for name, message in failed.items():
         print(f"undrift: {name} failed: {message}", file=sys.stderr)
     if not any((arguments.out / job.name / "run.toml").exists() for job in jobs):
@@ -463,6 +490,6 @@ def progress_bar() -> Any:
 def default_processes(device: str) -> int:
     import torch
 
-    from undrift.jobs.sweep import cores
+    from undrift.jobs.crew import cores
 
     return 1 if device != "cpu" and torch.cuda.is_available() else cores()

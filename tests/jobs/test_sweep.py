@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
+import json
 import multiprocessing
 import os
 import signal
@@ -11,11 +13,13 @@ import sys
 import time
 import tomllib
 from pathlib import Path
-from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import load_file
 
-from undrift import cli
+from tests.small import timeless
+from undrift import cli, run
 from undrift.jobs.sweep import plan, run_all
 
 SWEEP = """
@@ -87,20 +91,21 @@ def test_a_sweep_of_which_nothing_could_begin(tmp_path: Path, capsys: pytest.Cap
     assert "fedavg-seed=0 failed: partition 'dirichlet' needs a number" in told and told.count("undrift:") == 1
 
 
+def session(first: int) -> list[int]:
+    """The processes of the session that this one began."""
+    pids = []
+    for pid in [int(path.name) for path in Path("/proc").iterdir() if path.name.isdigit()]:
+        with contextlib.suppress(ProcessLookupError):
+            pids += [pid] if os.getsid(pid) == first else []
+    return pids
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
 def test_a_sweep_that_is_ended_says_how_to_go_on_and_leaves_no_process(tmp_path: Path) -> None:
     (tmp_path / "s.toml").write_text(SWEEP.replace("rounds = 4", "rounds = 1000000"))
     command = [sys.executable, "-m", "undrift", "sweep", tmp_path / "s.toml", "--processes", "1", "--out"]
 
-    def session(first: int) -> list[int]:
-        found = [int(path.name) for path in Path("/proc").iterdir() if path.name.isdigit()]
-        with_session = []
-        for pid in found:
-            with contextlib.suppress(ProcessLookupError):
-                with_session += [pid] if os.getsid(pid) == first else []
-        return with_session
-
-    for how, says in ((signal.SIGINT, "stopped; the same command again goes on"), (signal.SIGKILL, "")):
+    for how, says in ((signal.SIGINT, "stopped by SIGINT; go on with: undrift sweep "), (signal.SIGKILL, "")):
         out = tmp_path / how.name
         process = subprocess.Popen(
             [*command, out], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, start_new_session=True,
@@ -118,17 +123,43 @@ def test_a_sweep_that_is_ended_says_how_to_go_on_and_leaves_no_process(tmp_path:
         assert not left, "the sweep's helpers went on without it"
 
 
-def test_a_sweep_that_loses_a_process_says_what_to_do(tmp_path: Path) -> None:
-    (tmp_path / "s.toml").write_text(SWEEP.replace("rounds = 4", "rounds = 1000000"))
-    jobs, _ = plan(tmp_path / "s.toml")
+def test_a_killed_process_of_a_sweep_is_replaced_and_its_run_goes_on(tmp_path: Path) -> None:
+    (tmp_path / "s.toml").write_text(SWEEP.replace("rounds = 4", "rounds = 300\ncheckpoint_every = 20"))
+    jobs, killed, said, told = plan(tmp_path / "s.toml")[0][:2], [], [], []
 
-    def kill(*news: Any) -> None:
-        for child in multiprocessing.active_children():
-            if not child.name.startswith("SyncManager"):
+    def kill(name: str, done: int, rounds: int) -> None:
+        told.append(done)
+        if not killed and 50 <= done < rounds:
+            (child,) = multiprocessing.active_children()
+            killed.append(child.pid)
+            child.kill()
+
+    assert run_all(jobs, tmp_path / "o", 1, kill, said.append) == {}
+    assert killed and "died (exit code -9); the run goes on from its checkpoint" in "".join(said)
+    assert told.count(1) == 2, "no run was begun again"
+    for job in jobs:
+        whole = run(job.config)
+        records = [json.loads(line) for line in (tmp_path / "o" / job.name / "rounds.jsonl").read_text().splitlines()]
+        assert timeless(records) == timeless(whole.records)
+        model = load_file(tmp_path / "o" / job.name / "model.safetensors")
+        assert all(torch.equal(model[name], tensor) for name, tensor in whole.model.items())
+
+
+def test_a_run_whose_process_dies_again_and_again_is_given_up_and_others_go_on(tmp_path: Path) -> None:
+    (tmp_path / "s.toml").write_text(SWEEP)
+    jobs, deaths = plan(tmp_path / "s.toml")[0][:3], []
+
+    def kill(name: str, done: int, rounds: int) -> None:
+        if name == jobs[1].name and len(deaths) < 9:
+            for child in multiprocessing.active_children():
                 child.kill()
+                deaths.append(name)
 
-    failed = run_all(jobs[:1], tmp_path / "o", 1, kill, print)
-    assert "the same command again goes on" in failed[jobs[0].name]
+    jobs[1] = jobs[1]._replace(config=dataclasses.replace(jobs[1].config, rounds=1000000))
+    failed = run_all(jobs, tmp_path / "o", 1, kill, print)
+    assert list(failed) == [jobs[1].name] and len(deaths) == 3
+    assert "died 3 times" in failed[jobs[1].name] and "the same command again goes on" in failed[jobs[1].name]
+    assert all((tmp_path / "o" / job.name / "model.safetensors").exists() for job in (jobs[0], jobs[2]))
 
 
 @pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="the system has no such thing")

@@ -348,7 +348,7 @@ def test_the_estimate_of_time_is_of_the_rounds_that_are_left(tmp_path: Path, mon
     jobs = [Job(f"run{n}", dataclasses.replace(config, rounds=6)) for n, config in enumerate(configs()[:2])]
     (tmp_path / "run0/checkpoint").mkdir(parents=True)
     (tmp_path / "run0/checkpoint/latest.json").write_text('{"round": 5}')
-    assert "in one program, " in (said := _programs(jobs, tmp_path, 1)[1])
+    assert "in one program, " in (said := _programs(tmp_path, 1, jobs, print)[1])
     assert said.endswith(" 14 s if run one after another"), "one round and six, of two seconds each"
 
 
@@ -358,7 +358,7 @@ def test_a_pack_that_fails_is_run_one_by_one(tmp_path: Path, monkeypatch: pytest
 
     monkeypatch.setattr(Pack, "begin", fail)
     chosen = configs("fedavg", rounds=2)
-    failed, note = _run_program([Job(str(c.seed), c) for c in chosen], tmp_path, Queue())
+    failed, note = _run_program(tmp_path, [Job(str(c.seed), c) for c in chosen], lambda news: None)
     assert not failed and "3 runs could not be packed" in note and "full" in note
     for config in chosen:
         same_run(config, tmp_path / str(config.seed))

@@ -129,6 +129,14 @@ def all_well(number: int = 0, failed: str = "") -> int:
     return int(total)
 
 
+def any_of(*facts: bool) -> list[bool]:
+    """Whether each of some facts is true on any rank."""
+    if count() == 1:
+        return list(facts)
+    total = all_well(sum(fact << 20 * place for place, fact in enumerate(facts)))  # 20 bits count a million ranks
+    return [bool(total >> 20 * place & 0xFFFFF) for place in range(len(facts))]
+
+
 @contextlib.contextmanager
 def exchange() -> Iterator[None]:
     """End the run if an exchange breaks off: the other ranks are inside it too and cannot be told."""

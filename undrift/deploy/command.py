@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import signal
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -50,10 +49,4 @@ def local(plan: Plan, home: Path | None, insecure: bool, data: Path | None) -> N
     if insecure:
         warning = "--insecure: nothing is encrypted and any node may join; use it on your own machine only"
         print(f"undrift: {warning}", file=sys.stderr)
-
-    # As Ctrl-C does: run_local then ends every process that it started.
-    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
-    try:
-        run_local(plan, not insecure, home, print, data)
-    finally:
-        signal.signal(signal.SIGTERM, before)
+    run_local(plan, not insecure, home, print, data)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import time
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
@@ -10,6 +11,7 @@ from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Message, RecordD
 from flwr.clientapp import ClientApp
 from flwr.serverapp import Grid, ServerApp
 
+from undrift.core import stopping
 from undrift.core.errors import UndriftError, UnknownName
 from undrift.deploy.messages import Encoded, Fact, Letter, Refused
 from undrift.deploy.node import build_client, name_of
@@ -87,7 +89,7 @@ class GridPost:
         """Wait until all these clients have joined, at most `wait` seconds, and count those that have."""
         wanted, strangers, until = set(clients), set[str](), time.monotonic() + wait
         awaited: list[str] = []
-        while wanted - self.node.keys() and time.monotonic() < until:
+        while wanted - self.node.keys() and time.monotonic() < until and not stopping.asked():
             self.roll(min(30.0, wait))
             if (missing := sorted(wanted - self.node.keys())) and missing != awaited:
                 more = f" and {len(missing) - 5} more" if len(missing) > 5 else ""
@@ -132,7 +134,11 @@ def server_app() -> ServerApp:
     def main(grid: Grid, context: Context) -> None:
         plan = Plan.from_flat(context.run_config)
         post = GridPost(grid, plan.deploy.timeout, say, plan)
-        deploy(plan, post, lambda: post.meet(plan.names, plan.deploy.wait), post.samples, say)
+        try:
+            with stopping.heeded(lambda how: say(f"{how}; go on with resume=true")):
+                deploy(plan, post, lambda: post.meet(plan.names, plan.deploy.wait), post.samples, say)
+        except stopping.Stopped as stopped:
+            signal.raise_signal(stopped.number)  # now for Flower, which tells the SuperLink and ends the process
 
     return app
 

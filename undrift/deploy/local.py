@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 
+from undrift.core import stopping
 from undrift.core.errors import BadSetting, UndriftError
 from undrift.deploy.app import write_app
 from undrift.deploy.keys import write_keys
@@ -129,6 +130,16 @@ class LocalFederation:
             (self.app / "app" / file).write_text(text)
         return self.start("run", "flwr", "run", str(self.app), "here", "--stream")
 
+    def server_apps(self) -> list[int]:
+        """The processes in which the SuperLink runs the server's app."""
+        return [pid for pid in descendants(self.home, "superlink") if b"flwr-serverapp" in command_line(pid)]
+
+    def stop_run(self) -> None:
+        """Ask the server's app to stop after its round."""
+        for pid in self.server_apps():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGTERM)
+
     def log(self, name: str) -> str:
         file = self.home / f"{name}.log"
         return file.read_text(errors="replace") if file.exists() else ""
@@ -187,15 +198,20 @@ def run_local(plan: Plan, secure: bool, home: Path | None, say: Callable[[str], 
         parts.names, parts.files = plan.names if plan.deploy.names else [], files
         for client in range(plan.run.clients):
             parts.start_client(client)
-        process, shown, ended = parts.run(plan), 0, False
+        process, shown, ended, stopped = parts.run(plan), 0, False, None
         while not ended:
             time.sleep(0.3)
-            ended = process.poll() is not None
+            if stopping.asked() and stopped is None:
+                stopped = stopping.notice()
+                parts.stop_run()
+            ended = process.poll() is not None or (stopped is not None and not parts.server_apps())
             text = parts.log("run")
             for line in text[shown:].splitlines():
                 if not line.startswith(("INFO", "\x1b")) or "round" in line:
                     say(line)
             shown = len(text)
+        if stopped is not None:
+            raise stopped
         if not RunFolder(Path(plan.deploy.out)).finished():
             raise Failed(f"the run did not come to its end:\n{tail(text)}\n{tail(parts.log('superlink'))}")
 
@@ -209,6 +225,12 @@ def descendants(home: Path, name: str) -> list[int]:
             if marks <= set((entry / "environ").read_bytes().split(b"\0")):
                 pids.append(int(entry.name))
     return pids
+
+
+def command_line(pid: int) -> bytes:
+    with contextlib.suppress(OSError):
+        return Path(f"/proc/{pid}/cmdline").read_bytes()
+    return b""
 
 
 def tail(text: str, lines: int = 20) -> str:

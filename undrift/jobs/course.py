@@ -5,7 +5,7 @@ from __future__ import annotations
 import platform
 import subprocess
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Generic, TypeVar
@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from undrift.core import ranks
+from undrift.core import ranks, stopping
 from undrift.core.errors import BadRunFolder
 from undrift.core.version import __version__
 from undrift.jobs.config import JobConfig, parse_stop
@@ -23,6 +23,7 @@ from undrift.jobs.protocol import Run
 from undrift.kernels.native import library
 from undrift.round.record import RoundRecord
 
+BRIEF = 5.0  # seconds of rounds at a time: between them a signal is seen
 Progress = Callable[[dict[str, Any], int], None]  # called with each record and the number of rounds asked for
 C = TypeVar("C", bound=JobConfig)
 R = TypeVar("R", bound=Run, covariant=True)
@@ -69,15 +70,17 @@ class Course(Generic[R, C]):
             self.records = folder.records()
             folder.write_settings(self.toml())
         self.began = time.perf_counter() - self.elapsed
-        self.saved = run.t
+        self.saved, self.seconds_saving = run.t, 0.0
+        self.seconds = stopping.GRACE  # of a round; unknown at first
         self.reached = self.stop_reason(self.records[-1] if self.records else {})  # empty while the run goes on
 
     def ahead(self) -> tuple[int, bool]:
-        """Count the rounds up to the next checkpoint, 0 at the end; also say whether the run ends there."""
+        """Count the rounds up to the next checkpoint, a few seconds at most, 0 at the end; also say whether the run ends there."""
         left, every = self.config.rounds - self.run.t, self.config.checkpoint_every
         if left <= 0 or self.reached:
             return 0, True
-        count = min(left, every - self.run.t % every)
+        brief = max(1, int(BRIEF / max(self.seconds, 1e-9)))
+        count = min(left, every - self.run.t % every, brief)
         return count, count == left
 
     def take(self, new: list[RoundRecord]) -> None:
@@ -96,15 +99,27 @@ class Course(Generic[R, C]):
                 folder.append(record)
             if self.progress is not None and ranks.rank() == 0:
                 self.progress(record, self.config.rounds)
+        self.seconds = new[-1].seconds
         due = run.t % self.config.checkpoint_every == 0 and run.t < self.config.rounds and not self.reached
         if folder is not None and due:
             self.save(folder, {"finished": False})
 
     def save(self, folder: RunFolder, facts: dict[str, Any]) -> None:
         """Write a checkpoint, and let the run know."""
+        began = time.perf_counter()
         folder.save(self.run.tensors(), {"round": self.run.t, "seconds": self.elapsed} | facts)
         self.run.saved()
-        self.saved = self.run.t
+        self.saved, self.seconds_saving = self.run.t, time.perf_counter() - began
+
+    def keep(self) -> None:
+        """Write a checkpoint if there is none of this round."""
+        if self.folder is not None and self.saved < self.run.t:
+            self.save(self.folder, {"finished": False})
+
+    @property
+    def slow(self) -> bool:
+        """Whether a signal could not wait for a round's end, and a checkpoint takes little time beside a round."""
+        return self.seconds > max(stopping.GRACE, 10 * self.seconds_saving)
 
     def end(self) -> Result[C]:
         """Write the model and the last checkpoint."""
@@ -140,8 +155,20 @@ class Course(Generic[R, C]):
 def drive(course: Course[Run, C]) -> Result[C]:
     """Run all rounds that are left."""
     while (ahead := course.ahead())[0]:
+        pause([course])
         course.take(course.run.rounds(*ahead))
     return course.end()
+
+
+def pause(courses: Sequence[Course[Any, Any]]) -> None:
+    """Between two rounds: stop if a signal asks for it, after a checkpoint, which slow rounds get anyway. All ranks agree."""
+    asked, slow = ranks.any_of(bool(stopping.asked()), any(course.slow for course in courses))
+    stopped = stopping.notice() if asked else None
+    if asked or slow:
+        for course in courses:
+            course.keep()
+    if stopped is not None:
+        raise stopped
 
 
 def commit() -> str:

@@ -16,7 +16,7 @@ from undrift.data.dataset import Dataset
 from undrift.data.federation import Federation
 from undrift.data.load import load_dataset
 from undrift.jobs.config import RunConfig, build_algorithm, parse_stop
-from undrift.jobs.course import Course, Progress, drive
+from undrift.jobs.course import Course, Progress, drive, pause
 from undrift.jobs.folder import RunFolder
 from undrift.jobs.run import build_simulation
 from undrift.jobs.start import open_course
@@ -115,9 +115,11 @@ def drive_together(courses: list[Course[Simulation, RunConfig]]) -> None:
     while len(together := [c for c in courses if c not in alone and c.ahead()[0]]) > 1:
         pack, whole = Pack([course.run for course in together]), True
         while whole:
+            pause(courses)
             for course, records in zip(together, pack.scored_rounds(*together[0].ahead()), strict=True):
                 if records:
                     course.take(records)
+                    course.seconds *= len(together)  # its records have each run's share
                 else:
                     alone.append(course)
             whole = all(course not in alone and course.ahead()[0] for course in together)

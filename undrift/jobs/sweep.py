@@ -3,20 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import gc
 import itertools
-import multiprocessing
-import os
-import signal
-import sys
+from collections import Counter, deque
 from collections.abc import Callable, Hashable, Mapping
-from concurrent.futures import Future, ProcessPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
 from dataclasses import Field, asdict
-from multiprocessing.managers import SyncManager
+from functools import partial
 from pathlib import Path
-from queue import Empty
 from typing import Any, NamedTuple
 
 import torch
@@ -40,6 +33,7 @@ from undrift.jobs.config import (
     read_toml,
 )
 from undrift.jobs.course import Progress
+from undrift.jobs.crew import Crew, Died
 from undrift.jobs.folder import RunFolder
 from undrift.jobs.run import run
 
@@ -64,6 +58,9 @@ class Kind(NamedTuple):
 
 KEYS = ("algorithms", "methods", "seeds", "target", "else_dataset", "grid", "only")
 Watch = Callable[[str, int, int], None]  # a job's name, rounds done, rounds asked for
+Tell = Callable[[tuple[str, int, int]], None]  # the same, from another process
+DEATHS = 3
+GIVEN_UP = f"its process died {DEATHS} times, perhaps for want of memory; the same command again goes on"
 
 
 def plan(path: Path) -> tuple[list[Job], dict[str, Any]]:
@@ -154,51 +151,30 @@ def run_all(
     Runs of equal shapes are one program on a GPU, or where `pack` is True.
     """
     failed: dict[str, str] = {}
-    context = multiprocessing.get_context("spawn")
-    manager = SyncManager(ctx=context)
-    manager.start(_end_with_parent)
-    with manager:
-        news = manager.Queue()
-        with ProcessPoolExecutor(processes, context, initializer=_share_cores, initargs=(processes,)) as pool:
-            waiting: dict[Future[Any], list[Job]] = {}
-            try:
-                groups = [pool.submit(_programs, group, out, processes) for group in group_jobs(jobs, out, pack)]
-                programs = []
-                for group in groups:
-                    parts, packed = group.result()
-                    programs += parts
-                    if packed:
-                        say(packed)
-                waiting = {pool.submit(_run_program, program, out, news): program for program in programs}
-                while waiting:
-                    _pass_on(news, watch)
-                    for done in [f for f in waiting if f.done()]:
-                        program = waiting.pop(done)
-                        if error := done.exception():  # a worker that died
-                            failed |= {job.name: _message(error) for job in program}
-                            continue
-                        messages, note = done.result()
-                        failed |= messages
-                        if note:
-                            say(note)
-            except KeyboardInterrupt:
-                for future in waiting:
-                    future.cancel()
-                for process in list((pool._processes or {}).values()):
-                    process.terminate()
-                raise
-            _pass_on(news, watch)
+    deaths: Counter[str] = Counter()
+    with Crew(processes) as crew:
+        groups = group_jobs(jobs, out, pack)
+        parts = {group[0].name: [group] for group in groups}
+        for group, result in crew.do(partial(_programs, out, processes), deque(g for g in groups if len(g) > 1)):
+            single = [[job] for job in group]
+            parts[group[0].name], packed = (single, "") if isinstance(result, Died) else result
+            if packed:
+                say(packed)
+        programs = deque(itertools.chain(*parts.values()))
+        for program, result in crew.do(partial(_run_program, out), programs, lambda news: watch(*news)):
+            if isinstance(result, Died):
+                deaths.update(job.name for job in program)
+                failed |= {job.name: GIVEN_UP for job in program if deaths[job.name] == DEATHS}
+                if again := [job for job in program if deaths[job.name] < DEATHS]:
+                    say(f"the process of {program[0].name} died (exit code {result.code}); the run goes on from its checkpoint")
+                # After a kill the checkpoints of a pack may be of different rounds; if it dies again, it is too large.
+                programs += group_jobs(again, out, pack) if deaths[program[0].name] == 1 else [[job] for job in again]
+                continue
+            messages, note = result
+            failed |= messages
+            if note:
+                say(note)
     return failed
-
-
-def _pass_on(news: Any, watch: Watch) -> None:
-    """Pass on what the runs have reported; wait a moment for it."""
-    try:
-        watch(*news.get(timeout=0.1))
-        while True:
-            watch(*news.get_nowait())
-    except Empty:
-        return
 
 
 def group_jobs(jobs: list[Job], out: Path, pack: bool | None) -> list[list[Job]]:
@@ -214,10 +190,8 @@ def group_jobs(jobs: list[Job], out: Path, pack: bool | None) -> list[list[Job]]
     return list(groups.values())
 
 
-def _programs(group: list[Job], out: Path, processes: int) -> tuple[list[list[Job]], str]:
+def _programs(out: Path, processes: int, group: list[Job], tell: Any) -> tuple[list[list[Job]], str]:
     """Split a group into parts that fit in memory, with a message; into single runs where the first cannot be built."""
-    if len(group) == 1:
-        return [group], ""
     first: Any = group[0].config
     try:
         cost = packs.cost(first, processes)
@@ -235,36 +209,34 @@ def _programs(group: list[Job], out: Path, processes: int) -> tuple[list[list[Jo
         torch.cuda.empty_cache()
 
 
-def _run_program(program: list[Job], out: Path, news: Any) -> tuple[dict[str, str], str]:
+def _run_program(out: Path, program: list[Job], tell: Tell) -> tuple[dict[str, str], str]:
     """Run jobs in a worker process, packed if there are several; return messages of failed jobs and of a failed pack."""
     failed, note = {}, ""
     if len(program) > 1:
         configs: list[Any] = [job.config for job in program]
         try:
-            packs.run_packed(configs, [out / job.name for job in program], [_progress(job, news) for job in program])
+            packs.run_packed(configs, [out / job.name for job in program], [_progress(job, tell) for job in program])
         except Exception as error:
             note = f"{len(program)} runs could not be packed ({_message(error)}) and were run one by one: {program[0].name}, ..."
         gc.collect()  # frees what the pack held on the device
         torch.cuda.empty_cache()
     for job in program:  # those that were packed are finished now
-        folder, progress = RunFolder(out / job.name), _progress(job, news)
+        folder, progress = RunFolder(out / job.name), _progress(job, tell)
         try:
             if not _finished(job, folder):
                 KINDS[job.kind].run(job.config, out=folder.path, resume=folder.exists(), progress=progress)
-            news.put((job.name, job.config.rounds, job.config.rounds))
+            tell((job.name, job.config.rounds, job.config.rounds))
         except Exception as error:
             failed[job.name] = _message(error)
     return failed, note
 
 
-def _message(error: BaseException) -> str:
-    if isinstance(error, BrokenProcessPool):
-        return "a process of the sweep was killed, perhaps for want of memory; the same command again goes on"
+def _message(error: Exception) -> str:
     return str(error) if isinstance(error, UndriftError) else repr(error)
 
 
-def _progress(job: Job, news: Any) -> Progress:
-    return lambda record, rounds: news.put((job.name, record["round"], rounds))
+def _progress(job: Job, tell: Tell) -> Progress:
+    return lambda record, rounds: tell((job.name, record["round"], rounds))
 
 
 def _finished(job: Job, folder: RunFolder) -> bool:
@@ -280,19 +252,3 @@ def _finished(job: Job, folder: RunFolder) -> bool:
         if before != value:
             raise BadRunFolder(f"{folder.path} holds another run: its {name} is {before}, not {value}")
     return folder.finished() and bool(was["rounds"] == job.config.rounds)
-
-
-def _share_cores(processes: int) -> None:
-    torch.set_num_threads(max(1, min(torch.get_num_threads(), cores() // processes)))  # OMP_NUM_THREADS may want fewer
-    _end_with_parent()
-
-
-def cores() -> int:
-    """How many cores this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
-def _end_with_parent() -> None:
-    """End this process with the sweep, even if the sweep is killed."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG
