@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -263,18 +264,31 @@ def test_a_node_that_is_not_registered_is_turned_away(tmp_path: Path) -> None:
 
 
 @pytest.mark.system
-def test_ctrl_c_ends_everything(tmp_path: Path) -> None:
+@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_ends_everything_after_the_round_and_the_run_goes_on(how: signal.Signals, tmp_path: Path) -> None:
     command = [sys.executable, "-m", "undrift", "deploy", "local", str(tmp_path / "home"), "--clients", "2"]
     command += ["--rounds", "50", "--out", str(tmp_path / "out")]
     heeded = partial(
         signal.signal, signal.SIGINT, signal.default_int_handler
     )  # a shell's background job ignores Ctrl-C
-    process = subprocess.Popen(command, start_new_session=True, preexec_fn=heeded)
+    process = subprocess.Popen(command, start_new_session=True, preexec_fn=heeded, stderr=subprocess.PIPE, text=True)
     file, end = tmp_path / "out" / "rounds.jsonl", time.monotonic() + LONG
     while not (file.exists() and file.read_text()):
         assert process.poll() is None and time.monotonic() < end
         time.sleep(0.2)
-    process.send_signal(signal.SIGINT)
-    assert process.wait(60) == 130
+    process.send_signal(how)
+    said = process.communicate(timeout=60)[1]
+    assert process.returncode == 128 + how
     parts = ("superlink", "run", "client-0", "client-1")
     assert not any(descendants(tmp_path / "home", part) for part in parts)
+    slow = json.loads(file.read_text().splitlines()[-1])["seconds"] > 5  # too slow for a signal to wait for
+    assert slow or "stopped by SIGTERM; go on with resume=true" in (tmp_path / "home/run.log").read_text()
+    reached = json.loads((tmp_path / "out/checkpoint/latest.json").read_text())["round"]
+    assert 1 <= reached == len(file.read_text().splitlines()) < 50
+    stopped, again = said.strip().split("; go on with: ")
+    assert stopped == f"undrift: stopped by {how.name}" and again.endswith(" --resume")
+    done = subprocess.run(
+        [sys.executable, "-m", *shlex.split(again), "--rounds", str(reached + 2)], check=False, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    assert len(file.read_text().splitlines()) == reached + 2

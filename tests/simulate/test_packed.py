@@ -7,7 +7,6 @@ import json
 import math
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from queue import Queue
 from types import MappingProxyType
 from typing import Any
 

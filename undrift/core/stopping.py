@@ -1,8 +1,8 @@
 """Signals that ask a run to stop: SIGTERM, SIGHUP and SIGINT (Ctrl-C).
 
-A loop looks at `asked` between rounds, writes its checkpoint and raises `Stopped`. The process ends at once at a second signal, or
-where no loop has taken notice after GRACE seconds. A thread listens: Python's own handlers do not run while the main thread
-waits for another process.
+A loop looks at `asked` between rounds, writes its checkpoint and raises `Stopped`. The process ends at once at a second
+signal, or where no loop has taken notice after GRACE seconds. A thread listens, because Python's own handlers do not run
+while the main thread waits for another process.
 """
 
 from __future__ import annotations
@@ -17,7 +17,9 @@ from collections.abc import Callable, Iterator, Sequence
 
 SIGNALS = tuple(getattr(signal, name) for name in ("SIGTERM", "SIGHUP", "SIGINT") if hasattr(signal, name))
 GRACE = 10.0  # seconds to finish a round
-ECHO = 1.0  # signals within so many seconds are one: a terminal sends it to a process, and so does the one that started it
+ECHO = (
+    1.0  # signals within so many seconds are one: a terminal sends it to a process, and so does the one that started it
+)
 
 _asked = 0  # the signal that came
 _noticed = threading.Event()
@@ -43,9 +45,7 @@ def notice() -> Stopped:
 
 
 @contextlib.contextmanager
-def heeded(
-    last_words: Callable[[str], None], signals: Sequence[int] = SIGNALS, repeats: bool = True
-) -> Iterator[None]:
+def heeded(last_words: Callable[[str], None], signals: Sequence[int] = SIGNALS, repeats: bool = True) -> Iterator[None]:
     """Heed signals within this block, but not those that the process was told to ignore, as by nohup.
 
     `last_words` tells the user how the run ended and how to go on. Without `repeats` a second signal changes nothing.

@@ -75,7 +75,7 @@ class Course(Generic[R, C]):
         self.reached = self.stop_reason(self.records[-1] if self.records else {})  # empty while the run goes on
 
     def ahead(self) -> tuple[int, bool]:
-        """Count the rounds up to the next checkpoint, a few seconds at most, 0 at the end; also say whether the run ends there."""
+        """Count the next rounds, up to a checkpoint and a few seconds long; 0 at the end. Also say whether the run ends there."""
         left, every = self.config.rounds - self.run.t, self.config.checkpoint_every
         if left <= 0 or self.reached:
             return 0, True

@@ -11,8 +11,7 @@ import sys
 from collections import deque
 from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection, wait
-from multiprocessing.process import BaseProcess
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 
@@ -28,23 +27,23 @@ class Died(NamedTuple):
     code: int | None  # -9 after kill -9
 
 
-class Member(Generic[T]):
+class Member:
     """One process, and the task that it does."""
 
     def __init__(self, size: int) -> None:
         context = multiprocessing.get_context("spawn")
         self.pipe, theirs = context.Pipe()
-        self.process: BaseProcess = context.Process(target=_work, args=(theirs, size))
+        self.process = context.Process(target=_work, args=(theirs, size))
         self.process.start()
         theirs.close()  # so that reading ends when the process does
-        self.task: T | None = None
+        self.task: Any = None
 
 
 class Crew:
     """At most `size` processes, which share the cores. Use it as `with Crew(size) as crew`."""
 
     def __init__(self, size: int) -> None:
-        self.size, self.members = size, list[Member[Any]]()
+        self.size, self.members = size, list[Member]()
 
     def __enter__(self) -> Crew:
         return self
@@ -66,24 +65,23 @@ class Crew:
         all have stopped.
         """
         stopped = None
-        while waiting or any(member.task is not None for member in self.members):
+        while waiting or self.busy():
             if stopping.asked() and stopped is None:
                 stopped = stopping.notice()
                 waiting.clear()
                 for member in self.members:
-                    with contextlib.suppress(ProcessLookupError):
-                        os.kill(member.process.pid or 0, signal.SIGTERM)
-            while waiting and (member := self.free()):
-                member.task = waiting.popleft()
+                    member.process.terminate()
+            while waiting and (free := self.free()) is not None:
+                free.task = waiting.popleft()
                 with contextlib.suppress(BrokenPipeError):  # it has died, as will be noticed
-                    member.pipe.send((function, member.task))
-            busy = {member.pipe: member for member in self.members if member.task is not None}
-            for pipe in wait(busy, PAUSE):
-                member = busy[pipe]
+                    free.pipe.send((function, free.task))
+            ready = wait([member.pipe for member in self.busy()], PAUSE)
+            for member in [member for member in self.busy() if member.pipe in ready]:
                 try:
-                    done, content = pipe.recv()
+                    done, content = member.pipe.recv()
                 except (EOFError, OSError):
                     member.process.join()
+                    member.pipe.close()
                     self.members.remove(member)
                     done, content = True, Died(member.process.exitcode)
                 if not done:
@@ -95,7 +93,10 @@ class Crew:
         if stopped is not None:
             raise stopped
 
-    def free(self) -> Member[Any] | None:
+    def busy(self) -> list[Member]:
+        return [member for member in self.members if member.task is not None]
+
+    def free(self) -> Member | None:
         """A process without a task, if there is or can be one more."""
         for member in self.members:
             if member.task is None:

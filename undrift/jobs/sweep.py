@@ -166,7 +166,9 @@ def run_all(
                 deaths.update(job.name for job in program)
                 failed |= {job.name: GIVEN_UP for job in program if deaths[job.name] == DEATHS}
                 if again := [job for job in program if deaths[job.name] < DEATHS]:
-                    say(f"the process of {program[0].name} died (exit code {result.code}); the run goes on from its checkpoint")
+                    say(
+                        f"the process of {program[0].name} died (exit code {result.code}); the run goes on from its checkpoint"
+                    )
                 # After a kill the checkpoints of a pack may be of different rounds; if it dies again, it is too large.
                 programs += group_jobs(again, out, pack) if deaths[program[0].name] == 1 else [[job] for job in again]
                 continue
