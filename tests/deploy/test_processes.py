@@ -288,7 +288,10 @@ def test_a_signal_ends_everything_after_the_round_and_the_run_goes_on(how: signa
     stopped, again = said.strip().split("; go on with: ")
     assert stopped == f"undrift: stopped by {how.name}" and again.endswith(" --resume")
     done = subprocess.run(
-        [sys.executable, "-m", *shlex.split(again), "--rounds", str(reached + 2)], check=False, capture_output=True, text=True
+        [sys.executable, "-m", *shlex.split(again), "--rounds", str(reached + 2)],
+        check=False,
+        capture_output=True,
+        text=True,
     )
     assert done.returncode == 0, done.stderr
     assert len(file.read_text().splitlines()) == reached + 2
