@@ -117,7 +117,7 @@ def test_a_clock_that_is_set_back_again_and_again_changes_nothing(tmp_path: Path
 
     looks = command("-c", "import time; print(time.time(), time.time(), time.gmtime().tm_year)").split()
     assert float(looks[1]) < float(looks[0]) - 30, "the clock of such a process goes back"
-    settings = "--algorithm scaffold --execution stacked --model logreg --stop-at time=1h --eval-every 5".split()
+    settings = ("--algorithm", "scaffold", "--execution", "stacked", "--model", "logreg", "--stop-at", "time=1h")
     folders = [tmp_path / name for name in ("back", "plain")]
     for folder, clock in zip(folders, (True, False), strict=True):
         run = ("-m", "undrift", "run", "--out", str(folder))

@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import signal
+import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import MappingProxyType
@@ -17,6 +19,7 @@ from torch import nn
 
 from tests import small
 from undrift import cli
+from undrift.core import stopping
 from undrift.core.errors import BadSetting
 from undrift.core.names import names
 from undrift.data.federation import Federation, federate
@@ -268,6 +271,27 @@ def test_an_interrupted_pack_goes_on_as_a_pack(tmp_path: Path, stretches: list[i
     for config, folder in zip(chosen, packed_run(chosen, tmp_path), strict=True):
         same_run(config, folder)
     assert set(stretches) == {3}
+
+
+@pytest.mark.parametrize("when", [4, 7])
+def test_a_pack_that_a_signal_stops_loses_nothing(when: int, tmp_path: Path) -> None:
+    chosen, said, before = configs(checkpoint_every=100), [], signal.getsignal(signal.SIGTERM)
+
+    def send(record: dict[str, Any], rounds: int) -> None:
+        if record["round"] == when and not stopping.asked():
+            signal.raise_signal(signal.SIGTERM)
+            while not stopping.asked():  # a thread hears it
+                time.sleep(0.01)
+
+    with pytest.raises(stopping.Stopped), stopping.heeded(said.append):
+        packed_run(chosen, tmp_path, send)
+    assert said == ["stopped by SIGTERM"] and signal.getsignal(signal.SIGTERM) == before
+    reached = [RunFolder(tmp_path / str(config.seed)).reached() for config in chosen]
+    assert (
+        reached == [len(RunFolder(tmp_path / str(config.seed)).records()) for config in chosen] and min(reached) >= when
+    )
+    for config, folder in zip(chosen, packed_run(chosen, tmp_path), strict=True):
+        same_run(config, folder)
 
 
 def test_runs_that_leave_a_pack_go_on_as_alone(tmp_path: Path, stretches: list[int]) -> None:

@@ -45,7 +45,7 @@ def notice() -> Stopped:
 
 
 @contextlib.contextmanager
-def heeded(last_words: Callable[[str], None], signals: Sequence[int] = SIGNALS, repeats: bool = True) -> Iterator[None]:
+def heeded(last_words: Callable[[str], None], repeats: bool = True) -> Iterator[None]:
     """Heed signals within this block, but not those that the process was told to ignore, as by nohup.
 
     `last_words` tells the user how the run ended and how to go on. Without `repeats` a second signal changes nothing.
@@ -58,9 +58,9 @@ def heeded(last_words: Callable[[str], None], signals: Sequence[int] = SIGNALS, 
     _noticed.clear()
     ear, mouth = socket.socketpair()
     mouth.setblocking(False)
-    heard = [each for each in signals if signal.getsignal(each) not in (signal.SIG_IGN, None)]
-    before = {each: signal.signal(each, lambda number, frame: None) for each in heard}
+    heard = [each for each in SIGNALS if signal.getsignal(each) not in (signal.SIG_IGN, None)]
     wakeup = signal.set_wakeup_fd(mouth.fileno(), warn_on_full_buffer=False)
+    before = {each: signal.signal(each, lambda number, frame: None) for each in heard}
     listener = threading.Thread(target=_listen, args=(ear, heard, last_words, repeats), daemon=True)
     listener.start()
     try:
@@ -69,9 +69,9 @@ def heeded(last_words: Callable[[str], None], signals: Sequence[int] = SIGNALS, 
         last_words(str(stopped))
         raise
     finally:
-        signal.set_wakeup_fd(wakeup)
         for each, handler in before.items():
             signal.signal(each, handler)
+        signal.set_wakeup_fd(wakeup)
         mouth.close()
         listener.join()
         ear.close()
@@ -95,7 +95,6 @@ def _listen(ear: socket.socket, heard: Sequence[int], last_words: Callable[[str]
         for number in numbers:
             if number in heard and not _asked:
                 _asked, began = number, time.monotonic()
-                ear.settimeout(GRACE)
             elif number in heard and repeats and time.monotonic() > began + ECHO:
                 _end(last_words)
         if _asked and not _noticed.is_set():

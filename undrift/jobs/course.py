@@ -152,11 +152,13 @@ class Course(Generic[R, C]):
         return settings | {"set": settings.pop("set", {}), "made": made}
 
 
-def drive(course: Course[Run, C]) -> Result[C]:
-    """Run all rounds that are left."""
+def drive(course: Course[Run, C], beside: Sequence[Course[Any, Any]] = ()) -> Result[C]:
+    """Run all rounds that are left; `beside` are runs of the same process that wait for their turn."""
     while (ahead := course.ahead())[0]:
-        pause([course])
+        pause([course, *beside])
         course.take(course.run.rounds(*ahead))
+    if not course.reached:
+        pause([course, *beside])  # the end may take long
     return course.end()
 
 

@@ -124,4 +124,4 @@ def drive_together(courses: list[Course[Simulation, RunConfig]]) -> None:
                     alone.append(course)
             whole = all(course not in alone and course.ahead()[0] for course in together)
     for course in sorted(courses, key=lambda course: course.ahead()[0]):  # first those that have no rounds left
-        drive(course)
+        drive(course, courses)
