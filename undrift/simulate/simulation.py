@@ -112,7 +112,10 @@ class Simulation:
         self.state: ServerState = first_state(alg, net, x0, buffers, data.clients)
         self.clients: ClientTable | DiskTable = ClientTable()
         self.position = np.zeros(data.clients, dtype=np.int64)  # batches each client has taken so far
-        self.last_cohort = np.zeros(0, dtype=np.int64)  # who took part in the round before
+        self.counted = np.zeros(
+            data.clients, dtype=np.int64
+        )  # the last round, from 1 on, that counts each one's answer
+        self.latest = 0  # the last round that counts anybody's
         self.last_reply: tuple[Tensor, State] | None = None  # to whom the server replied after the round, and what
         self.class_best = torch.full((data.classes,), -1.0, dtype=torch.float64)  # accuracy so far; -1: none
         self.execution: Execution | None = None
@@ -216,27 +219,28 @@ class Simulation:
         if not len(kept):
             self.last_reply = None
             numbers |= {name: float(value) for name, value in self.alg.facts(self.state.server).items()}
-        record = self.record(attendance, len(kept), cost, gradients, numbers, began)
+        record = self.record(attendance, kept, cost, gradients, numbers, began)
         self.t += 1
         scores = self.evaluate(torch.from_numpy(attendance.ids).to(self.device), last)
         return record.with_scores(scores)._replace(seconds=time.perf_counter() - began)
 
     def record(
-        self, attendance: Attendance, kept: int, cost: Cost, gradients: int, numbers: Mapping[str, Any], began: float
+        self, attendance: Attendance, kept: Ids, cost: Cost, gradients: int, numbers: Mapping[str, Any], began: float
     ) -> RoundRecord:
-        """The next round's record, without scores; who took part is remembered."""
+        """The next round's record, without scores; whose answers count is remembered."""
         invited, asked, alg = len(attendance.invited), len(attendance.ids), self.alg
-        # In the first round nobody lacks anything of a round before.
-        before = set(self.last_cohort.tolist())
-        returning = len(before.intersection(attendance.invited.tolist())) if self.t else invited
+        since = self.latest - 1 if alg.since is None else alg.since  # in the first round nobody lacks anything
+        returning = int((self.counted[attendance.invited] > since).sum())
         down, up = 0, cost.bytes_up(asked)
         if asked:
-            down = alg.bytes_down(cost.down, invited, returning, self.data.clients) + kept * cost.reply
-            down += invited * nbytes(self.state.buffers) if alg.buffers_down else 0
-        if kept:
-            self.last_cohort = attendance.ids
+            down = alg.bytes_down(cost.down, invited, returning, self.data.clients) + len(kept) * cost.reply
+            down += alg.buffers_down(invited, returning) * nbytes(self.state.buffers)
+        if len(kept):
+            self.counted[kept] = self.latest = self.t + 1
         network = self.network_seconds(down / invited + up / max(1, asked), 2 if alg.measures and asked else 1)
-        return write_record(self.t + 1, began, {**numbers, **network}, invited, invited - kept, down, up, gradients)
+        return write_record(
+            self.t + 1, began, {**numbers, **network}, invited, invited - len(kept), down, up, gradients
+        )
 
     def rounds(self, most: int, last: bool = False) -> list[RoundRecord]:
         """Run at most `most` rounds, up to the next evaluation, replayed on a GPU; `last`: the run ends after `most`."""
@@ -337,8 +341,8 @@ class Simulation:
     def tensors(self) -> dict[str, Tensor]:
         state = dict(named_leaves("state", self.state))
         moved = np.flatnonzero(self.position)  # few of a million clients
-        positions = {"position.ids": torch.from_numpy(moved), "position": torch.from_numpy(self.position[moved])}
-        own = positions | {"last_cohort": torch.from_numpy(self.last_cohort)}
+        part = {"position.ids": moved, "position": self.position[moved], "counted": self.counted[moved]}
+        own = {name: torch.from_numpy(array) for name, array in part.items()}
         return state | self.clients.tensors() | own | {"class_best": self.class_best}
 
     def restore(self, tensors: dict[str, Tensor], t: int) -> None:
@@ -350,9 +354,9 @@ class Simulation:
         self.state = map_leaves(lambda _: next(stored), self.state)
         self.clients.restore(tensors, self.device)
         self.replay = None
-        self.position = np.zeros(self.data.clients, dtype=np.int64)
-        self.position[tensors["position.ids"].cpu().numpy()] = tensors["position"].cpu().numpy()
-        self.last_cohort = tensors["last_cohort"].cpu().numpy().copy()
+        self.position, self.counted = (np.zeros(self.data.clients, dtype=np.int64) for _ in range(2))
+        moved, position, counted = (tensors[name].cpu().numpy() for name in ("position.ids", "position", "counted"))
+        self.position[moved], self.counted[moved], self.latest = position, counted, int(counted.max(initial=0))
         self.class_best = tensors["class_best"].cpu().clone()
         self.t = t
 
