@@ -26,7 +26,7 @@ from undrift.data.batches import Plan
 from undrift.data.federation import Federation, Ids, pool
 from undrift.oracle.net import Net
 from undrift.round.clients import new_clients
-from undrift.round.compressed import Uplink, check_summed, wrap
+from undrift.round.compressed import Uplink, check_summed, upload_form, wrap
 from undrift.round.order import Ask, Cost, ServerState, first_state, play, send_down
 from undrift.round.record import RoundRecord, write_record
 from undrift.round.who import Attendance, Sampling, Task, Who
@@ -104,9 +104,10 @@ class Simulation:
         self.whole = alg  # `alg` is what it does in the present round
         self.alg, self.net, self.data, self.settings, self.metrics = alg, net.to(device), data, settings, metrics
         self.device, self.remote = device, remote
-        self.uplink = Uplink(settings.compress, settings.seed, net) if settings.compress else None
-        if self.uplink is not None:
+        self.uplink: Uplink | None = None
+        if settings.compress:
             check_summed(alg)
+            self.uplink = Uplink(settings.compress, settings.seed, net, upload_form(alg, net, data.clients))
         self.t = 0
         x0, buffers = (v.to(device) for v in net.start())
         self.state: ServerState = first_state(alg, net, x0, buffers, data.clients)
