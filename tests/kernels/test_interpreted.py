@@ -139,6 +139,23 @@ def test_what_a_gpu_does_not_solve_is_doubted() -> None:
         assert not seen.by_value
 
 
+@pytest.mark.parametrize("length", [1e-25, 1e-21])
+def test_what_is_too_short_for_its_products_is_doubted(length: float) -> None:
+    """But not a column of zeros, nor one that does not count."""
+    torch.manual_seed(0)
+    rows, everything = torch.randn(3, 50), torch.ones(3, dtype=torch.bool)
+    p = -rows.sum(0)
+    odd = rows * torch.tensor([[1.0], [length], [1.0]])
+    empty = rows * torch.tensor([[1.0], [0.0], [1.0]])
+    cases = [(p, rows, everything, True), (p, odd, everything, False), (p * length, rows, everything, False)]
+    cases += [(p, empty, everything, True), (p, odd, torch.tensor([True, False, True]), True)]
+    cases += [(0 * p, rows, everything, True)]
+    for vector, columns, counts, solved in cases:
+        with watch() as seen:
+            found = project_gpu(vector, columns, None, 0.0, None, counts)
+        assert bool(found.solved) == solved and [bool(flag) for flag in seen.doubts] == [not solved]
+
+
 def test_who_is_remembered() -> None:
     torch.manual_seed(0)
     memory = Memory.empty(6, torch.zeros(2), 1)
