@@ -34,7 +34,16 @@ from undrift.simulate import export
 from undrift.simulate.choose import check_labels, check_repeatable, choose, keep_freed_memory
 from undrift.simulate.client_store import DiskTable, choose_table
 from undrift.simulate.clients import ClientTable
-from undrift.simulate.evaluate import Metric, accuracy, client_scores, forgetting, group_means, means, sample_scores
+from undrift.simulate.evaluate import (
+    Metric,
+    accuracy,
+    client_scores,
+    forgetting,
+    group_means,
+    means,
+    sample_scores,
+    weights_of,
+)
 from undrift.simulate.graphs import recorded
 from undrift.simulate.here import AskHere, Execution, Stacked, shared
 from undrift.simulate.personal_scores import own_scores
@@ -304,15 +313,17 @@ class Simulation:
         where, data = (self.net, self.state.x, self.state.buffers), self.data
         scores: dict[str, Any] = {}
         if last or self.t % self.settings.eval_every == 0:
-            tested = self.tested()
-            scores |= means(tested)
+            tested, rows = self.tested(), torch.arange(len(data.test), device=self.device)
+            weight = weights_of(self.net, data.test, rows)
+            scores |= means(tested, weight)
             if "accuracy" in tested and data.test.labelled:
-                now = group_means(tested["accuracy"], data.test.targets, data.classes).cpu()
+                group = data.test.targets.clamp(min=0)  # what has no label weighs nothing
+                now = group_means(tested["accuracy"], group, data.classes, weight).cpu()
                 lost, self.class_best = forgetting(self.class_best, now)
                 scores |= {} if lost.isnan() else {"forgetting": float(lost)}
             validation = torch.from_numpy(data.validation).to(self.device)
-            held_out = means(sample_scores(*where, data.train, data.transform, self.metrics, validation))
-            scores |= {f"val_{name}": value for name, value in held_out.items()}
+            held_out = sample_scores(*where, data.train, data.transform, self.metrics, validation)
+            scores |= {f"val_{n}": v for n, v in means(held_out, weights_of(self.net, data.train, validation)).items()}
         if data.held_out and (last or self.t % self.settings.eval_every == 0):
             scores |= own_scores(self, last)
         every = self.settings.client_eval_every
