@@ -123,6 +123,26 @@ def test_the_record_is_the_simulators_with_what_was_measured(tmp_path: Path) -> 
     assert len(federation.visits) == 4 and {v.outcome for v in federation.visits} == {"answered"}
 
 
+@pytest.mark.parametrize("personal", ["", "ft"])
+def test_fine_tuning_begins_with_new_moments_whenever_it_begins(personal: str, tmp_path: Path) -> None:
+    """The clients' losses and the bytes are the simulator's, also for a client that is first tuned later."""
+
+    def make() -> Simulation:
+        fields = dict(lr=0.1, begin=2, optimizer="momentum", keep_moments=True) | (
+            {"personal": "ft"} if personal else {}
+        )
+        return simulation(algorithm_class("fedsm" if personal else "ft")(**fields), cohort=4)
+
+    federation, alone = Federation(tmp_path, make), make()
+    cohorts = [set(alone.attendance(t).ids.tolist()) for t in range(4)]
+    assert (cohorts[0] | cohorts[1]) & cohorts[3] - cohorts[2], "somebody was trained, but is tuned later"
+    for _ in range(4):
+        federation.path(1)
+        ours, theirs = federation.record, alone.round()
+        assert ours.train_loss == pytest.approx(theirs.train_loss, rel=1e-12)
+        assert ours.bytes_down == theirs.bytes_down
+
+
 def without(make: Make, lost: set[tuple[int, str]], rounds: int) -> Tensor:
     """The simulator's path where these clients fail to answer."""
     run = make()

@@ -54,6 +54,32 @@ def test_columns_that_are_too_much_alike_are_left_to_the_host() -> None:
     assert not found.solved and torch.equal(found.u.cpu(), p)
 
 
+@pytest.mark.parametrize("length", [1e-25, 1e-21, 1e21])
+def test_columns_of_unusual_lengths_are_left_to_the_host(length: float) -> None:
+    generator = torch.Generator().manual_seed(0)
+    rows, everything = torch.randn(3, 500, generator=generator), torch.ones(3, dtype=torch.bool)
+    p, factor = -rows.sum(0), torch.tensor([[1.0], [length], [1.0]])
+    for vector, columns in ((p, factor * rows), (length * p, rows)):
+        assert cone.project(vector, columns, None, 0.0, None, everything).solved
+        assert not cone.project(vector.cuda(), columns.cuda(), None, 0.0, None, everything.cuda()).solved
+    assert cone.project(p.cuda(), (0 * factor + 1).cuda() * rows.cuda(), None, 0.0, None, everything.cuda()).solved
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_three_rows_of_any_length_on_the_gpu(dtype: torch.dtype) -> None:
+    from undrift.algorithms.gradient_memory.cone3 import project_three
+
+    generator = torch.Generator().manual_seed(0)
+    rows = [torch.randn(3000, generator=generator, dtype=dtype) for _ in range(3)]
+    p = -sum(rows, torch.zeros(3000, dtype=dtype))
+    for power in (-110, -74) if dtype == torch.float32 else (-1000, -560):
+        M = [rows[0], 2.0**power * rows[1], 2.0**-power * rows[2]]
+        u, active = project_three(p, M)
+        there, on = project_three(p.cuda(), [row.cuda() for row in M])
+        assert torch.equal(on.cpu(), active) and bool(active.all())
+        assert float((there.cpu() - u).norm() / p.norm()) < (2e-6 if dtype == torch.float32 else 1e-12)
+
+
 def test_products_of_long_rows_keep_float32s_digits() -> None:
     a, b = torch.randn(11, 70_001, device="cuda"), torch.randn(100, 70_001, device="cuda")
     torch.backends.cuda.matmul.fp32_precision = "tf32"

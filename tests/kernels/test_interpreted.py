@@ -71,7 +71,7 @@ def test_a_step_of_dense_layers(sizes: tuple[int, ...], biased: bool, rates: boo
 def test_cross_entropy_of_turned_outputs(padded: bool) -> None:
     torch.manual_seed(0)
     outputs, targets = 3 * torch.randn(3, 7, 5), torch.randint(0, 7, (3, 5))
-    targets[1, :2] = -100
+    targets[1, :2], targets[2] = -100, -100
     real = torch.tensor([[1.0, 0, 1, 1, 0]] * 3) if padded else None
     loss, d = turned_cross_entropy_gpu(outputs, targets, real)
     expected, gradient = turned_cross_entropy.plain(outputs, targets, real)
@@ -137,6 +137,23 @@ def test_what_a_gpu_does_not_solve_is_doubted() -> None:
             found = project_gpu(p - 10 * row, columns, None, 0.3, None, counts[: len(columns)])
         assert [bool(flag) for flag in seen.doubts] == [not solved] and bool(found.solved) == solved
         assert not seen.by_value
+
+
+@pytest.mark.parametrize("length", [1e-25, 1e-21])
+def test_what_is_too_short_for_its_products_is_doubted(length: float) -> None:
+    """But not a column of zeros, nor one that does not count."""
+    torch.manual_seed(0)
+    rows, everything = torch.randn(3, 50), torch.ones(3, dtype=torch.bool)
+    p = -rows.sum(0)
+    odd = rows * torch.tensor([[1.0], [length], [1.0]])
+    empty = rows * torch.tensor([[1.0], [0.0], [1.0]])
+    cases = [(p, rows, everything, True), (p, odd, everything, False), (p * length, rows, everything, False)]
+    cases += [(p, empty, everything, True), (p, odd, torch.tensor([True, False, True]), True)]
+    cases += [(0 * p, rows, everything, True)]
+    for vector, columns, counts, solved in cases:
+        with watch() as seen:
+            found = project_gpu(vector, columns, None, 0.0, None, counts)
+        assert bool(found.solved) == solved and [bool(flag) for flag in seen.doubts] == [not solved]
 
 
 def test_who_is_remembered() -> None:

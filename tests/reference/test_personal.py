@@ -54,6 +54,7 @@ CASES = [
     Case("ft", "sgd", dict(lr=0.1, begin=2)),
     Case("ft", "adam, by size, batch norm", dict(begin=2) | ADAM, weights="size", norm=True),
     Case("ft", "adam, kept", dict(begin=2, keep_moments=True) | ADAM),
+    Case("ft", "adam, kept, one tuned later", dict(begin=2, keep_moments=True) | ADAM, cohort=4, norm=True),
     Case("apfl", "sgd", dict(lr=0.1, lam=0.4), STEPS),
     Case("apfl", "adam, by size, batch norm", dict(lam=0.7) | ADAM, weights="size", norm=True),
     Case("apfl", "adaptive", dict(lr=0.2, lam=0.5, adaptive=True, lam_lr=0.5), cohort=4),
@@ -73,6 +74,7 @@ CASES = [
 ]  # fmt: skip
 ABSENT = [  # in replayed rounds the places of clients that are not there are empty
     Case("softpull", "whoever comes", dict(lam=0.6, lr=0.1), STEPS, cohort=4, sampling="bernoulli"),
+    Case("ft", "whoever comes", dict(begin=2, keep_moments=True) | ADAM, STEPS, cohort=3, sampling="bernoulli"),
     Case("fedsm-extra", "whoever comes", dict(lr=0.1, selector_lr=0.1, begin=2), STEPS, cohort=4, sampling="bernoulli"),
 ]
 
@@ -135,7 +137,7 @@ def test_equals_the_plain_reference(case: Case, execution: str) -> None:
     agree(case, execution)
 
 
-@pytest.mark.parametrize("execution", ["stacked", "replayed"])
+@pytest.mark.parametrize("execution", ["stacked", "debug", "replayed"])
 @pytest.mark.parametrize("case", ABSENT, ids=str)
 def test_rounds_of_whoever_comes_equal_the_plain_reference(case: Case, execution: str) -> None:
     agree(case, execution)
@@ -241,15 +243,17 @@ def test_per_fedavg_and_pfedme_at_their_ends() -> None:
     assert torch.equal(exact.state.x, meta.state.x) and torch.equal(own(exact), exact.state.x.expand(N, -1))
 
 
+@pytest.mark.parametrize("cohort", [N, 4])
 @pytest.mark.parametrize("personal", ["softpull", "ft", "apfl", "per-fedavg", "pfedme"])
-def test_fedsm_takes_any_personalisation(personal: str) -> None:
+def test_fedsm_takes_any_personalisation(personal: str, cohort: int) -> None:
     """Its models are those of the method alone."""
-    base = dict(lr=0.05, keep_moments=True)
-    fields = {"softpull": dict(lam=0.6), "ft": dict(begin=1), "apfl": dict(lam=0.4), "per-fedavg": dict(alpha=0.2),
+    base = dict(lr=0.05, optimizer="momentum", keep_moments=True)
+    fields = {"softpull": dict(lam=0.6), "ft": dict(begin=2), "apfl": dict(lam=0.4), "per-fedavg": dict(alpha=0.2),
               "pfedme": dict(lam=2.0, inner_lr=0.1, inner_steps=2)}[personal]  # fmt: skip
-    case = Case("fedsm", "", {})
-    ours, alone = both("fedsm", personal, dict(personal=personal) | fields | base, fields | base, case)
-    close(own(ours), own(alone))
+    case = Case("fedsm", "", {}, cohort=cohort)
+    ours, alone = both("fedsm", personal, dict(personal=personal) | fields | base, fields | base, case, 4)
+    if personal != "softpull" or cohort == N:  # a newcomer begins at x, which is another one there
+        close(own(ours), own(alone))
     if personal != "softpull":
         close(ours.state.x, alone.state.x)
 
@@ -283,6 +287,30 @@ def test_bytes_are_two_models_and_the_selector(mode: str, norm: bool) -> None:
     for _ in range(2):
         record = run.round()
         assert (record.bytes_down, record.bytes_up) == (expected, expected)
+
+
+@pytest.mark.parametrize("name", ["ft", "fedsm", "fedsm-extra", "ensemble"])
+@pytest.mark.parametrize("execution", ["stacked", "replayed"])
+def test_what_a_second_phase_needs_is_sent_once_to_each_client(name: str, execution: str) -> None:
+    """Also to those that are invited later than in its first round, and after a resume."""
+    fields = dict(begin=1, lr=0.1) | (dict(personal="ft") if name == "fedsm" else {})
+    case = Case(name, "", {}, cohort=2, norm=True)
+    run, again = (simulation(name, fields, case, execution) for _ in range(2))
+    model, chooser = 8 * (run.net.layout.entries + run.net.buffer_layout.entries), 0
+    if run.net.networks:
+        chooser = 8 * run.net.networks["selector"].layout.entries
+    once = model * (1 if name in ("ft", "fedsm") else N + 1)
+    have: set[int] = set()
+    run.rounds(1)
+    for t in range(1, 7):
+        ids = set(run.sampling.invite(t)[0].tolist())
+        if t == 4:
+            again.restore({k: v.clone() for k, v in run.tensors().items()}, t)
+            run = again
+        (record,) = run.rounds(1)
+        assert record.bytes_down == len(ids - have) * once + 2 * chooser
+        have |= ids
+    assert len(have) > 2, "somebody came later"
 
 
 def test_bytes_of_fedsm_extra() -> None:

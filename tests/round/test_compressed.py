@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import dataclasses
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
@@ -17,13 +19,15 @@ from undrift.algorithms.checks import looks_at_single_uploads
 from undrift.algorithms.fedavg import FedAvg
 from undrift.algorithms.scaffold import Scaffold
 from undrift.core.errors import BadSetting, UnknownName
-from undrift.core.layout import MODEL
+from undrift.core.layout import MODEL, Vec
 from undrift.core.names import names
+from undrift.core.trees import Nothing, leaves
 from undrift.jobs.config import from_mapping
 from undrift.jobs.registry import algorithm_class
 from undrift.oracle.net import Net
 from undrift.round.compressed import Uplink
 from undrift.simulate.here import AskHere, Stacked
+from undrift.simulate.personal_scores import personal_models
 
 ROUNDS, SIZE = 6, 39  # of tests.small's network
 SPECS = ["rbgs:5", "randk:5", "topk:5", "fp16"]
@@ -78,6 +82,110 @@ def test_every_summed_method(name: str) -> None:
     assert torch.allclose(some, pooled, rtol=1e-9, atol=1e-11)
 
 
+FIELDS = {  # besides the defaults
+    "scaffold": [dict(option=1)],
+    "ft": [dict(keep_moments=True, optimizer="adam"), dict(begin=0), dict(begin=9)],
+    "apfl": [dict(adaptive=True)],
+    "gradma-w": [dict(prev_first="x0"), dict(prev="global")],
+    "fedavg": [dict(keep_moments=True, optimizer="momentum")],
+}
+SUMMED = [name for name in names("algorithms") if not looks_at_single_uploads(algorithm_class(name))]
+CROSSED = [(n, spec, name) for n, name in enumerate(SUMMED) for spec in range(len(SPECS))]
+
+
+def crossing(name: str, fields: dict[str, Any], **settings: Any) -> Any:
+    """A run of a few of the clients whose second phase, where there is one, begins in the third round."""
+    kind = algorithm_class(name)
+    begin = {"begin": 2} if "begin" in {f.name for f in dataclasses.fields(kind)} else {}
+    return simulation(kind(**{"lr": 0.1, **begin, **fields}), cohort=1 if kind.pools else 3, steps=2, **settings)
+
+
+@pytest.mark.parametrize(
+    "name, spec",
+    [
+        pytest.param(name, SPECS[spec], marks=[] if spec == n % len(SPECS) or name == "ft" else [pytest.mark.system])
+        for n, spec, name in CROSSED
+    ],
+)
+def test_every_method_with_every_compressor_across_a_phase(name: str, spec: str, tmp_path: Path) -> None:
+    """Five rounds in memory and on disk, where a run is resumed after three, end with the same bits; fewer bytes go up."""
+    for number, fields in enumerate([{}, *FIELDS.get(name, [])]):
+        whole, plain_ = crossing(name, fields, compress=spec), crossing(name, fields)
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        parts = [crossing(name, fields, compress=spec, client_state="disk") for _ in range(2)]
+        parts[0].place(folder, {}, 0)
+        for t in range(5):
+            if t == 3:
+                kept = parts[0].tensors()
+                parts[0].saved()
+                parts[0].close()
+                parts[1].place(folder, kept, t)
+                parts[1].restore({n: v.clone() for n, v in kept.items()}, t)
+            ours, on_disk, full = whole.round(), parts[t >= 3].round(), plain_.round()
+            assert ours.train_loss == on_disk.train_loss and ours.dropped == on_disk.dropped == 0
+            assert ours.bytes_up < full.bytes_up or ours.bytes_up == full.bytes_up == 0
+        assert torch.equal(whole.state.x, parts[1].state.x) and bool(whole.state.x.isfinite().all())
+        _, _, memory = whole.serving()
+        _, _, disk = parts[1].serving()
+        assert all(torch.equal(*both) for both in zip(leaves(memory), leaves(disk), strict=True))
+        if whole.alg.personalises:
+            for one, other in zip(personal_models(whole), personal_models(parts[1]), strict=True):
+                assert torch.equal(one.x, other.x) and torch.equal(one.buffers, other.buffers)
+        parts[1].close()
+
+
+def test_what_was_not_sent_waits_while_nothing_goes_up() -> None:
+    run = simulation(algorithm_class("ft")(lr=0.1, begin=2), cohort=6, compress="topk:5")
+    path(run, 2)
+    _, _, before = run.serving()
+    path(run, 2)
+    _, _, after = run.serving()
+    assert float(before.error.d.norm()) > 0 and torch.equal(before.error.d, after.error.d)
+    assert not torch.equal(before.inner.v, after.inner.v), "clients are fine-tuned"
+
+
+@dataclass(frozen=True)
+class Changing(FedAvg):
+    """Sends another vector besides from the third round on."""
+
+    later: bool = False
+
+    class Both(NamedTuple):
+        d: Vec
+        more: Vec
+
+    def at(self, t: int) -> Changing:
+        return replace(self, later=t >= 2)
+
+    def local_end(self, down: Any, client: Any, work: Any) -> Any:
+        up, client = super().local_end(down, client, work)
+        return (self.Both(up.d, up.d) if self.later else up), client
+
+
+def test_uploads_that_change_are_refused_before_the_first_round() -> None:
+    assert simulation(Changing()).round().dropped == 0
+    with pytest.raises(BadSetting, match="Changing changes what it sends in its second phase"):
+        simulation(Changing(), compress="topk:5")
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["ft", "--set", "begin=1", "--compress", "topk:4"],
+        ["scaffold", "--set", "option=1", "--compress", "topk:4"],
+        ["apfl", "--compress", "fp16", "--client-state", "disk"],
+    ],
+    ids=lambda given: given[0],
+)
+def test_a_run_ends_and_is_made_longer(arguments: list[str], tmp_path: Path) -> None:
+    """A personal method leaves all its models, also from a table on disk."""
+    small = ["--model", "logreg", "--clients", "4", "--cohort", "2", "--out", str(tmp_path / "run")]
+    assert cli.main(["run", "--algorithm", *arguments, *small, "--rounds", "2"]) == 0
+    assert (tmp_path / "run" / "super.safetensors").exists() == (arguments[0] != "scaffold")
+    assert cli.main(["run", "--algorithm", *arguments, *small, "--rounds", "3", "--resume"]) == 0
+
+
 def test_refused_are_those_that_look_at_single_uploads() -> None:
     refused = {name for name in names("algorithms") if looks_at_single_uploads(algorithm_class(name))}
     assert {"gradma", "gradma-s"} <= refused and len(refused) < 9
@@ -95,7 +203,7 @@ def test_every_vector_of_an_upload_arrives_in_the_end() -> None:
 
 
 def test_what_is_too_large_for_sixteen_bits_arrives_later() -> None:
-    uplink = Uplink("fp16", 0, Net(nn.Linear(3, 1, bias=False)))
+    uplink = Uplink("fp16", 0, Net(nn.Linear(3, 1, bias=False)), Nothing())
     p, nowhere = torch.tensor([1e5, -1.0, float("inf")]), torch.zeros(0, dtype=torch.int32)
     sent = uplink.unpack(uplink.pack(p, MODEL, nowhere, 0), MODEL, nowhere, 0)[:3]
     assert sent.tolist() == [65504.0, -1.0, float("inf")]

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar, NamedTuple
+from typing import ClassVar, NamedTuple, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from undrift.algorithms.base import Average, Cohort, GradientOracle, LocalData, Nothing, State, Vec
+from undrift.algorithms.base import Algorithm, Average, Cohort, GradientOracle, LocalData, Nothing, State, Vec
 from undrift.algorithms.checks import at_least
 from undrift.algorithms.optimise import FILES, LocalOptimizer
 from undrift.algorithms.personal import SelectorVec, Served, Stream, put, stand_still
@@ -58,7 +58,7 @@ class ThenSelector(GlobalAndPulled):
         s_opt: State  # the selector's optimiser
 
     def at(self, t: int) -> ThenSelector | ExtraRound:
-        return self if t < self.begin else ExtraRound(self, t == self.begin)
+        return self if t < self.begin else ExtraRound(cast(Algorithm, self))
 
     def selects(self, rounds: int) -> bool:
         return rounds > self.begin
@@ -119,13 +119,6 @@ class ExtraRound(Wrapper):
         s: SelectorVec
         s_statistics: Tensor
 
-    def __init__(self, inner: State, first: bool) -> None:
-        super().__init__(inner)
-        object.__setattr__(self, "first", first)  # then all models are sent to all clients
-
-    def around(self, inner: State) -> ExtraRound:
-        return ExtraRound(inner, self.first)
-
     def at(self, t: int) -> State:
         return self.inner.at(t)
 
@@ -134,8 +127,11 @@ class ExtraRound(Wrapper):
         return True
 
     @property
-    def buffers_down(self) -> bool:
-        return self.first
+    def since(self) -> int | None:
+        return int(self.inner.begin)
+
+    def buffers_down(self, invited: int, returning: int) -> int:
+        return invited - returning
 
     @property
     def buffers_up(self) -> bool:
@@ -146,8 +142,8 @@ class ExtraRound(Wrapper):
         return ThenSelector.Down(x, companion.s, companion.s_statistics, models, statistics)
 
     def bytes_down(self, down: ThenSelector.Down, invited: int, returning: int, clients: int) -> int:
-        once = (clients + 1) * nbytes(down.x) + nbytes(down.statistics) if self.first else 0  # x and all v_k
-        return invited * (nbytes((down.s, down.s_statistics)) + once)
+        once = (clients + 1) * nbytes(down.x) + nbytes(down.statistics)  # x and all v_k, to those without them
+        return invited * nbytes((down.s, down.s_statistics)) + (invited - returning) * once
 
     def local_start(self, down: ThenSelector.Down, client: ThenSelector.Client, local: LocalData) -> Stream:
         opt = client.s_opt if self.keep_moments else self.rest(down.s)
@@ -181,7 +177,7 @@ class ExtraRound(Wrapper):
     def receive(self, client: ThenSelector.Client, reply: Nothing) -> ThenSelector.Client:
         return client
 
-    def take_moments(self, work: Stream, opt: State) -> Stream:
+    def take_moments(self, client: ThenSelector.Client, work: Stream, opt: State) -> Stream:
         return work
 
     def leave_moments(self, work: Stream, opt: State) -> State:

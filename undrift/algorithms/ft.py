@@ -14,7 +14,7 @@ from torch import Tensor
 from undrift.algorithms.base import Average, Cohort, Down, GradientOracle, LocalData, Nothing, State, Up, Worker
 from undrift.algorithms.checks import at_least
 from undrift.algorithms.personal import Served, stand_still
-from undrift.core.trees import nbytes
+from undrift.core.trees import nbytes, where
 
 
 @dataclass(frozen=True)
@@ -22,7 +22,7 @@ class FineTuning(Worker):
     """Rounds 0 .. begin - 1 are FedAvg's; afterwards each client continues alone from the last x."""
 
     begin: int = 90  # R, rounds of FedAvg
-    phase: int = 0  # 0: FedAvg; 1: the first round of fine-tuning; 2: later ones. Set by the run
+    phase: int = 0  # 0: FedAvg; 1: fine-tuning. Set by the run
 
     personalises: ClassVar[bool] = True
     sends_updates: ClassVar[bool] = False  # not while clients fine-tune
@@ -39,18 +39,21 @@ class FineTuning(Worker):
         buffers: Tensor
 
     def at(self, t: int) -> FineTuning:
-        return replace(self, phase=0 if t < self.begin else 1 if t == self.begin else 2)
+        return replace(self, phase=int(t >= self.begin))
 
     def bytes_down(self, down: Down, invited: int, returning: int, clients: int) -> int:
-        return invited * nbytes(down) if self.phase < 2 else 0
+        return (invited - returning if self.phase else invited) * nbytes(down)  # x_R only to those without a v_i
+
+    @property
+    def since(self) -> int | None:
+        return self.begin if self.phase else None
 
     @property
     def stands_still(self) -> bool:
         return self.phase > 0
 
-    @property
-    def buffers_down(self) -> bool:
-        return self.phase < 2
+    def buffers_down(self, invited: int, returning: int) -> int:
+        return invited - returning if self.phase else invited
 
     @property
     def buffers_up(self) -> bool:
@@ -80,8 +83,9 @@ class FineTuning(Worker):
             return Up(down.x - work.x), client
         return Nothing(), self.Client(work.x, work.buffers, torch.ones_like(client.tuned))
 
-    def take_moments(self, work: Work, opt: State) -> Work:
-        return work if self.phase == 1 else work._replace(opt=opt)  # fine-tuning begins with new moments
+    def take_moments(self, client: Client, work: Work, opt: State) -> Work:
+        kept = where(client.tuned > 0, opt, work.opt) if self.phase else opt  # fine-tuning begins with new moments
+        return work._replace(opt=kept)
 
     def gather(self, companion: State, up: State, cohort: Cohort) -> tuple[Tensor, State]:
         return super().gather(companion, up, cohort) if not self.phase else (stand_still(cohort), companion)

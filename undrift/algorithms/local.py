@@ -36,9 +36,8 @@ class Alone(Worker):
     def bytes_down(self, down: Down, invited: int, returning: int, clients: int) -> int:
         return 0  # the common start is drawn from the seed
 
-    @property
-    def buffers_down(self) -> bool:
-        return False
+    def buffers_down(self, invited: int, returning: int) -> int:
+        return 0
 
     @property
     def buffers_up(self) -> bool:

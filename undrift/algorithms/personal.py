@@ -66,13 +66,19 @@ class Personal(Checked):
         """Whether the server's model and the server part's state stay as they are in this round."""
         return False
 
-    # Whether BatchNorm's statistics travel in this round.
     @property
-    def buffers_down(self) -> bool:
-        return True
+    def since(self) -> int | None:
+        """The round, counted from 0, from which on clients have what `returning` ones need not be sent; None: the last one."""
+        return None
+
+    # BatchNorm's statistics.
+    def buffers_down(self, invited: int, returning: int) -> int:
+        """How many clients they are sent to in this round."""
+        return invited
 
     @property
     def buffers_up(self) -> bool:
+        """Whether they go up in this round."""
         return True
 
     # Further networks; `selector` chooses among the models.
@@ -107,8 +113,8 @@ class Personal(Checked):
         return []
 
     # With `keep_moments`, the optimiser's state that a client keeps between rounds.
-    def take_moments(self, work: State, opt: State) -> State:
-        """`work` with the optimiser state restored from the client's last round."""
+    def take_moments(self, client: State, work: State, opt: State) -> State:
+        """`work` with the optimiser state `opt` that the client kept."""
         return work._replace(opt=opt)
 
     def leave_moments(self, work: State, opt: State) -> State:

@@ -133,7 +133,8 @@ class KeepMoments(Wrapper):
         return self.Client(self.inner.client_init(down, ids, buffers), self.inner.rest(down.x))
 
     def local_start(self, down: State, client: Client, local: LocalData) -> State:
-        return self.inner.take_moments(self.inner.local_start(down, client.inner, local), client.opt)
+        work = self.inner.local_start(down, client.inner, local)
+        return self.inner.take_moments(client.inner, work, client.opt)
 
     def local_end(self, down: State, client: Client, work: State) -> tuple[State, Client]:
         up, after = self.inner.local_end(down, client.inner, work)

@@ -35,7 +35,7 @@ from undrift.jobs.start import compiles
 from undrift.oracle.net import Context, Net
 from undrift.oracle.oracle import Oracle
 from undrift.round.record import RoundRecord, write_record
-from undrift.simulate.evaluate import accuracy, means, sample_scores
+from undrift.simulate.evaluate import accuracy, means, sample_scores, weights_of
 from undrift.simulate.graphs import fused, recorded
 from undrift.simulate.work import mini_batch
 
@@ -183,7 +183,8 @@ class ParallelTraining(InMemory):
             x, buffers = self.weights(which)
 
             def score(split: Split, rows: Tensor, x: Tensor = x, buffers: Tensor = buffers) -> dict[str, float]:
-                return means(sample_scores(self.net, x, buffers, split, data.transform, self.metrics, rows))
+                scores = sample_scores(self.net, x, buffers, split, data.transform, self.metrics, rows)
+                return means(scores, weights_of(self.net, split, rows))
 
             tested = score(data.test, torch.arange(len(data.test), device=self.device))
             if isinstance(self.method, Detached):

@@ -54,8 +54,8 @@ class Remote:
 
     def __init__(self, post: Post, names: Sequence[str], token: str, least: int, say: Callable[[str], None]) -> None:
         self.post, self.names, self.token, self.least, self.say = post, names, token, least, say
-        self.counted = np.zeros(len(names), dtype=np.int64)  # last round of each client in which its answer counted
-        self.position = self.counted  # batches that each client has taken; the simulation's array
+        # The simulation's arrays: the last round that counts each client's answer, and the batches that each has taken.
+        self.counted = self.position = np.zeros(len(names), dtype=np.int64)
         self.replies: dict[int, dict[str, Tensor]] = {}  # by id: replies to last rounds that are still to be sent
         self.visits: list[Visit] = []
         self.absent = torch.nan  # stands for a missing update; 0 in a private sum, which leaves nobody out
@@ -193,10 +193,8 @@ class Deployment(InMemory):
     def rounds(self, most: int, last: bool = False) -> list[RoundRecord]:
         """Run one round."""
         run, remote = self.simulation, self.remote
-        before = run.position.copy()
         self.begin()
         record = run.round(last and most == 1)
-        remote.counted[run.position != before] = run.t  # the position moves where the answer counts
         if run.last_reply is not None:
             ids, replies = run.last_reply
             for id, reply in zip(ids.tolist(), unstack(replies, len(ids)), strict=True):
@@ -213,7 +211,8 @@ class Deployment(InMemory):
 
     def begin(self) -> None:
         """Prepare an exchange; clients with files have the sizes that they reported, or 1."""
-        self.remote.position, self.remote.visits = self.simulation.position, []
+        run = self.simulation
+        self.remote.position, self.remote.counted, self.remote.visits = run.position, run.counted, []
         if self.samples is None:
             return
         for id, name in enumerate(self.remote.names):
@@ -239,12 +238,10 @@ class Deployment(InMemory):
 
     def tensors(self) -> dict[str, Tensor]:
         replies = {f"to.{id}.{name}": t for id, reply in self.remote.replies.items() for name, t in reply.items()}
-        known = {"counted": torch.from_numpy(self.remote.counted), "samples": torch.from_numpy(self.sizes)}
-        return self.simulation.tensors() | known | replies
+        return self.simulation.tensors() | {"samples": torch.from_numpy(self.sizes)} | replies
 
     def restore(self, tensors: dict[str, Tensor], t: int) -> None:
         self.simulation.restore(tensors, t)
-        self.remote.counted = tensors["counted"].cpu().numpy().copy()
         self.sizes = tensors["samples"].cpu().numpy().copy()
         self.remote.replies = {}
         for name, tensor in tensors.items():

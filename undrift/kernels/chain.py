@@ -18,12 +18,12 @@ from torch import Tensor, nn
 from undrift.core.forms import faster, plain
 from undrift.kernels import devices
 from undrift.kernels.dense_cpu import Block, Dense
-from undrift.oracle.net import Net
+from undrift.oracle.net import IGNORED, Net
 from undrift.oracle.oracle import Oracle, stacks_in_a_thread, task_gradient, task_step
 
 aten: Any = torch.ops.aten
 NARROW = 32  # channels: oneDNN is faster for more
-NONE, IGNORED = 0, -100  # no reduction; the label that cross-entropy ignores
+NONE = 0  # no reduction
 
 # `forward` returns a layer's output and what its `backward` needs. `backward` takes the gradient d of the output, writes the
 # gradients of the layer's tensors to `into` and returns the gradient of the input if it is `needed`. h is [B, ...], or
@@ -247,30 +247,22 @@ def dense_step(x: Tensor, rate: float | Tensor, outs: list[Tensor], back: list[T
 
 @plain
 def turned_cross_entropy(outputs: Tensor, targets: Tensor, real: Tensor | None) -> tuple[Tensor, Tensor]:
-    """The mean cross-entropy [S] over the real samples of outputs [S, classes, B], and its gradient."""
+    """The mean cross-entropy [S] over the labels of the real samples of outputs [S, classes, B], and its gradient."""
     loss, d = cross_entropy(outputs.mT, targets, real)
     return loss, d.mT
 
 
 def cross_entropy(outputs: Tensor, targets: Tensor, real: Tensor | None) -> tuple[Tensor, Tensor]:
-    """The mean cross-entropy [...] over the real samples of outputs [..., B, classes], and its gradient."""
+    """The mean cross-entropy [...] over the labels of the real samples of outputs [..., B, classes], and its gradient."""
     lead, labels = targets.shape, targets.reshape(-1)
     scores = torch.log_softmax(outputs.reshape(len(labels), -1), 1)
     losses, total = aten.nll_loss_forward.default(scores, labels, None, NONE, IGNORED)
-    if real is None:
-        loss, share = losses.view(lead).mean(-1), equal_shares(len(labels), lead[-1], losses.dtype, losses.device)
-    else:
-        count = real.sum(-1, keepdim=True).clamp(min=1)
-        loss = torch.where(real > 0, losses.view(lead), 0.0).sum(-1) / count.squeeze(-1)
-        share = ((real > 0) / count).to(scores.dtype).reshape(-1)
+    counts = targets != IGNORED if real is None else (targets != IGNORED) & (real > 0)
+    count = counts.to(scores.dtype).sum(-1, keepdim=True).clamp(min=1)
+    loss = torch.where(counts, losses.view(lead), 0.0).sum(-1) / count.squeeze(-1)
+    share = (counts / count).reshape(-1)
     d = aten.nll_loss_backward.default(share, scores, labels, None, NONE, IGNORED, total)
     return loss, aten._log_softmax_backward_data.default(d, scores, 1, scores.dtype).view(outputs.shape)
-
-
-@functools.cache
-def equal_shares(samples: int, batch: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """[samples] the share of each sample in its client's mean."""
-    return torch.full((samples,), 1 / batch, dtype=dtype, device=device)
 
 
 def leaves(module: nn.Module) -> list[nn.Module]:
@@ -337,7 +329,8 @@ def has_hooks(module: nn.Module) -> bool:
 def chain_of(net: Net) -> Chain | None:
     """The network as a chain, or None if it is not one or its loss is not cross-entropy."""
     if "chain" not in net.cache:
-        net.cache["chain"] = Chain.of(net.original) if net.loss is F.cross_entropy else None
+        ours = net.loss is F.cross_entropy and net.ignored == IGNORED
+        net.cache["chain"] = Chain.of(net.original) if ours else None
     chain: Chain | None = net.cache["chain"]
     return chain
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from undrift.algorithms.gradient_memory.cone import Projection, gram, project
+from undrift.algorithms.gradient_memory.cone import Projection, gram, project, usual_lengths
 from undrift.core.forms import doubt, faster
 from undrift.kernels import devices
 from undrift.kernels.launch import allocate, launch, tl, triton
@@ -31,12 +31,15 @@ def project_gpu(
     p: Tensor, rows: Tensor, products: Tensor | None = None, rho: float = 0.0, along: Tensor | None = None,
     counts: Tensor | None = None, start: Tensor | None = None,
 ) -> Projection:  # fmt: skip
-    """Reports a `doubt` if the products are not precise enough."""
+    """Reports a `doubt` if the products are not precise enough, also because a column or p is too short or too long for them."""
     assert counts is not None
     products = gram(rows, rows) if products is None else products
     along = gram(p.unsqueeze(0), rows).squeeze(0) if along is None else along
     length = torch.linalg.vector_norm(p, dtype=torch.float64)
     z, solved = torch.ops.undrift.pivots(products, along, length, counts, float(rho), p.dtype != torch.float64)
+    (least, most), size = usual_lengths(rows), products.diagonal().double().clamp(min=0).sqrt()
+    odd = counts & rows.any(1) & ~((size >= least) & (size <= most))
+    solved = solved & ~odd.any() & (~p.any() | ((length >= least) & (length <= most)))
     doubt(~solved)
     return Projection(torch.ops.undrift.add_rows(p, z, rows), z, solved)
 

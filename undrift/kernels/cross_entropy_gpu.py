@@ -44,14 +44,13 @@ if triton is not None:
         e = tl.exp(z)
         total = tl.sum(e, 0)
         label = tl.load(targets + client * batch + b, mask=b < batch, other=IGNORED)
-        share = tl.where(b < batch, 1.0 / batch, 0.0)
+        present = tl.where(label != IGNORED, 1.0, 0.0)
         if REAL:
-            present = tl.load(real + client * batch + b, mask=b < batch, other=0.0)
-            share = tl.where(present > 0.0, 1.0 / tl.maximum(tl.sum(present, 0), 1.0), 0.0)
+            present = tl.where(tl.load(real + client * batch + b, mask=b < batch, other=0.0) > 0.0, present, 0.0)
+        share = present / tl.maximum(tl.sum(present, 0), 1.0)
         own = c == label[None, :]
-        # The weight of a sample: zero for an ignored label, NaN for an invalid one.
-        counts = tl.where((label >= 0) & (label < classes), 1.0, tl.where(label == IGNORED, 0.0, float("nan")))
-        share = tl.where(share > 0.0, share * counts, 0.0)
+        # NaN for an invalid label.
+        share = tl.where((present == 0.0) | ((label >= 0) & (label < classes)), share, float("nan"))
         lost = (tl.log(total) - tl.sum(tl.where(own, z, 0.0), 0)) * share
         tl.store(loss + client, tl.sum(tl.where(share == 0.0, 0.0, lost), 0))
         tl.store(d + at, (e / total[None, :] - tl.where(own, 1.0, 0.0)) * share[None, :], mask=inside)

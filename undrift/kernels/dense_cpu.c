@@ -112,12 +112,12 @@ static void turn(long rows, long columns, const float *from, long from_apart, fl
                 for (long j = c; j < least(c + 16, columns); j++) to[j * to_apart + i] = from[i * from_apart + j];
 }
 
-/* The mean cross-entropy over the real samples of z [classes][width], its gradient d, and *wrong = 1 for an invalid label. */
+/* The mean cross-entropy over the labels of the real samples of z [classes][width], its gradient d, and *wrong = 1 for an invalid label. */
 static float cross_entropy(long classes, long batch, long width, const float *z, const int64_t *label, const float *real,
                            float *d, int *wrong) {
     const int64_t ignored = -100;
     float count = 0.0f;
-    for (long b = 0; b < batch; b++) count += real ? real[b] : 1.0f;
+    for (long b = 0; b < batch; b++) count += label[b] != ignored && (!real || real[b] > 0.0f);
     double loss = 0.0;
     memset(d, 0, classes * width * sizeof(float));
     for (long b = 0; b < batch; b++) {

@@ -28,6 +28,7 @@ from undrift.oracle.segmentation import dice_loss, soft_dice_loss
 
 T = TypeVar("T")
 Loss = Callable[[Tensor, Tensor], Tensor]
+IGNORED = -100  # the label of what does not count, in PyTorch's cross-entropy
 ALIGNED = 8  # entries: a GPU accesses 32 bytes at once, and each client's row should begin at such a boundary
 
 
@@ -162,6 +163,7 @@ class Net:
         if getattr(loss, "weight", None) is not None and getattr(loss, "reduction", "none") == "mean":
             raise BadSetting("a loss with class weights must not average by itself here; give it reduction='none'")
         self.loss = F.cross_entropy if plain_cross_entropy(loss) else loss
+        self.ignored: int = getattr(loss, "ignore_index", IGNORED)  # only with cross-entropy
         self.dtype = dtype
         self.current = _Pass()
         self.original = copy.deepcopy(module).to(dtype)
@@ -267,13 +269,28 @@ class Net:
     def sample_losses(self, outputs: Tensor, targets: Tensor) -> Tensor:
         """The loss of each sample [B]. A loss that returns one number is called for one sample at a time."""
         if self.loss is F.cross_entropy:
-            each = F.cross_entropy(outputs, targets, reduction="none")
-            return each.flatten(1).mean(1) if each.dim() > 1 else each  # more dimensions: a label for every pixel
+            each = F.cross_entropy(outputs, targets, reduction="none", ignore_index=self.ignored)
+            return self.mean_over_labels(each, targets)
         if self.loss is dice_loss:
             return dice_loss(outputs, targets)
         one = torch.vmap(lambda o, t: self.loss(o.unsqueeze(0), t.unsqueeze(0)).reshape(()))
         losses: Tensor = one(outputs, targets)
         return losses
+
+    def mean_over_labels(self, values: Tensor, targets: Tensor) -> Tensor:
+        """[B] the mean of a sample's values [B, *], zero for those ignored, over its labels; a sample without any has 0."""
+        if values.dim() == 1:
+            return values
+        if targets.shape != values.shape:  # probabilities of classes, all of which count
+            return values.flatten(1).mean(1)
+        return values.flatten(1).sum(1) / (targets != self.ignored).flatten(1).sum(1).clamp(min=1)
+
+    def label_shares(self, targets: Tensor) -> Tensor:
+        """[B] the share of each sample's labels that count: below 1 only where cross-entropy ignores some."""
+        if self.loss is not F.cross_entropy or targets.is_floating_point():
+            return torch.ones(len(targets), dtype=self.dtype, device=targets.device)
+        labelled = (targets != self.ignored).to(self.dtype)
+        return labelled.flatten(1).mean(1) if labelled.dim() > 1 else labelled
 
     def probabilities(self, outputs: Tensor) -> Tensor:
         """The probability of each class, or of each structure at each pixel."""
@@ -282,7 +299,10 @@ class Net:
     def mixed_losses(self, probabilities: Tensor, targets: Tensor) -> Tensor:
         """The loss of each sample [B] for given probabilities, such as a mixture of several models."""
         if self.loss is F.cross_entropy:
-            return F.nll_loss(probabilities.clamp(min=1e-12).log(), targets, reduction="none")
+            scores = probabilities.clamp(min=1e-12).log()
+            return self.mean_over_labels(
+                F.nll_loss(scores, targets, reduction="none", ignore_index=self.ignored), targets
+            )
         if self.loss is dice_loss:
             return soft_dice_loss(probabilities, targets)
         raise BadSetting("only cross-entropy and the Dice loss can mix models; use fedsm-extra, which chooses one")
@@ -319,11 +339,10 @@ def _run_blocks(parts: list[nn.Module], h: Tensor) -> list[Tensor]:
 
 
 def plain_cross_entropy(loss: Loss) -> bool:
-    """Whether a loss is cross-entropy, as a function or a module, with default options."""
+    """Whether a loss is cross-entropy, as a function or a module, with default options except for `ignore_index`."""
     if not isinstance(loss, nn.CrossEntropyLoss):
         return loss is F.cross_entropy
-    options = loss.ignore_index, loss.label_smoothing, loss.reduction
-    return loss.weight is None and options == (-100, 0.0, "mean")
+    return loss.weight is None and (loss.label_smoothing, loss.reduction) == (0.0, "mean")
 
 
 def _prepare(module: nn.Module, name: str, current: _Pass, training: bool, done: set[int]) -> None:

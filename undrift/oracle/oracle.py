@@ -97,16 +97,26 @@ class View:
         return self.net(x, buffers, inputs, None, self.stacked)[0]
 
     def loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        """The task's loss of each sample [B]."""
-        return self.net.sample_losses(outputs, targets)
+        """The task's loss of each sample [B]; where some labels do not count, scaled for a mean over those that do."""
+        return self.over_labels(self.net.sample_losses(outputs, targets), targets)
 
     def probabilities(self, outputs: Tensor) -> Tensor:
         """The probability of each class, or of each structure at each pixel."""
         return self.task.probabilities(outputs)
 
     def mixed_loss(self, probabilities: Tensor, targets: Tensor) -> Tensor:
-        """The task's loss of each sample [B] for a mixture of probabilities."""
-        return self.task.mixed_losses(probabilities, targets)
+        """The task's loss of each sample [B] for a mixture of probabilities, scaled likewise."""
+        return self.over_labels(self.task.mixed_losses(probabilities, targets), targets)
+
+    def over_labels(self, losses: Tensor, targets: Tensor) -> Tensor:
+        """Scale losses [B] so that their mean over the real samples is PyTorch's: the mean over all labels that count.
+
+        Where all do, nothing changes. Without any label the losses are 0.
+        """
+        share, real = self.task.label_shares(targets), self.context.real
+        every = torch.ones_like(share) if real is None else real.to(share.dtype)
+        counted = (share * every).sum()
+        return losses * share * torch.where(counted > 0, every.sum() / torch.where(counted > 0, counted, 1.0), 0.0)
 
 
 def task_loss(model: View, x: Tensor, inputs: Tensor, targets: Tensor) -> Tensor:

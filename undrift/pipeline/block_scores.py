@@ -6,9 +6,22 @@ import contextlib
 from collections.abc import Iterator, Sequence
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
+from undrift.oracle.net import IGNORED
 from undrift.pipeline.block import Loss, PipelineBlock
+
+
+def mean_cross_entropy(outputs: Tensor, targets: Tensor) -> Tensor:
+    """PyTorch's cross-entropy, a mean over labels, but 0 where there is none.
+
+    >>> mean_cross_entropy(torch.zeros(2, 4), torch.tensor([-100, -100]))
+    tensor(0.)
+    """
+    if targets.is_floating_point():
+        return F.cross_entropy(outputs, targets)
+    return F.cross_entropy(outputs, targets, reduction="sum") / (targets != IGNORED).sum().clamp(min=1)
 
 
 class ScoreSums:
@@ -16,15 +29,21 @@ class ScoreSums:
 
     def __init__(self, loss: Loss | None) -> None:
         assert loss is not None, "the last block has the loss"
-        self.loss, self.samples = loss, 0
+        self.loss, self.samples = loss, 0.0  # without those that have no label
+        self.ignored = getattr(loss, "ignore_index", IGNORED)
         self.sums: dict[str, Tensor] = {}
 
     def add(self, outputs: Tensor, targets: Tensor) -> None:
-        """Add one batch; `loss` is a mean over samples."""
-        sums = {"loss": self.loss(outputs, targets).double() * len(targets)}
+        """Add one batch; `loss` is a mean over samples, or over the labels that it does not ignore."""
+        count = float(len(targets))
+        if not targets.is_floating_point():
+            count = count * int((targets != self.ignored).sum()) / targets.numel()
+        if not count:
+            return
+        sums = {"loss": self.loss(outputs, targets).double() * count}
         if outputs.dim() == 2 and targets.dim() == 1 and not targets.is_floating_point():
-            sums["accuracy"] = (outputs.argmax(1) == targets).sum().double()
-        self.samples += len(targets)
+            sums["accuracy"] = ((outputs.argmax(1) == targets) & (targets != self.ignored)).sum().double()
+        self.samples += count
         self.sums = {name: self.sums.get(name, 0.0) + value for name, value in sums.items()}
 
     def means(self) -> dict[str, float]:

@@ -9,12 +9,12 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import TypeVar, final
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from undrift.core import ranks
 from undrift.core.errors import BadSetting
 from undrift.pipeline.block import Loss, MakeOptimizer, PipelineBlock, Rate
+from undrift.pipeline.block_scores import mean_cross_entropy
 from undrift.pipeline.engines import build_engine
 from undrift.pipeline.schedule import Schedule
 from undrift.pipeline.split import Balance, Cuts, Model, ModelPart, balance_model, cut_model, join_parts
@@ -49,7 +49,7 @@ class DSP:
         p: Sequence[int] | None = None,
         m: Sequence[int] | None = None,
         optimizer: MakeOptimizer | None = None,
-        loss: Loss = F.cross_entropy,
+        loss: Loss = mean_cross_entropy,
         rate: Rate | None = None,
         sample: Batch | None = None,
         seed: int = 0,

@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 import undrift.data.federation as federation
@@ -27,6 +26,7 @@ from undrift.jobs.course import Progress, Result
 from undrift.jobs.protocol import InMemory
 from undrift.jobs.registry import build_model
 from undrift.jobs.start import start
+from undrift.pipeline.block_scores import mean_cross_entropy
 from undrift.pipeline.engines import METHODS, Engine, build_engine, schedule_of
 from undrift.pipeline.feed import Feed
 from undrift.pipeline.links import Group
@@ -99,11 +99,11 @@ class PipelineTraining(InMemory):
 
         joint = detached if config.reduce == "def" and config.replicas > 1 else None
         engine = build_engine(
-            method.block, self.parts, schedule, optimizer, F.cross_entropy, lambda n: config.rate(n, self.steps),
+            method.block, self.parts, schedule, optimizer, mean_cross_entropy, lambda n: config.rate(n, self.steps),
             config.seed, self.device, config.replicas, joint,
         )  # fmt: skip
         micro = config.method in ("gpipe", "1f1b")
-        self.engine: Engine = MicroBatches(engine, config.method, config.micro, F.cross_entropy) if micro else engine
+        self.engine: Engine = MicroBatches(engine, config.method, config.micro, mean_cross_entropy) if micro else engine
         grid = engine.grid if isinstance(engine, Processes) else None
         self.replica = 0 if grid is None else grid.d
         self.needs = {"inputs": grid is None or grid.k == 0, "targets": grid is None or grid.k == config.blocks - 1}

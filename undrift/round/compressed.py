@@ -3,11 +3,12 @@
     p_i = up_i + e_i;   C(p_i) goes up;   e_i <- p_i - C(p_i)
 
 for every vector of the upload. The server sees C(p_i) in place of up_i, which is right for methods that need only the sum
-of the uploads: what is dropped now arrives later.
+of the uploads: what is dropped now arrives later. In rounds in which nothing goes up, e_i waits.
 """
 
 from __future__ import annotations
 
+import sys
 from typing import NamedTuple
 
 import torch
@@ -20,9 +21,9 @@ from undrift.algorithms.wrapper import KeepMoments, Wrapper, at_rate
 from undrift.compress import LargestEntries, SharedPlaces, make_compressor
 from undrift.core.errors import BadSetting
 from undrift.core.layout import MODEL
-from undrift.core.trees import State, map_leaves, map_tagged
+from undrift.core.trees import Nothing, State, leaves, map_leaves, map_tagged, named_leaves
 from undrift.oracle.net import Net
-from undrift.oracle.oracle import NoData
+from undrift.round.shapes import Forms
 
 LARGEST = torch.finfo(torch.float16).max
 
@@ -30,8 +31,9 @@ LARGEST = torch.finfo(torch.float16).max
 class Uplink:
     """How the model's vectors [..., P] in an upload are compressed in a round: rbgs:R, randk:R, topk:R or fp16."""
 
-    def __init__(self, spec: str, seed: int, net: Net) -> None:
+    def __init__(self, spec: str, seed: int, net: Net, form: State) -> None:
         name, _, ratio = spec.partition(":")
+        self.form = form  # of an upload, without memory
         self.layout, self.dtype, self.half = net.layout, net.dtype, name == "fp16"
         entries = net.layout.entries  # what pads a vector is not sent
         self.compressor = None if self.half else make_compressor(name, "flat", float(ratio), seed, [entries])
@@ -99,13 +101,13 @@ class Compressed(Wrapper):
         return super().open(name, state)
 
     def client_init(self, down: State, ids: Tensor, buffers: Tensor) -> Client:
-        inner = self.inner.client_init(down, ids, buffers)
-        work = self.inner.local_start(down, inner, NoData(buffers))
-        up, _ = self.inner.local_end(down, inner, work)  # only to know what it will be like
-        return self.Client(inner, map_leaves(torch.zeros_like, up))
+        error = map_leaves(lambda t: torch.zeros_like(t, device=down.x.device), self.uplink.form)
+        return self.Client(self.inner.client_init(down, ids, buffers), error)
 
     def local_end(self, down: State, client: Client, work: State) -> tuple[Up, Client]:
         up, inner = self.inner.local_end(down, client.inner, work)
+        if not leaves(up):
+            return self.Up(up, up), self.Client(inner, client.error)
         p = map_leaves(torch.add, up, client.error)  # p_i = up_i + e_i
         places = map_tagged(self.uplink.places, p)
         sent = self.Up(map_tagged(lambda v, tag, at: self.uplink.pack(v, tag, at, self.t), p, places), places)
@@ -117,6 +119,18 @@ def wrap(alg: Algorithm, factor: float = 1.0, uplink: Uplink | None = None, t: i
     alg = alg if factor == 1.0 else at_rate(alg, alg.lr * factor)
     alg = KeepMoments(alg) if alg.keep_moments else alg
     return alg if uplink is None else Compressed(alg, uplink, t)
+
+
+def upload_form(alg: Algorithm, net: Net, clients: int) -> State:
+    """What an upload is like, in whichever phase there is one; refuse uploads that change between phases."""
+    each = [Forms.of(alg.at(t), net, clients).answers.up for t in (0, sys.maxsize)]
+    first, *others = [up for up in each if leaves(up)] or [Nothing()]
+    for other in others:
+        if [(name, t.shape) for name, t in named_leaves("", other)] != [
+            (n, t.shape) for n, t in named_leaves("", first)
+        ]:
+            raise BadSetting(f"{type(alg).__name__} changes what it sends in its second phase; leave compress out")
+    return first
 
 
 def check_summed(alg: Algorithm) -> None:

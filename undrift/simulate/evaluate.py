@@ -11,7 +11,7 @@ from torch import Tensor
 from undrift.core.streams import Purpose, sample, stream
 from undrift.data.augment import Transform
 from undrift.data.federation import Federation, Split
-from undrift.oracle.net import Net
+from undrift.oracle.net import IGNORED, Net
 
 Metric = Callable[[Tensor, Tensor], Tensor]
 QUANTILES = (0.1, 0.5, 0.9)
@@ -19,13 +19,15 @@ MOST_SCORED = 10_000  # clients whose own samples are scored; of more, that many
 
 
 def accuracy(outputs: Tensor, targets: Tensor) -> Tensor:
-    """Whether each sample's largest output is its label; with a label for every pixel, the share that is.
+    """Whether each sample's largest output is its label; with a label for every pixel, the share of the labels that count.
 
     >>> accuracy(torch.tensor([[0.1, 0.9], [0.8, 0.2]]), torch.tensor([1, 1]))
     tensor([ True, False])
     """
     right = outputs.argmax(1) == targets
-    return right.flatten(1).double().mean(1) if right.dim() > 1 else right
+    if right.dim() == 1:
+        return right
+    return right.flatten(1).sum(1).double() / (targets != IGNORED).flatten(1).sum(1).clamp(min=1)
 
 
 @torch.no_grad()
@@ -42,7 +44,8 @@ def sample_scores(
 ) -> dict[str, Tensor]:
     """The loss and metrics [n] of the samples `rows` [n] in evaluation mode; `owners` [n] are the clients who hold them.
 
-    A metric returns one number a sample, or one for the whole batch, which then stands for each of its samples.
+    A metric returns one number a sample, or one for the whole batch, which then stands for each of its samples. Means over
+    samples are weighted by `weights_of`.
     """
     if not len(rows):
         return {}
@@ -52,25 +55,36 @@ def sample_scores(
         outputs, _ = net(x, buffers, transform(split.take(part), net.dtype, clients=owner), None)
         targets = split.targets[part]
         targets = targets.to(net.dtype) if targets.is_floating_point() else targets
+        marked = torch.where(targets == net.ignored, IGNORED, targets) if net.ignored != IGNORED else targets
         for name, score in (("loss", net.sample_losses), *metrics.items()):
-            values = torch.as_tensor(score(outputs, targets), device=part.device).double()
+            values = torch.as_tensor(score(outputs, targets if name == "loss" else marked), device=part.device).double()
             found[name].append(values if values.shape == part.shape else values.mean().expand(len(part)))
     return {name: torch.cat(values) for name, values in found.items()}
 
 
-def means(scores: Mapping[str, Tensor]) -> dict[str, float]:
-    """Each score's mean over the samples."""
-    return {name: float(values.mean()) for name, values in scores.items()}
+def weights_of(net: Net, split: Split, rows: Tensor) -> Tensor:
+    """[n] what samples weigh in means of scores: the shares of their labels that count, so that all labels weigh alike."""
+    return net.label_shares(split.targets[rows]).double()
 
 
-def group_means(values: Tensor, group: Tensor, groups: int) -> Tensor:
-    """[groups] the mean of the values [n] in each group; NaN for a group with none.
+def means(scores: Mapping[str, Tensor], weight: Tensor) -> dict[str, float]:
+    """Each score's mean over samples of these weights [n]."""
+    return {name: float(weighted(values, weight).sum() / weight.sum()) for name, values in scores.items()}
 
-    >>> group_means(torch.tensor([1.0, 0.0, 1.0]), torch.tensor([0, 0, 2]), 3)
-    tensor([0.5000,    nan, 1.0000])
+
+def weighted(values: Tensor, weight: Tensor) -> Tensor:
+    """Values times weights; a score of what weighs nothing may be anything."""
+    return torch.where(weight > 0, values * weight, 0.0)
+
+
+def group_means(values: Tensor, group: Tensor, groups: int, weight: Tensor) -> Tensor:
+    """[groups] the mean of the values [n], of these weights [n], in each group; NaN for a group with none.
+
+    >>> group_means(torch.tensor([1.0, 0.0, 1.0]), torch.tensor([0, 0, 2]), 3, torch.tensor([0.5, 1.0, 1.0]))
+    tensor([0.3333,    nan, 1.0000])
     """
     zeros = values.new_zeros(groups)
-    return zeros.index_add(0, group, values) / zeros.index_add(0, group, torch.ones_like(values))
+    return zeros.index_add(0, group, weighted(values, weight)) / zeros.index_add(0, group, weight.to(values))
 
 
 def forgetting(best: Tensor, now: Tensor) -> tuple[Tensor, Tensor]:
@@ -98,11 +112,12 @@ def client_scores(
         scored = np.sort(sample(stream(seed, Purpose.SCORED), data.clients, MOST_SCORED))
     rows, owners = data.held_by(scored)
     scores = sample_scores(net, x, buffers, data.train, data.transform, metrics, rows, owners)
-    absent = ~torch.isin(owners, cohort)
-    found = {"absent_loss": float(scores["loss"][absent].mean())} if bool(absent.any()) else {}
+    weight = weights_of(net, data.train, rows)
+    absent = weight * ~torch.isin(owners, cohort)
+    found = {"absent_loss": means({"loss": scores["loss"]}, absent)["loss"]} if bool(absent.any()) else {}
     if "accuracy" in scores:
         place = torch.searchsorted(torch.from_numpy(scored).to(owners.device), owners)
-        each = group_means(scores["accuracy"], place, len(scored))
+        each = group_means(scores["accuracy"], place, len(scored), weight)
         levels = each.nanquantile(each.new_tensor(QUANTILES)).tolist()
         found |= {f"client_accuracy_p{100 * q:.0f}": level for q, level in zip(QUANTILES, levels, strict=True)}
     return found

@@ -17,7 +17,7 @@ from undrift.data.federation import Federation, HeldOut
 from undrift.oracle.net import Net
 from undrift.personal.choosing import Choice, best_gamma, choose
 from undrift.round.order import ServerState
-from undrift.simulate.evaluate import Metric, group_means, sample_scores
+from undrift.simulate.evaluate import Metric, group_means, means, sample_scores, weights_of
 from undrift.simulate.work import LocalWhole
 
 Scores = dict[str, Tensor]  # [n] under each metric's name
@@ -54,6 +54,7 @@ def own_scores(run: Scored, last: bool) -> dict[str, Any]:
     gamma = max(getattr(alg, "gamma", 0.0), 0.0)
     for name in sorted(data.held_out, reverse=True):  # validation before the others: the threshold comes from there
         own, sites = data.held_out[name], 1 if name == "unseen" else most
+        weight = weights_of(run.net, own.split, own.rows)
         kinds = {"global": scores_of(run, own, shared)}
         if served and name != "unseen":
             kinds["personal"] = by_owner(run, own, [served[i] for i in range(sites)])
@@ -64,19 +65,20 @@ def own_scores(run: Scored, last: bool) -> dict[str, Any]:
             table.setdefault("chosen", {})[name] = counted(own, choice, sites, len(served) + 1)
             if last and name == "unseen" and alg.chooses == "threshold":
                 table["unseen_thresholds"] = thresholds(run, own, shared, served)
-        by_site = {k: {m: group_means(v, own.owners, sites) for m, v in s.items()} for k, s in kinds.items()}
+        by_site = {k: {m: group_means(v, own.owners, sites, weight) for m, v in s.items()} for k, s in kinds.items()}
         table[name] = {k: {m: v.tolist() for m, v in s.items()} for k, s in by_site.items()}
         best = list(kinds)[-1]  # the super model, else the personal one, else the server's
         prefix = "" if name == "test" else f"{name}_"
         found |= {f"{prefix}own_{m}": float(v.nanmean()) for m, v in by_site[best].items()}
-        found |= {f"{prefix}own_{m}_all": float(v.mean()) for m, v in kinds[best].items()}
+        found |= {f"{prefix}own_{m}_all": value for m, value in means(kinds[best], weight).items()}
     if alg.chooses == "threshold":
         found["gamma"] = gamma
     if last and served and most <= MOST_CROSSED and "test" in data.held_out:
         own = data.held_out["test"]
+        weight = weights_of(run.net, own.split, own.rows)
         crossed = [scores_of(run, own, model) for model in served]
         table["crossed"] = {
-            m: [group_means(scores[m], own.owners, most).tolist() for scores in crossed] for m in crossed[0]
+            m: [group_means(scores[m], own.owners, most, weight).tolist() for scores in crossed] for m in crossed[0]
         }
     return found | {"sites": table}
 
@@ -93,8 +95,8 @@ def thresholds(run: Scored, own: HeldOut, shared: Served, served: list[Served]) 
     found = {}
     for name, gamma in (("none", 0.0), ("best", tuned(run, own, shared, served))):
         scores, choice = super_scores(run, own, shared, served, gamma)
-        means = {m: float(v.mean()) for m, v in scores.items()}
-        found[name] = {"gamma": gamma, "chosen": counted(own, choice, 1, len(served) + 1)[0], "scores": means}
+        each = means(scores, weights_of(run.net, own.split, own.rows))
+        found[name] = {"gamma": gamma, "chosen": counted(own, choice, 1, len(served) + 1)[0], "scores": each}
     return found
 
 
@@ -155,7 +157,8 @@ def tuned(run: Scored, own: HeldOut, shared: Served, served: list[Served]) -> fl
     metric = next(iter(run.metrics), "loss")
     personal = by_model(run, own, served, choice.weights.argmax(-1))[metric]
     of_server = scores_of(run, own, shared)[metric]
-    weight = 1.0 / torch.bincount(own.owners).to(personal.dtype)[own.owners]
+    labels = weights_of(run.net, own.split, own.rows)
+    weight = labels / torch.bincount(own.owners, labels).clamp(min=1e-300)[own.owners]
     sign = -1.0 if metric == "loss" else 1.0
     return best_gamma(choice.confidence, sign * personal, sign * of_server, weight)
 

@@ -53,7 +53,8 @@ class Replayed(Protocol):
     clients: ClientTable | DiskTable
     execution: Execution | None
     position: Ids
-    last_cohort: Ids
+    counted: Ids
+    latest: int
 
     @property
     def sampling(self) -> Sampling: ...
@@ -63,7 +64,7 @@ class Replayed(Protocol):
     def first_states(self) -> FirstStates | None: ...
 
     def record(
-        self, attendance: Attendance, kept: int, cost: Cost, gradients: int, numbers: dict[str, Any], began: float
+        self, attendance: Attendance, kept: Ids, cost: Cost, gradients: int, numbers: dict[str, Any], began: float
     ) -> RoundRecord: ...
 
 
@@ -235,8 +236,9 @@ class Stretch:
 
     def __init__(self, outlook: Outlook, table: ClientTable, parts: list[Attendance]) -> None:
         self.run, self.outlook, self.table, self.parts = outlook.run, outlook, table, parts
-        self.position, self.stood = outlook.moved(parts), (self.run.t, self.run.last_cohort)
+        self.position, self.stood = outlook.moved(parts), (self.run.t, self.run.latest)
         self.touched = np.unique(np.concatenate([part.ids for part in parts]))
+        self.counted = self.run.counted[self.touched]
         self.rows = torch.from_numpy(self.touched).to(outlook.device)
         self.before = [column[self.rows] for column in table.columns]
         self.records: list[RoundRecord] = []
@@ -245,14 +247,15 @@ class Stretch:
         """The records, without what the device has to tell: it may still be busy."""
         for part in self.parts:
             gradients = self.outlook.gradients(part, program)
-            self.records.append(self.run.record(part, len(part.ids), cost, gradients, {}, 0.0))
+            self.records.append(self.run.record(part, part.ids, cost, gradients, {}, 0.0))
             self.run.t += 1
 
     def take_back(self) -> None:
         """Put everything back as it was."""
         for column, old in zip(self.table.columns, self.before, strict=True):
             column[self.rows] = old
-        self.run.t, self.run.last_cohort = self.stood
+        self.run.t, self.run.latest = self.stood
+        self.run.counted[self.touched] = self.counted
 
     def keep(self, state: ServerState, numbers: list[dict[str, float]]) -> list[RoundRecord]:
         """The run after these rounds, and their records with the device's numbers."""

@@ -26,7 +26,7 @@ from undrift.data.batches import Plan
 from undrift.data.federation import Federation, Ids, pool
 from undrift.oracle.net import Net
 from undrift.round.clients import new_clients
-from undrift.round.compressed import Uplink, check_summed, wrap
+from undrift.round.compressed import Uplink, check_summed, upload_form, wrap
 from undrift.round.order import Ask, Cost, ServerState, first_state, play, send_down
 from undrift.round.record import RoundRecord, write_record
 from undrift.round.who import Attendance, Sampling, Task, Who
@@ -34,7 +34,16 @@ from undrift.simulate import export
 from undrift.simulate.choose import check_labels, check_repeatable, choose, keep_freed_memory
 from undrift.simulate.client_store import DiskTable, choose_table
 from undrift.simulate.clients import ClientTable
-from undrift.simulate.evaluate import Metric, accuracy, client_scores, forgetting, group_means, means, sample_scores
+from undrift.simulate.evaluate import (
+    Metric,
+    accuracy,
+    client_scores,
+    forgetting,
+    group_means,
+    means,
+    sample_scores,
+    weights_of,
+)
 from undrift.simulate.graphs import recorded
 from undrift.simulate.here import AskHere, Execution, Stacked, shared
 from undrift.simulate.personal_scores import own_scores
@@ -104,15 +113,19 @@ class Simulation:
         self.whole = alg  # `alg` is what it does in the present round
         self.alg, self.net, self.data, self.settings, self.metrics = alg, net.to(device), data, settings, metrics
         self.device, self.remote = device, remote
-        self.uplink = Uplink(settings.compress, settings.seed, net) if settings.compress else None
-        if self.uplink is not None:
+        self.uplink: Uplink | None = None
+        if settings.compress:
             check_summed(alg)
+            self.uplink = Uplink(settings.compress, settings.seed, net, upload_form(alg, net, data.clients))
         self.t = 0
         x0, buffers = (v.to(device) for v in net.start())
         self.state: ServerState = first_state(alg, net, x0, buffers, data.clients)
         self.clients: ClientTable | DiskTable = ClientTable()
         self.position = np.zeros(data.clients, dtype=np.int64)  # batches each client has taken so far
-        self.last_cohort = np.zeros(0, dtype=np.int64)  # who took part in the round before
+        self.counted = np.zeros(
+            data.clients, dtype=np.int64
+        )  # the last round, from 1 on, that counts each one's answer
+        self.latest = 0  # the last round that counts anybody's
         self.last_reply: tuple[Tensor, State] | None = None  # to whom the server replied after the round, and what
         self.class_best = torch.full((data.classes,), -1.0, dtype=torch.float64)  # accuracy so far; -1: none
         self.execution: Execution | None = None
@@ -216,27 +229,28 @@ class Simulation:
         if not len(kept):
             self.last_reply = None
             numbers |= {name: float(value) for name, value in self.alg.facts(self.state.server).items()}
-        record = self.record(attendance, len(kept), cost, gradients, numbers, began)
+        record = self.record(attendance, kept, cost, gradients, numbers, began)
         self.t += 1
         scores = self.evaluate(torch.from_numpy(attendance.ids).to(self.device), last)
         return record.with_scores(scores)._replace(seconds=time.perf_counter() - began)
 
     def record(
-        self, attendance: Attendance, kept: int, cost: Cost, gradients: int, numbers: Mapping[str, Any], began: float
+        self, attendance: Attendance, kept: Ids, cost: Cost, gradients: int, numbers: Mapping[str, Any], began: float
     ) -> RoundRecord:
-        """The next round's record, without scores; who took part is remembered."""
+        """The next round's record, without scores; whose answers count is remembered."""
         invited, asked, alg = len(attendance.invited), len(attendance.ids), self.alg
-        # In the first round nobody lacks anything of a round before.
-        before = set(self.last_cohort.tolist())
-        returning = len(before.intersection(attendance.invited.tolist())) if self.t else invited
+        since = self.latest - 1 if alg.since is None else alg.since  # in the first round nobody lacks anything
+        returning = int((self.counted[attendance.invited] > since).sum())
         down, up = 0, cost.bytes_up(asked)
         if asked:
-            down = alg.bytes_down(cost.down, invited, returning, self.data.clients) + kept * cost.reply
-            down += invited * nbytes(self.state.buffers) if alg.buffers_down else 0
-        if kept:
-            self.last_cohort = attendance.ids
+            down = alg.bytes_down(cost.down, invited, returning, self.data.clients) + len(kept) * cost.reply
+            down += alg.buffers_down(invited, returning) * nbytes(self.state.buffers)
+        if len(kept):
+            self.counted[kept] = self.latest = self.t + 1
         network = self.network_seconds(down / invited + up / max(1, asked), 2 if alg.measures and asked else 1)
-        return write_record(self.t + 1, began, {**numbers, **network}, invited, invited - kept, down, up, gradients)
+        return write_record(
+            self.t + 1, began, {**numbers, **network}, invited, invited - len(kept), down, up, gradients
+        )
 
     def rounds(self, most: int, last: bool = False) -> list[RoundRecord]:
         """Run at most `most` rounds, up to the next evaluation, replayed on a GPU; `last`: the run ends after `most`."""
@@ -299,15 +313,17 @@ class Simulation:
         where, data = (self.net, self.state.x, self.state.buffers), self.data
         scores: dict[str, Any] = {}
         if last or self.t % self.settings.eval_every == 0:
-            tested = self.tested()
-            scores |= means(tested)
+            tested, rows = self.tested(), torch.arange(len(data.test), device=self.device)
+            weight = weights_of(self.net, data.test, rows)
+            scores |= means(tested, weight)
             if "accuracy" in tested and data.test.labelled:
-                now = group_means(tested["accuracy"], data.test.targets, data.classes).cpu()
+                group = data.test.targets.clamp(min=0)  # what has no label weighs nothing
+                now = group_means(tested["accuracy"], group, data.classes, weight).cpu()
                 lost, self.class_best = forgetting(self.class_best, now)
                 scores |= {} if lost.isnan() else {"forgetting": float(lost)}
             validation = torch.from_numpy(data.validation).to(self.device)
-            held_out = means(sample_scores(*where, data.train, data.transform, self.metrics, validation))
-            scores |= {f"val_{name}": value for name, value in held_out.items()}
+            held_out = sample_scores(*where, data.train, data.transform, self.metrics, validation)
+            scores |= {f"val_{n}": v for n, v in means(held_out, weights_of(self.net, data.train, validation)).items()}
         if data.held_out and (last or self.t % self.settings.eval_every == 0):
             scores |= own_scores(self, last)
         every = self.settings.client_eval_every
@@ -337,8 +353,8 @@ class Simulation:
     def tensors(self) -> dict[str, Tensor]:
         state = dict(named_leaves("state", self.state))
         moved = np.flatnonzero(self.position)  # few of a million clients
-        positions = {"position.ids": torch.from_numpy(moved), "position": torch.from_numpy(self.position[moved])}
-        own = positions | {"last_cohort": torch.from_numpy(self.last_cohort)}
+        part = {"position.ids": moved, "position": self.position[moved], "counted": self.counted[moved]}
+        own = {name: torch.from_numpy(array) for name, array in part.items()}
         return state | self.clients.tensors() | own | {"class_best": self.class_best}
 
     def restore(self, tensors: dict[str, Tensor], t: int) -> None:
@@ -350,9 +366,9 @@ class Simulation:
         self.state = map_leaves(lambda _: next(stored), self.state)
         self.clients.restore(tensors, self.device)
         self.replay = None
-        self.position = np.zeros(self.data.clients, dtype=np.int64)
-        self.position[tensors["position.ids"].cpu().numpy()] = tensors["position"].cpu().numpy()
-        self.last_cohort = tensors["last_cohort"].cpu().numpy().copy()
+        self.position, self.counted = (np.zeros(self.data.clients, dtype=np.int64) for _ in range(2))
+        moved, position, counted = (tensors[name].cpu().numpy() for name in ("position.ids", "position", "counted"))
+        self.position[moved], self.counted[moved], self.latest = position, counted, int(counted.max(initial=0))
         self.class_best = tensors["class_best"].cpu().clone()
         self.t = t
 

@@ -119,17 +119,31 @@ class LocalWhole:
         """Mini-batch gradients computed so far, by all of them together."""
         return self.calls * int((-(-self.sizes // self.batch)).sum()) if self.calls else 0
 
+    @property
+    def firsts(self) -> range:
+        """The place of each batch's first sample."""
+        return range(0, self.batches * self.batch, self.batch)
+
+    def rows(self, first: int) -> tuple[Tensor, Tensor]:
+        """The rows [..., B] of the batch that begins with sample `first`, and which of them are real."""
+        place = torch.arange(self.batch, device=self.ids.device)
+        real = place < (self.sizes - first).clamp(0, self.batch).unsqueeze(-1)
+        found = self.data.members[(self.start.unsqueeze(-1) + first + place).clamp(max=len(self.data.members) - 1)]
+        return torch.where(real, found, found[..., :1]), real
+
+    def labels(self, rows: Tensor, real: Tensor) -> Tensor:
+        """[...] how many samples these are; one of whose labels some do not count is a part of one."""
+        shares = self.net.label_shares(self.data.train.targets[rows.flatten()]).view(rows.shape)
+        return torch.where(real, shares, 0.0).sum(-1)
+
     def full_grad(self, x: Tensor) -> Tensor:
         """The gradient [..., P] of the mean loss over all local samples, batch by batch in training mode."""
         self.calls += 1
         data, ids, dtype = self.data, self.ids, self.net.dtype
-        place = torch.arange(self.batch, device=ids.device)
+        every = sum((self.labels(*self.rows(first)) for first in self.firsts), torch.zeros_like(self.sizes))
         total = torch.zeros((), dtype=x.dtype, device=x.device)
-        for first in range(0, self.batches * self.batch, self.batch):
-            count = (self.sizes - first).clamp(0, self.batch)
-            real = place < count.unsqueeze(-1)
-            rows = data.members[(self.start.unsqueeze(-1) + first + place).clamp(max=len(data.members) - 1)]
-            rows = torch.where(real, rows, rows[..., :1])
+        for first in self.firsts:
+            rows, real = self.rows(first)
             owner = ids.unsqueeze(-1).expand(rows.shape).flatten()  # a client's colour is its own, no augmentation
             inputs = data.transform(data.train.take(rows.flatten()), dtype, None, owner)
             targets = data.train.targets[rows]
@@ -137,6 +151,6 @@ class LocalWhole:
             inputs = inputs.view(*rows.shape, *inputs.shape[1:])
             batch = Batch(inputs, targets, real.to(dtype), torch.zeros_like(ids), False)
             oracle = Oracle(self.net, batch, self.buffers.expand(*ids.shape, self.buffers.shape[-1]))
-            share = (count.to(x.dtype) / self.sizes).unsqueeze(-1)
+            share = (self.labels(rows, real).to(x.dtype) / every.clamp(min=1e-30)).unsqueeze(-1)
             total = total + share * torch.where(share > 0, oracle.grad(x, track=False), 0.0)
         return total

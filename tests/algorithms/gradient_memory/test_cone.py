@@ -169,4 +169,48 @@ def test_many_columns_along_one_line(noise: float) -> None:
 
 def test_a_column_too_short_for_its_square_still_counts() -> None:
     """The programme does not depend on a column's length (spec C-3)."""
-    assert project(torch.tensor([1.0, -1.0]), torch.tensor([[0.0, 1e-25]])).u.tolist() == [1.0, 0.0]
+    found = project(torch.tensor([1.0, -1.0]), torch.tensor([[0.0, 1e-25]]))
+    assert found.u.tolist() == pytest.approx([1.0, 0.0], abs=1e-15)
+
+
+LENGTHS = {  # powers of two, so that scaling is exact; the first ones of each can be squared without loss
+    torch.float32: (-40, -60, -66, -70, -72, -74, -80, -120, 58, 64, 100),
+    torch.float64: (-400, -500, -520, -530, -537, -540, -700, -1000, 505, 520, 900),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("size", [9, 70_000])  # the second one in C, where there is a compiler
+@pytest.mark.parametrize("which", ["one", "some", "all", "p", "opposite"])
+def test_no_length_loses_digits(which: str, size: int, dtype: torch.dtype) -> None:
+    """Columns of 1e-22 in float32 or 1e-170 in float64, and longer and shorter ones, constrain like those of length one."""
+    random = torch.Generator().manual_seed(3)
+    rows, p = (torch.randn(*lead, size, dtype=torch.float64, generator=random).to(dtype) for lead in ((4,), ()))
+    p = p - 0.4 * rows.sum(0)
+    exact = project(p.double(), rows.double())
+    assert int((exact.z > 0).sum()) > 2
+    for power in LENGTHS[dtype]:
+        few = {"one": [1], "some": [1, 3], "p": []}.get(which, [0, 1, 2, 3])
+        factor, own = torch.ones(4, 1, dtype=dtype), 1.0
+        factor[few] = 2.0**power
+        if which in ("p", "opposite"):
+            own = 2.0**power if which == "p" else 2.0 ** (-power // 2)
+        found = project(p * own, factor * rows)
+        close = 3e-6 if dtype == torch.float32 else 1e-14
+        assert found.solved and float((found.u.double() / own - exact.u).norm() / p.norm()) < close, power
+        assert torch.equal(found.z > 0, exact.z > 0)
+        if which != "opposite":
+            torch.testing.assert_close(found.z * (factor.double().squeeze(1) / own), exact.z, rtol=1e-5, atol=1e-7)
+
+
+def test_only_zeros_are_dropped() -> None:
+    p = torch.tensor([1.0, -1.0, 0.5], dtype=torch.float64)
+    rows = torch.zeros(3, 3, dtype=torch.float64)
+    rows[1, 1], rows[2, 2] = 5e-324, 1e300
+    found = project(p, rows, counts=torch.tensor([True, True, True]))
+    assert found.solved and found.u.tolist() == [1.0, 0.0, 0.5]
+    assert project(p, rows, counts=torch.tensor([True, False, True])).u is p
+    assert project(p, rows[:1]).u is p, "a column of zeros"
+    assert (1e200 * project(1e-200 * p, -1e-200 * rows[2:]).u).tolist() == pytest.approx([1.0, -1.0, 0.0])
+    feasible = 1e-200 * p.abs()
+    assert project(feasible, rows).u is feasible, "bit for bit"

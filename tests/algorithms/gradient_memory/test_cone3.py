@@ -109,6 +109,23 @@ def near_antipodal(apart: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     return p.to(dtype), M.to(dtype)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("size", [9, 20_000])
+def test_no_length_loses_digits(size: int, dtype: torch.dtype) -> None:
+    """Three rows and p with any lengths, each one of another client; factors are powers of two, and so are those of u."""
+    p, M = rows("p against all", (), size, dtype)
+    exact, on = project_three(p, M.unbind(-2))
+    assert bool(on.all())
+    powers = (-110, -74, -66, 0, 60, 110) if dtype == torch.float32 else (-1000, -560, -530, 0, 520, 900)
+    powers = powers if size < 100 else powers[1::3]
+    lengths = torch.tensor(list(itertools.product(powers, repeat=4)), dtype=torch.float64).exp2()  # [clients, 4]
+    scaled = lengths[:, :3, None] * M.double()
+    u, active = project_three((lengths[:, 3:] * p.double()).to(dtype), [row.to(dtype) for row in scaled.unbind(-2)])
+    assert bool(active.all())
+    gap = (u.double() / lengths[:, 3:] - exact.double()).norm(dim=-1) / p.double().norm()
+    assert float(gap.max()) <= CLOSE[dtype]
+
+
 @pytest.mark.parametrize("apart", [1e-2, 1e-3, 1e-4])
 def test_nearly_antipodal_rows_in_float64(apart: float) -> None:
     """C-4: feasible to 1e-9 down to 1 + cos = 5e-9."""

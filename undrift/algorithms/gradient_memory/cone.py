@@ -7,10 +7,12 @@
 Lawson and Hanson's active-set method solves the dual on the normalised problem (unit columns, unit p) and ends at an exact KKT
 point. A Gram matrix of float32 columns has about 1e-7 of noise. If the solution needs more digits, the Gram matrix is computed
 again in float64; if that is too ill-conditioned (near-antipodal columns), the active columns themselves are factorised.
+Columns, or p, whose products underflow or overflow are first divided by powers of two. Only columns of zeros are dropped.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -19,6 +21,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from undrift.algorithms.gradient_memory.wide import evened
 from undrift.core.forms import plain
 from undrift.core.vec import place_with
 
@@ -64,12 +67,9 @@ def project(
     m = len(rows)
     wanted = np.ones(m, dtype=bool) if counts is None else counts.cpu().numpy()
     guess = np.zeros(m, dtype=bool) if start is None else start.cpu().numpy() & wanted
-    G, b, size, even = normalised(rows, flat[: m * m].reshape(m, m), flat[m * m : -1], flat[-1], rho, wanted)
-    if even is not None:  # rows so short that their squares are zero; their length does not matter
-        stretched = project(p.double(), even, None, rho, None, torch.from_numpy(wanted), torch.from_numpy(guess))
-        z_even = stretched.z / even_scale(rows).cpu()
-        z_all = z_even if counts is None else place_with(z_even, counts)
-        return Projection(stretched.u.to(p.dtype), z_all, stretched.solved)
+    G, b, size = normalised(flat[: m * m].reshape(m, m), flat[m * m : -1], flat[-1], rho, wanted)
+    if extreme(p, rows, flat[-1], np.where(wanted, size, 1.0)):
+        return project_evened(p, rows, rho, counts, wanted, guess)
     zero = torch.zeros(m, dtype=torch.float64) if counts is None else counts.new_zeros(m, dtype=torch.float64)
     yes, no = torch.tensor(True), torch.tensor(False)
     if not (np.isfinite(G).all() and np.isfinite(b).all()):
@@ -81,7 +81,7 @@ def project(
     if single and (not solved or digits_lost(G, z > 0) > 4):
         wide = rows.double()
         exact = gram(wide, wide).cpu().numpy(), (wide @ p.double()).cpu().numpy()
-        G, b, size, _ = normalised(wide, *exact, flat[-1], rho, wanted)
+        G, b, size = normalised(*exact, flat[-1], rho, wanted)
         z, solved = solve(G, b, 1e-12, guess)
     straight = None
     if not solved or digits_lost(G, z > 0) > 8:
@@ -107,29 +107,46 @@ def combine(p: Tensor, rows: Tensor, index: Tensor, share: Tensor) -> Tensor:
     return (p.double() + share @ rows[index].double()).to(p.dtype)
 
 
-def even_scale(rows: Tensor) -> Tensor:
-    """[m] the largest entry of each row, by which rows may be divided."""
-    return rows.abs().amax(1).clamp(min=torch.finfo(rows.dtype).tiny).double()
+def usual_lengths(rows: Tensor) -> tuple[float, float]:
+    """The lengths between which products of vectors like rows [m, P] lose no digits: those of their entries do not underflow."""
+    kind = torch.finfo(rows.dtype)
+    return math.sqrt(rows.shape[1] * kind.tiny / kind.eps), math.sqrt(kind.max)
+
+
+def extreme(p: Tensor, rows: Tensor, length: float, size: Array) -> bool:
+    """Whether p or a row, finite and not zero, is too short or too long for the products that gave these lengths."""
+    least, most = usual_lengths(rows)
+    odd = torch.from_numpy(np.flatnonzero(~((size >= least) & (size <= most))))
+    some = [rows[place_with(odd, rows)]] if len(odd) else []
+    some += [] if least <= length <= most else [p.unsqueeze(0)]
+    return any(bool((v.any(1) & v.isfinite().all(1)).any()) for v in some)
+
+
+def project_evened(
+    p: Tensor, rows: Tensor, rho: float, counts: Tensor | None, wanted: NDArray[np.bool_], guess: NDArray[np.bool_]
+) -> Projection:
+    """`project` of vectors divided by powers of two: the columns' lengths do not matter, and u is in proportion to p."""
+    (even, power), (direction, scale) = evened(rows), evened(p)
+    on_host = torch.from_numpy(wanted), torch.from_numpy(guess)
+    found = project(direction, even, None, rho, None, *on_host)
+    active, kind = found.z > 0, torch.finfo(torch.float64)
+    u = (found.u * scale).to(p.dtype) if bool(active.any()) else p
+    z = (found.z * scale.cpu() / power[:, 0].cpu()).clamp(kind.tiny, kind.max)  # active, whatever its size
+    z = torch.where(active, z, 0.0)
+    return Projection(u, z if counts is None else place_with(z, counts), found.solved)
 
 
 def normalised(
-    rows: Tensor, products: Array, along: Array, length: float, rho: float, wanted: NDArray[np.bool_]
-) -> tuple[Array, Array, Array, Tensor | None]:
-    """G and b for unit columns and unit p, and the columns' lengths. A zero column (or p = 0) constrains nothing.
-
-    If a column is too short to be squared, the last result is all columns, stretched.
-    """
+    products: Array, along: Array, length: float, rho: float, wanted: NDArray[np.bool_]
+) -> tuple[Array, Array, Array]:
+    """G and b for unit columns and unit p, and the columns' lengths. A zero column (or p = 0) constrains nothing."""
     size = np.sqrt(np.clip(products.diagonal(), 0.0, None))
-    zero = np.flatnonzero(wanted & (size == 0))
-    even = None
-    if len(zero) and bool((rows[place_with(torch.from_numpy(zero), rows)] != 0).any()):
-        even = rows.double() / even_scale(rows).unsqueeze(1)
     counted = wanted & (size > 0)
     inverse = np.divide(1.0, size, out=np.zeros_like(size), where=counted)
     with np.errstate(invalid="ignore"):  # an infinite column times its inverse; the caller checks
         G: Array = products * inverse * inverse[:, None]
         b: Array = along * inverse * (1 / length if length > 0 else 0.0) - rho * counted
-    return G, np.where(counted & (length > 0), b, np.maximum(np.where(wanted, b, 0.0), 0)), size, even
+    return G, np.where(counted & (length > 0), b, np.maximum(np.where(wanted, b, 0.0), 0)), size
 
 
 def solve(G: Array, b: Array, tolerance: float, guess: NDArray[np.bool_] | None = None) -> tuple[Array, bool]:

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from undrift.algorithms.gradient_memory.wide import wide_combination, wide_products
+from undrift.algorithms.gradient_memory.wide import evened, wide_combination, wide_products
 from undrift.core.forms import plain
 from undrift.core.vec import constant
 
@@ -27,14 +27,17 @@ def project_three(p: Tensor, rows: Sequence[Tensor], rho: float | Tensor = 0.0) 
 
     rho is a number or [..., 1]. Zero rows do not count. If nothing is active, or the input is not finite, u is p bit for bit.
     """
-    vectors = torch.stack([*rows, p], -2)
+    vectors, wide = torch.stack([*rows, p], -2), p.dtype == torch.float64
+    if wide:  # float32 vectors of any length can be squared in float64
+        vectors, power = evened(vectors)
     R, size, finite = coordinates(vectors)  # [..., 4, 4], its columns are the unit rows and p; [..., 4]; [..., 1]
     nonzero = (size[..., :3] > 0) & (size[..., 3:] > 0)
     margin = rho.unsqueeze(-1) if isinstance(rho, Tensor) else rho  # against the eight sets [..., 8, 3]
-    z = multipliers(R[..., :3], R[..., 3], nonzero, margin, 1e-9 if p.dtype == torch.float64 else 1e-6)
+    z = multipliers(R[..., :3], R[..., 3], nonzero, margin, 1e-9 if wide else 1e-6)
     active = (z > 0) & finite
     share = torch.where(active, z / torch.where(nonzero, size[..., :3], 1.0), 0.0) * size[..., 3:]
     moved = wide_combination(share, vectors)
+    moved = moved * power[..., 3, :] if wide else moved
     return torch.where(active.any(-1, keepdim=True), moved, p), active
 
 

@@ -1,17 +1,19 @@
-"""Inner products and combinations of a few long float32 vectors, in float64."""
+"""Vectors in float64: inner products and combinations of a few long ones, and lengths that can be squared."""
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from undrift.core.forms import plain
+
+EXPONENT = 0x7FF << 52  # of a float64, as bits
 
 
 @plain
 def wide_products(vectors: Tensor) -> Tensor:
     """The inner products [..., k, k] of vectors [..., k, P].
 
-    >>> import torch
     >>> wide_products(torch.tensor([[1.0, 2.0], [0.0, 3.0]]))
     tensor([[5., 6.],
             [6., 9.]], dtype=torch.float64)
@@ -25,3 +27,18 @@ def wide_combination(share: Tensor, vectors: Tensor) -> Tensor:
     """share [..., 3] times the first three of the vectors [..., 4, P], added to the last one, in the vectors' dtype."""
     wide = vectors.double()
     return ((share.unsqueeze(-2) @ wide[..., :3, :]).squeeze(-2) + wide[..., 3, :]).to(vectors.dtype)
+
+
+def evened(vectors: Tensor) -> tuple[Tensor, Tensor]:
+    """Vectors [..., P] in float64, each divided by a power of two so that its largest entry is about 1; also the powers [..., 1].
+
+    Nothing is rounded. A vector that is not finite stays as it is.
+
+    >>> evened(torch.tensor([0.0, 5.0]))
+    (tensor([0.0000, 1.2500], dtype=torch.float64), tensor([4.], dtype=torch.float64))
+    """
+    wide = vectors.double()
+    largest = wide.abs().amax(-1, keepdim=True).clamp(min=torch.finfo(torch.float64).tiny)
+    power = (largest.view(torch.int64) & EXPONENT).view(torch.float64)
+    power = torch.where(power.isfinite(), power, 1.0)
+    return wide / power, power
