@@ -375,9 +375,12 @@ class Simulation:
         return made
 
     def about(self) -> dict[str, Any]:
-        """Facts about the task."""
-        sites = {"sites": list(self.data.site_names)} if self.data.site_names else {}
-        return {"parameters": self.net.layout.entries} | sites
+        """Facts about the task; a number that is not the expected one shows data that were misread."""
+        data = self.data
+        found = {"samples": int(data.sizes.sum()), "validation_samples": len(data.validation), "clients": data.clients}
+        found |= {"test_samples": len(data.test), "inputs": list(data.shape), "classes": data.classes}
+        sites = {"sites": list(data.site_names)} if data.site_names else {}
+        return {"parameters": self.net.layout.entries} | found | sites
 
     def place(self, path: Path | None, tensors: Mapping[str, Tensor], t: int) -> None:
         """Choose where clients' states are kept, before they are restored from these tensors of round t."""
