@@ -449,7 +449,9 @@ def cite_command(arguments: argparse.Namespace) -> None:
 def described(about: dict[str, Any]) -> str:
     """What a run was trained on, and how its clients were run."""
     shape, classes = "x".join(map(str, about["inputs"])), about["classes"]
-    text = f"{about['samples']} samples of {about['clients']} clients, tested on {about['test_samples']}; inputs {shape}"
+    text = (
+        f"{about['samples']} samples of {about['clients']} clients, tested on {about['test_samples']}; inputs {shape}"
+    )
     text += f", {classes} classes" if classes else ", no class labels"
     return text + (f"; execution {about['execution']}" if "execution" in about else "")
 

@@ -28,7 +28,9 @@ from undrift.data.dataset import Dataset
 Arrays = tuple[NDArray[np.generic], NDArray[np.generic]]
 ARRAYS = (np.ndarray, torch.Tensor)
 NAMES = ("x_train", "y_train", "x_test", "y_test")
-PART = "give a torch Dataset of (input, target), a list of (input, target) tuples, or a tuple (inputs, targets) of arrays"
+PART = (
+    "give a torch Dataset of (input, target), a list of (input, target) tuples, or a tuple (inputs, targets) of arrays"
+)
 
 
 def dataset_from(data: Any) -> Dataset:
