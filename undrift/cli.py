@@ -279,6 +279,8 @@ def train(arguments: argparse.Namespace, fields: Fields, run: Callable[..., Any]
         if last.get(name) is not None:
             text += f", {name} {last[name]:.4f} (mean over clients, each on its own samples)"
     print(f"{len(result.records)} rounds, {text}; stopped by {result.stopped}; written to {out}")
+    if "samples" in result.about:
+        print(f"on {described(result.about)}")
     for remark in result.config.remarks():
         print(f"note: {remark}")
 
@@ -469,6 +471,16 @@ def cite_command(arguments: argparse.Namespace) -> None:
     from undrift.core.papers import papers_of
 
     print("\n".join(papers_of(arguments.name)))
+
+
+def described(about: dict[str, Any]) -> str:
+    """What a run was trained on, and how its clients were run."""
+    shape, classes = "x".join(map(str, about["inputs"])), about["classes"]
+    text = (
+        f"{about['samples']} samples of {about['clients']} clients, tested on {about['test_samples']}; inputs {shape}"
+    )
+    text += f", {classes} classes" if classes else ", no class labels"
+    return text + (f"; execution {about['execution']}" if "execution" in about else "")
 
 
 def progress_bar() -> Any:

@@ -251,7 +251,7 @@ def test_answers_that_are_spoiled_are_refused_and_the_round_goes_on(tmp_path: Pa
 
 @pytest.mark.system
 def test_a_node_that_is_not_registered_is_turned_away(tmp_path: Path) -> None:
-    plan = planned(tmp_path / "out", rounds=1, wait=15.0)
+    plan = planned(tmp_path / "out", rounds=1, wait=40.0)
     with federation(2) as here:
         here.start_client(0)
         write_client_key(here.keys / "stranger")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import random
@@ -10,6 +11,7 @@ import subprocess
 import sys
 import time
 import tomllib
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +24,7 @@ from tests.small import QUICK, timeless
 from undrift import cli
 from undrift.core.errors import BadSetting
 from undrift.core.names import names
+from undrift.jobs import start
 
 DISK = "--client-state disk"
 
@@ -117,6 +120,74 @@ def test_kill_9_and_resume(name: str, tmp_path: Path) -> None:
 def test_kill_9_many_times_and_resume(name: str, attempt: int, tmp_path: Path) -> None:
     draw = random.Random(attempt)
     check_kills(name, tmp_path, [draw.uniform(0, 0.5) for _ in range(4)])
+
+
+@contextlib.contextmanager
+def busy_machine(processes: int) -> Iterator[None]:
+    """Processes that keep all cores busy, and at times their memory's bandwidth."""
+    spin = "import numpy as np\nwhile True: np.random.rand(300, 300) @ np.random.rand(300, 300)"
+    busy = [subprocess.Popen([sys.executable, "-c", spin]) for _ in range(processes)]
+    try:
+        yield
+    finally:
+        for process in busy:
+            process.kill()
+            process.wait()
+
+
+def check_under_load(folder: Path, settings: str, load: int, kills: int) -> None:
+    """A run on a quiet machine equals one with the same command that is killed and resumed on a busy one."""
+    env = {
+        name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"
+    }  # all cores, as users have it
+    command, models = [sys.executable, "-m", "undrift", "run"], []
+    arguments = f"{settings} --clients 20 --cohort 6 --steps 2 --checkpoint-every 3 --eval-every 8 --rounds 20".split()
+    subprocess.run([*command, *arguments, "--out", str(folder / "whole")], check=True, capture_output=True, env=env)
+    cut = [*command, "--out", str(folder / "cut")]
+    rounds = folder / "cut/rounds.jsonl"
+    with busy_machine(load):
+        for n in range(kills):
+            process = subprocess.Popen([*cut, *(["--resume"] if n else arguments)], stdout=subprocess.DEVNULL, env=env)
+            while process.poll() is None and not (rounds.exists() and rounds.read_text().count("\n") >= 6 * n + 4):
+                time.sleep(0.01)
+            process.kill()
+            process.wait()
+        assert rounds.read_text().count("\n") < 20, "the run must be killed before it ends"
+        done = subprocess.run([*cut, "--resume"], check=True, capture_output=True, text=True, env=env)
+    assert "last digits" not in done.stderr
+    records = []
+    for run in ("whole", "cut"):
+        records.append([json.loads(line) for line in (folder / run / "rounds.jsonl").read_text().splitlines()])
+        models.append((folder / run / "model.safetensors").read_bytes())
+    chosen = [tomllib.loads((folder / run / "run.toml").read_text())["execution"] for run in ("whole", "cut")]
+    assert chosen[0] == chosen[1] and len(records[0]) == 20 and timeless(records[0]) == timeless(records[1])
+    assert models[0] == models[1]
+
+
+def test_killed_and_resumed_on_a_busy_machine(tmp_path: Path) -> None:
+    check_under_load(tmp_path, "--algorithm scaffold --model mlp --sampling bernoulli", load=4, kills=1)
+
+
+@pytest.mark.system
+@pytest.mark.parametrize("model", ["mlp", "gradma-nn", "small-cnn", "resnet20-gn"])
+@pytest.mark.parametrize("name", ["scaffold", "gradma-s", "moon"])
+def test_killed_and_resumed_on_a_very_busy_machine(name: str, model: str, tmp_path: Path) -> None:
+    check_under_load(tmp_path, f"--algorithm {name} --model {model} --batch 8", load=20, kills=2)
+
+
+def test_resume_says_when_the_functions_in_c_are_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    undrift.run(QUICK | {"rounds": 1}, out=tmp_path)
+    monkeypatch.setattr(start, "library", lambda: None)
+    if tomllib.loads((tmp_path / "run.toml").read_text())["made"]["native"]:
+        with pytest.warns(UserWarning, match="was run with the functions in C, now it is without them"):
+            undrift.run(out=tmp_path, resume=True, rounds=2)
+
+
+def test_a_resumed_run_stacks_as_many_clients_as_before(tmp_path: Path) -> None:
+    """A round of Bernoulli sampling may have more clients than `cohort`; they stay together after a resume."""
+    settings = QUICK | {"sampling": "bernoulli", "rounds": 1}
+    undrift.run(settings, out=tmp_path)
+    assert tomllib.loads((tmp_path / "run.toml").read_text())["chunk"] == settings["clients"]
 
 
 def test_resume_of_a_finished_run_changes_nothing_and_can_be_lengthened(tmp_path: Path) -> None:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
+import undrift
 from tests.oracle.test_net import normed
 from tests.small import CPU, SIZES, federation, path, simulation, tiny_mlp
 from undrift.algorithms.fedavg import FedAvg
@@ -101,6 +103,62 @@ def test_auto_settles_on_an_execution_and_counts_only_real_work() -> None:
     run = simulation(FedAvg(), execution="auto")
     assert run.round().gradients == 9
     assert run.execution is not None
+
+
+def light() -> nn.Module:
+    return nn.Sequential(nn.Unflatten(1, (1, 5)), nn.Conv1d(1, 4, 3), nn.Tanh(), nn.Flatten(), nn.Linear(12, 3))
+
+
+class Heavy(nn.Module):
+    """A convolution that no module holds: 1.1 million multiply-adds a sample."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kernel, self.head = nn.Parameter(torch.randn(96, 1, 9, 9) / 9), nn.Linear(96, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        pictures = x.repeat(1, 80).view(-1, 1, 20, 20)
+        return self.head(torch.conv2d(pictures, self.kernel).amax((-2, -1)))  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("slow", [Stacked, Pool])
+@pytest.mark.parametrize("module, chosen", [(tiny_mlp, "stacked"), (light, "stacked"), (Heavy, "pool")])
+def test_auto_follows_from_the_model_and_not_from_a_clock(
+    module: Any, chosen: str, slow: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A machine that is busy while one of the two is tried changes nothing."""
+    real = slow.train
+
+    def delayed(*arguments: Any, **named: Any) -> Any:
+        time.sleep(0.2)
+        return real(*arguments, **named)
+
+    monkeypatch.setattr(slow, "train", delayed)
+    run = simulation(FedAvg(), module(), execution="auto", batch=8)
+    run.round()
+    assert run.execution is not None and run.execution.name == chosen
+
+
+@pytest.mark.parametrize("batch, chosen", [(64, "pool"), (1, "stacked")])
+def test_auto_weighs_the_work_of_an_operation(batch: int, chosen: str) -> None:
+    x, y = torch.zeros(256, 1, 28, 28), torch.arange(256) % 10
+    how: dict[str, Any] = {"partition": "iid", "clients": 4, "cohort": 3, "rounds": 1, "steps": 1}
+    result = undrift.run(model="small-cnn", data=(x, y, x[:10], y[:10]), batch=batch, **how)
+    assert result.about["execution"] == chosen
+
+
+def test_free_memory_changes_nothing_while_there_is_enough(monkeypatch: pytest.MonkeyPatch) -> None:
+    from undrift.simulate import choose
+
+    load = choose.Load(1000, 0, 1)
+    monkeypatch.setattr(choose, "total_memory", lambda device: 20_000)
+    for free in (20_000, 14_000):
+        monkeypatch.setattr(choose, "available_memory", lambda device, free=free: free)
+        assert choose.clients_at_a_time(load, CPU, 100) == 10
+    monkeypatch.setattr(choose, "available_memory", lambda device: 6_000)
+    assert choose.clients_at_a_time(load, CPU, 4) == 10  # four fit
+    with pytest.warns(UserWarning, match="3 clients are stacked at a time instead of 5"):
+        assert choose.clients_at_a_time(load, CPU, 5) == 3
 
 
 def test_an_objective_with_other_vectors_is_fedprox() -> None:
@@ -201,10 +259,11 @@ def test_a_cohort_that_does_not_fit_in_memory_is_split(monkeypatch: pytest.Monke
 
     tight = simulation(Scaffold(), normed(), cohort=6)
     first = LocalWork(tight.net, tight.data, 0, 0, *_table(tight), 8)
-    need = choose.bytes_per_client(tight.net, tight.state.x, tight.state.buffers, first)
+    need = choose.load_of(tight.state.x, tight.state.buffers, first).bytes
     monkeypatch.setattr(choose, "available_memory", lambda device: 5 * need)  # half of it is used: room for two clients
     monkeypatch.setattr(here, "train", counting)
-    torch.testing.assert_close(path(tight, 2), expected, rtol=1e-11, atol=1e-12)
+    with pytest.warns(UserWarning, match="memory is short now: 2 clients are stacked at a time instead of 6"):
+        torch.testing.assert_close(path(tight, 2), expected, rtol=1e-11, atol=1e-12)
     assert sizes == [2, 2, 2, 2, 2, 2]
 
 

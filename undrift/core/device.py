@@ -21,6 +21,7 @@ def pick_device(name: str) -> torch.device:
 def arithmetic(precision: str, deterministic: bool) -> Iterator[None]:
     """Set PyTorch's switches for GPU arithmetic, and restore them at the end."""
     products, convolutions = torch.backends.cuda.matmul, torch.backends.cudnn.conv  # type: ignore[attr-defined]
+    torch.set_num_threads(torch.get_num_threads())  # also tells MKL not to choose a number by itself
     before = torch.are_deterministic_algorithms_enabled(), torch.backends.cudnn.benchmark
     precisions = products.fp32_precision, convolutions.fp32_precision
     if deterministic:
@@ -39,11 +40,18 @@ def arithmetic(precision: str, deterministic: bool) -> Iterator[None]:
 
 def available_memory(device: torch.device) -> int:
     """Bytes free on the device; on a CPU what Linux calls available, elsewhere 4 GiB."""
-    if device.type == "cuda":
-        return int(torch.cuda.mem_get_info(device)[0])
+    return int(torch.cuda.mem_get_info(device)[0]) if device.type == "cuda" else host_memory("MemAvailable")
+
+
+def total_memory(device: torch.device) -> int:
+    """Bytes on the device, free or not; on a CPU elsewhere than on Linux 4 GiB."""
+    return int(torch.cuda.mem_get_info(device)[1]) if device.type == "cuda" else host_memory("MemTotal")
+
+
+def host_memory(field: str) -> int:
     try:
         with open("/proc/meminfo") as lines:
             fields = dict(line.split(":") for line in lines)
-        return int(fields["MemAvailable"].split()[0]) * 1024
+        return int(fields[field].split()[0]) * 1024
     except (OSError, KeyError):
         return 4 << 30

@@ -2,12 +2,14 @@
 
 Accepted are
 - a `Dataset`,
-- four arrays (x_train, y_train, x_test, y_test), as a tuple or a mapping with these names,
-- a pair (train, test) of torch Datasets that yield (input, target),
-- a pair (clients, test) where `clients` lists one torch Dataset, or one (inputs, targets) pair, per client; the
-  partition `sites` then gives each client its samples.
+- four arrays (x_train, y_train, x_test, y_test), as a tuple, a list or a mapping with these names,
+- a tuple (train, test) of two parts. A part is a torch Dataset that yields (input, target), a list of (input, target)
+  tuples, or one tuple (inputs, targets) of arrays,
+- a tuple (clients, test), where `clients` lists one part per client; the partition `sites` then gives each client its
+  samples.
 
-uint8 images are [n, height, width, channels] and are scaled to 0..1; floating-point inputs are not changed.
+What could be read in two ways is refused. uint8 images are [n, height, width, channels] and are scaled to 0..1;
+floating-point inputs are not changed.
 """
 
 from __future__ import annotations
@@ -18,13 +20,17 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch.utils.data import IterableDataset
 
 from undrift.core.errors import BadData
 from undrift.data.dataset import Dataset
 
 Arrays = tuple[NDArray[np.generic], NDArray[np.generic]]
-ARRAYS = (np.ndarray, torch.Tensor, list)
+ARRAYS = (np.ndarray, torch.Tensor)
 NAMES = ("x_train", "y_train", "x_test", "y_test")
+PART = (
+    "give a torch Dataset of (input, target), a list of (input, target) tuples, or a tuple (inputs, targets) of arrays"
+)
 
 
 def dataset_from(data: Any) -> Dataset:
@@ -34,6 +40,9 @@ def dataset_from(data: Any) -> Dataset:
     2
     """
     if isinstance(data, Dataset):
+        for inputs, targets in ((data.x_train, data.y_train), (data.x_test, data.y_test)):
+            if len(inputs) != len(targets):
+                raise BadData(f"{len(inputs)} inputs but {len(targets)} targets; give one target for each input")
         return data
     sites = None
     if isinstance(data, Mapping):
@@ -41,46 +50,115 @@ def dataset_from(data: Any) -> Dataset:
         if missing:
             raise BadData(f"data lacks {', '.join(missing)}; give {', '.join(NAMES)}")
         data = tuple(data[name] for name in NAMES)
-    if isinstance(data, (tuple, list)) and len(data) == 4:
+    if isinstance(data, tuple | list) and len(data) == 4 and all(map(is_array, data)):
         train, test = pair(data[0], data[1]), pair(data[2], data[3])
-    elif isinstance(data, (tuple, list)) and len(data) == 2:
-        if isinstance(data[0], list) or (isinstance(data[0], tuple) and not isinstance(data[0][0], ARRAYS)):
-            parts = [arrays(part) for part in data[0]]
-            if any(len(y) == 0 for _, y in parts):
-                raise BadData("a client has no samples; leave it out of the list")
-            train = np.concatenate([x for x, _ in parts]), np.concatenate([y for _, y in parts])
-            sites = np.repeat(np.arange(len(parts)), [len(y) for _, y in parts])
+    elif isinstance(data, tuple) and len(data) == 2:
+        if is_one_part(data[0]):
+            train = read_part(data[0], "the training data")
         else:
-            train = arrays(data[0])
-        test = arrays(data[1])
+            parts = [read_part(part, f"client {n}") for n, part in enumerate(data[0])]
+            train, sites = join(parts), np.repeat(np.arange(len(parts)), [len(y) for _, y in parts])
+        test = read_part(data[1], "the test data")
     else:
-        raise BadData("data must be (x_train, y_train, x_test, y_test), (train, test) or ([one per client], test)")
-    labels = train[1]
-    if not len(labels):
+        raise BadData(
+            "data must be (x_train, y_train, x_test, y_test), (train, test) or ([one part per client], test), "
+            f"not {shown(data)}"
+        )
+    if not len(train[1]):
         raise BadData("there are no training samples")
-    classes = 0
+    if len(test[1]):
+        check_alike(train, test, "the training data", "the test data")
+    classes, labels = 0, train[1]
     if labels.ndim == 1 and labels.dtype.kind in "ui":
         classes = int(max(labels.max(), test[1].max() if len(test[1]) else 0)) + 1
     return Dataset("own", train[0], labels, test[0], test[1], classes, sites=sites)
 
 
-def arrays(part: Any) -> Arrays:
-    """Inputs and targets of a torch Dataset, or of a pair of arrays."""
-    if isinstance(part, (tuple, list)):
-        return pair(part[0], part[1])
-    samples = [part[i] for i in range(len(part))]
-    if not samples:
-        raise BadData("a Dataset is empty; give at least one sample")
-    return pair(np.stack([as_array(x) for x, _ in samples]), np.stack([as_array(y) for _, y in samples]))
+def is_array(values: Any) -> bool:
+    """Whether these are arrays' values: an array, or a list of numbers, of arrays or of such lists."""
+    numbers = (bool, int, float, np.generic, *ARRAYS)
+    return isinstance(values, ARRAYS) or (
+        isinstance(values, list) and all(isinstance(value, numbers) or is_array(value) for value in values[:1])
+    )
 
 
-def pair(inputs: Any, targets: Any) -> Arrays:
+def is_sample(item: Any) -> bool:
+    """Whether this is one (input, target) whose target is a number, and so not the (inputs, targets) of a client."""
+    return isinstance(item, tuple) and len(item) == 2 and is_number(item[1])
+
+
+def is_number(value: Any) -> bool:
+    return isinstance(value, bool | int | float | np.generic) or (isinstance(value, ARRAYS) and value.ndim == 0)
+
+
+def is_one_part(given: Any) -> bool:
+    """Whether the training data are one part; otherwise they list one part per client."""
+    if isinstance(given, list) and given:
+        return all(map(is_sample, given))
+    return not isinstance(given, tuple | list) or all(map(is_array, given))
+
+
+def read_part(part: Any, what: str) -> Arrays:
+    """Inputs and targets of one part; `what` names it in an error."""
+    if isinstance(part, tuple):
+        if len(part) != 2 or not all(map(is_array, part)):
+            raise BadData(f"{what} is {shown(part)}; {PART}")
+        return pair(*part, what)
+    listed = isinstance(part, list) and all(isinstance(item, tuple) for item in part)
+    readable = hasattr(part, "__getitem__") and hasattr(part, "__len__")
+    if not listed and (not readable or isinstance(part, (str, bytes, list, Mapping, IterableDataset, *ARRAYS))):
+        raise BadData(f"{what} is {shown(part)}; {PART}")
+    if not len(part):
+        raise BadData(f"{what} has no samples; give at least one, or leave a client without samples out")
+    samples = [read_sample(part, i, what) for i in range(len(part))]
+    if listed and all(y.ndim and x.ndim and len(x) == len(y) for x, y in samples):
+        raise BadData(f"{what} is a list of (array, array): are these samples, or batches? {PART}")
+    for i, sample in enumerate(samples):
+        for name, first, values in zip(("input", "target"), samples[0], sample, strict=True):
+            if values.shape != first.shape:
+                raise BadData(f"{what}: {name} 0 has the shape {list(first.shape)}, {name} {i} {list(values.shape)}")
+    return pair(np.stack([x for x, _ in samples]), np.stack([y for _, y in samples]), what)
+
+
+def read_sample(part: Any, i: int, what: str) -> Arrays:
+    """Input and target number i of a torch Dataset or of a list."""
+    try:
+        sample = part[i]
+    except Exception as error:  # whatever the user's Dataset raises
+        raise BadData(f"{what}: reading sample {i} failed: {type(error).__name__}: {error}") from error
+    if not isinstance(sample, tuple | list) or len(sample) != 2:
+        raise BadData(f"{what}: sample {i} is {shown(sample)}, not (input, target)")
+    return as_array(sample[0]), as_array(sample[1])
+
+
+def join(parts: list[Arrays]) -> Arrays:
+    """The samples of all clients, one client after another."""
+    for n, part in enumerate(parts):
+        if not len(part[1]):
+            raise BadData(f"client {n} has no samples; leave it out of the list")
+        check_alike(parts[0], part, "client 0", f"client {n}")
+    return np.concatenate([x for x, _ in parts]), np.concatenate([y for _, y in parts])
+
+
+def check_alike(first: Arrays, other: Arrays, here: str, there: str) -> None:
+    """Refuse parts whose samples have different shapes or kinds: uint8 pictures are scaled, floats are not."""
+    for name, a, b in zip(("inputs", "targets"), first, other, strict=True):
+        if a.shape[1:] != b.shape[1:] or a.dtype.kind != b.dtype.kind:
+            one, two = (f"{list(v.shape[1:])} of {v.dtype}" for v in (a, b))
+            raise BadData(f"the {name} of {here} are {one}, those of {there} {two}; give all the same shape and type")
+
+
+def pair(inputs: Any, targets: Any, what: str = "") -> Arrays:
+    """Inputs and targets, one target for each input."""
+    of = f" of {what}" if what else ""
     x, y = as_array(inputs), as_array(targets)
-    if len(x) != len(y):
-        raise BadData(f"{len(x)} inputs but {len(y)} targets; give one target for each input")
-    for what, values in (("inputs", x), ("targets", y)):
+    for name, values in (("inputs", x), ("targets", y)):
         if values.dtype.kind not in "uif":
-            raise BadData(f"{what} must be numbers, not {values.dtype}")
+            raise BadData(f"{name}{of} must be numbers, not {values.dtype}")
+        if not values.ndim:
+            raise BadData(f"the {name}{of} are one number, not an array with a row for each sample")
+    if len(x) != len(y):
+        raise BadData(f"{len(x)} inputs but {len(y)} targets{of}; give one target for each input")
     if x.dtype == np.float64:
         x = x.astype(np.float32) if np.array_equal(x, x.astype(np.float32), equal_nan=True) else x
     if y.dtype.kind in "ui":
@@ -89,4 +167,22 @@ def pair(inputs: Any, targets: Any) -> Arrays:
 
 
 def as_array(values: Any) -> NDArray[np.generic]:
-    return np.asarray(values.detach().cpu().numpy() if isinstance(values, torch.Tensor) else values)
+    try:
+        return np.asarray(values.detach().cpu().numpy() if isinstance(values, torch.Tensor) else values)
+    except (ValueError, TypeError) as error:  # such as rows of different lengths
+        raise BadData(f"no array can be made of {shown(values)}: {error}") from error
+
+
+def shown(value: Any) -> str:
+    """What kind of thing it is, for an error.
+
+    >>> shown([(1, 2.0), (3, 4.0)]), shown(np.zeros((2, 3)))
+    ('a list of 2 (tuple, tuple)', 'an array [2, 3]')
+    """
+    if isinstance(value, ARRAYS):
+        return f"an array {list(value.shape)}"
+    kind = type(value).__name__
+    if isinstance(value, tuple | list):
+        inside = ", ".join(type(item).__name__ for item in value[:4])
+        return f"a {kind} of {len(value)}" + (f" ({inside}{', ...' if len(value) > 4 else ''})" if value else "")
+    return f"a {kind}"

@@ -37,7 +37,7 @@ class JobConfig:
     dtype: str = setting("float32", "float32 or float64")
     execution: str = setting(
         "auto",
-        "simulated clients or workers run stacked (as one), pool (in turn), debug (plain PyTorch), or auto (faster)",
+        "simulated clients or workers run stacked (as one), pool (in turn), debug (plain PyTorch), or auto (by model)",
     )
     replay: bool = setting(True, "on a GPU, replay stacked rounds as CUDA graphs: much faster")
     compile: str = setting("auto", "compile replayed rounds: auto (if the run is long enough), on or off")

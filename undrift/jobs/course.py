@@ -38,6 +38,7 @@ class Result(Generic[C]):
     config: C
     folder: Path | None
     stopped: str  # why it ended: "rounds", "accuracy", "time" or "diverged"
+    about: dict[str, Any]  # what was found in the data and chosen by the run, as in run.toml
 
     @property
     def accuracy(self) -> float | None:
@@ -130,7 +131,8 @@ class Course(Generic[R, C]):
             if (extras := run.extras(self.config.as_toml(), self.records)) is not None:
                 folder.write_super(*extras)
             self.save(folder, {"finished": True, "stopped": stopped})
-        return Result(self.records, model, self.config, folder.path if folder else None, stopped)
+        about = run.about() | run.choices()
+        return Result(self.records, model, self.config, folder.path if folder else None, stopped, about)
 
     def stop_reason(self, record: Mapping[str, Any]) -> str:
         """Why the run stops after this record; empty if it does not. Rank 0 decides."""

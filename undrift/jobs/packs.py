@@ -20,7 +20,7 @@ from undrift.jobs.course import Course, Progress, drive, pause
 from undrift.jobs.folder import RunFolder
 from undrift.jobs.run import build_simulation
 from undrift.jobs.start import open_course
-from undrift.simulate.choose import bytes_per_client
+from undrift.simulate.choose import load_of
 from undrift.simulate.packed import Pack, structure
 from undrift.simulate.replay import Outlook
 from undrift.simulate.simulation import Simulation
@@ -66,7 +66,7 @@ def cost(config: RunConfig, processes: int) -> Cost:
     with arithmetic(config.precision, config.deterministic), contextlib.closing(simulation):
         cohorts = (simulation.attendance(t) for t in itertools.count())
         work = simulation.work(next(cohort for cohort in cohorts if len(cohort.ids)))
-        working = bytes_per_client(simulation.net, simulation.state.x, simulation.state.buffers, work)
+        working = load_of(simulation.state.x, simulation.state.buffers, work).bytes
         _, _, clients = simulation.serving()
         # A pack copies both states when it begins, and the server's again when a stretch ends.
         one = outlook.clients * working + 2 * nbytes(clients) + 3 * nbytes(simulation.state)

@@ -1,7 +1,8 @@
 """The package's C functions, compiled by gcc for this processor at their first use.
 
-The plain forms serve without gcc, Linux, AVX2 or libgomp. The library must share PyTorch's OpenMP threads: a second pool would
-compete for the cores. The user's cache folder holds it until the sources or the processor change. UNDRIFT_NATIVE=0 disables it.
+The plain forms serve without gcc, Linux, AVX2 or libgomp. They round differently, so a warning says where gcc is there but fails.
+The library must share PyTorch's OpenMP threads: a second pool would compete for the cores. The user's cache folder holds it until
+the sources or the processor change. UNDRIFT_NATIVE=0 disables it.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import warnings
 from pathlib import Path
 
 import torch
@@ -41,8 +43,19 @@ def library() -> ctypes.CDLL | None:
     try:
         with tempfile.TemporaryDirectory(prefix="undrift-") as folder:  # a loaded library does not need its file
             return ctypes.CDLL(str(compile_in(Path(folder), gcc)))
-    except (OSError, subprocess.SubprocessError):
+    except (OSError, subprocess.SubprocessError) as error:
+        warn_of(error)
         return None
+
+
+def warn_of(error: Exception) -> None:
+    """Say that the plain forms serve, and why."""
+    why = getattr(error, "stderr", None) or str(error).encode()
+    last = why.decode(errors="replace").strip().splitlines()[-1:]
+    warnings.warn(
+        f"gcc made nothing of the C functions, so PyTorch serves: slower, and the last digits differ ({''.join(last)})",
+        stacklevel=2,
+    )
 
 
 def load_cached(gcc: str) -> ctypes.CDLL | None:
@@ -57,7 +70,8 @@ def load_cached(gcc: str) -> ctypes.CDLL | None:
     with tempfile.TemporaryDirectory(dir=folder) as temporary:
         try:
             new = compile_in(Path(temporary), gcc)
-        except subprocess.SubprocessError:
+        except subprocess.SubprocessError as error:
+            warn_of(error)
             return None
         file = folder / f"{name}-{digest(new.read_bytes())}.so"
         new.replace(file)  # atomic
@@ -68,7 +82,7 @@ def compile_in(folder: Path, gcc: str) -> Path:
     """Compile the library in a folder."""
     file = folder / "native.so"
     command = [gcc, *FLAGS, *map(str, SOURCES), "-lm", "-o", str(file)]
-    subprocess.run(command, check=True, capture_output=True, timeout=120)
+    subprocess.run(command, check=True, capture_output=True, timeout=600)
     return file
 
 

@@ -1,19 +1,21 @@
-"""Which way of asking suits a model: checked and timed on the first cohort."""
+"""Which way of asking suits a model: checked and counted on the first cohort."""
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
 import sys
-import time
+import warnings
 from collections.abc import Iterator
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from undrift.algorithms.base import Algorithm
-from undrift.core.device import available_memory
+from undrift.core.device import available_memory, total_memory
 from undrift.core.errors import BadData, BadSetting, ClientFailed, UndriftError
 from undrift.core.trees import State
 from undrift.oracle.net import Net
@@ -23,6 +25,7 @@ from undrift.simulate.here import Execution, OneByOne, Pool, Stacked
 from undrift.simulate.work import LocalWork
 
 CACHE = 2 << 20  # bytes
+HEAVY = 120_000  # multiply-adds of convolutions for each operation, from which a pool is faster (docs/adr/0027)
 
 
 def keep_freed_memory() -> None:
@@ -37,8 +40,30 @@ def keep_freed_memory() -> None:
         mallopt(M_TRIM_THRESHOLD, (1 << 31) - 1)
 
 
-def bytes_per_client(net: Net, x: Tensor, buffers: Tensor, work: LocalWork) -> int:
-    """What one stacked client holds during a step: activations kept for the backward pass, and a few vectors like x."""
+class Load(NamedTuple):
+    """What one step of one client asks of the machine."""
+
+    bytes: int  # held when clients are stacked: activations kept for the backward pass, and a few vectors like x
+    convolved: int  # multiply-adds in the convolutions of the forward pass
+    operations: int  # forward and backward
+
+
+class Counting(TorchDispatchMode):
+    """Counts operations, and the multiply-adds of convolutions."""
+
+    convolved = 0
+    operations = 0
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = function(*args, **(kwargs or {}))
+        self.operations += 1
+        if function is torch.ops.aten.convolution.default:
+            self.convolved += result.numel() * args[1][0].numel()
+        return result
+
+
+def load_of(x: Tensor, buffers: Tensor, work: LocalWork) -> Load:
+    """The load of the first step of the client that has the most samples in it."""
     saved = 0
 
     def count(t: Tensor) -> Tensor:
@@ -46,11 +71,32 @@ def bytes_per_client(net: Net, x: Tensor, buffers: Tensor, work: LocalWork) -> i
         saved += t.numel() * t.element_size()
         return t
 
-    with torch.autograd.graph.saved_tensors_hooks(count, lambda t: t):
-        oracle, _ = next(work.steps(0, 1))
-        oracle.buffers = buffers
+    oracle, _ = next(work.steps(int(work.table.count[:, 0].argmax()), 1))
+    oracle.buffers = buffers
+    with torch.autograd.graph.saved_tensors_hooks(count, lambda t: t), Counting() as counted:  # type: ignore[no-untyped-call]
         oracle.grad(x, task_loss)  # recorded by autograd, so that it can be counted
-    return 2 * saved + 10 * x.numel() * x.element_size()
+    return Load(2 * saved + 10 * x.numel() * x.element_size(), counted.convolved, counted.operations)
+
+
+def clients_at_a_time(load: Load, device: torch.device, cohort: int) -> int:
+    """How many clients are stacked: as many as fit in half of the memory.
+
+    What is free at the moment counts only where that is too little, and then a warning says so.
+    """
+
+    def fitting(memory: float) -> int:
+        return max(1, int(memory / load.bytes))
+
+    most, free = fitting(0.5 * total_memory(device)), available_memory(device)
+    if fitting(0.75 * free) >= min(most, cohort):
+        return most
+    few = fitting(0.5 * free)
+    warnings.warn(
+        f"memory is short now: {few} clients are stacked at a time instead of {min(most, cohort)}, and the last digits may "
+        "differ from those of a run with more memory; --chunk fixes the number",
+        stacklevel=2,
+    )
+    return few
 
 
 @contextlib.contextmanager
@@ -110,13 +156,15 @@ def choose(
     buffers: Tensor,
     work: LocalWork,
 ) -> Execution:
-    """The execution named, or by `auto` the faster one, timed on two steps of the first cohort."""
+    """The execution named, or by `auto` the one that suits the model.
+
+    No clock decides: the same command must choose the same on a busy machine, because the two round differently.
+    """
     device = x.device
     if name == "debug":
         return OneByOne()
-    if chunk == 0:
-        chunk = max(1, int(0.5 * available_memory(device) / bytes_per_client(net, x, buffers, work)))
-    stacked = Stacked(chunk)
+    load = load_of(x, buffers, work)
+    stacked = Stacked(chunk or clients_at_a_time(load, device, len(work.ids)))
     if name == "stacked":
         return stacked
     # Two or so vectors of a thread fit in its core's own cache.
@@ -124,26 +172,13 @@ def choose(
     pool = Pool(device, group)
     if name == "pool":
         return pool
-
-    def seconds(execution: Execution) -> float:
-        before = time.perf_counter()
-        execution.train(alg, down, client, buffers, work, limit=min(2, int(work.table.steps.min())))
-        return time.perf_counter() - before
-
     try:
         with rehearsal(device):
-            seconds(stacked)  # warms up
+            stacked.train(alg, down, client, buffers, work, limit=min(2, int(work.table.steps.min())))
     except ClientFailed as failure:  # vmap has no rule for something the model does
         if failure.client is not None or not isinstance(failure.error, RuntimeError):
             raise
         return pool
-    if device.type == "cuda":
-        return stacked
-    seconds(pool)
-    # In turns, so that a busy moment meets both; and the kind of model decides unless the other way is clearly faster, so
-    # that noise in the timing changes no results.
-    both = [(seconds(stacked), seconds(pool)) for _ in range(3)]
-    ratio = min(p for _, p in both) / min(s for s, _ in both)
-    convolutional = any(isinstance(m, (nn.Conv1d, nn.Conv2d, nn.Conv3d)) for m in net.original.modules())
-    grouped = convolutional and work.mapped  # in C, each thread has a client in either way
-    return pool if ratio < (1.6 if grouped else 0.6) else stacked
+    # By vmap, stacked convolutions are grouped ones, which a CPU computes slowly; in C each thread has a client anyway.
+    heavy = work.mapped and load.convolved >= HEAVY * load.operations
+    return pool if heavy and device.type == "cpu" else stacked

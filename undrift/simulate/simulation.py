@@ -104,7 +104,8 @@ class Simulation:
             data, settings = pool(data), replace(settings, cohort=1)
         if not 1 <= settings.cohort <= data.clients:
             raise BadSetting(f"cohort must lie between 1 and the {data.clients} clients, not {settings.cohort}")
-        check_algorithm(alg, data.clients, data.clients if settings.sampling == "bernoulli" else settings.cohort)
+        self.most = data.clients if settings.sampling == "bernoulli" else settings.cohort  # clients in a round
+        check_algorithm(alg, data.clients, self.most)
         taken = [name for name in metrics if name in RoundRecord._fields and name != "accuracy"]
         if taken:
             raise BadSetting(
@@ -387,13 +388,20 @@ class Simulation:
         if self.execution is not None:
             made["execution"] = self.execution.name
         if isinstance(self.execution, Stacked):
-            made["chunk"] = min(self.execution.chunk, self.settings.cohort)
+            made["chunk"] = min(self.execution.chunk, self.most)
         return made
 
     def about(self) -> dict[str, Any]:
-        """Facts about the task."""
-        sites = {"sites": list(self.data.site_names)} if self.data.site_names else {}
-        return {"parameters": self.net.layout.entries} | sites
+        """Facts about the task; a number that is not the expected one shows data that were misread."""
+        data = self.data
+        found: dict[str, Any] = {
+            "samples": int(data.sizes.sum()),
+            "validation_samples": len(data.validation),
+            "clients": data.clients,
+        }
+        found |= {"test_samples": len(data.test), "inputs": list(data.shape), "classes": data.classes}
+        sites = {"sites": list(data.site_names)} if data.site_names else {}
+        return {"parameters": self.net.layout.entries} | found | sites
 
     def place(self, path: Path | None, tensors: Mapping[str, Tensor], t: int) -> None:
         """Choose where clients' states are kept, before they are restored from these tensors of round t."""
