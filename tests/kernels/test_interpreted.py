@@ -9,24 +9,26 @@ import itertools
 
 import pytest
 import torch
+from torch import Tensor
 
 pytest.importorskip("triton")
 if torch.cuda.is_available():
     pytest.skip("with a GPU they are compiled, see test_cuda", allow_module_level=True)
 
+from tests.algorithms.gradient_memory.test_cone import problem
 from tests.algorithms.gradient_memory.test_cone3 import KINDS
 from tests.algorithms.gradient_memory.test_cone3 import rows as three_rows
 from undrift.algorithms.gradient_memory import cone
-from undrift.algorithms.gradient_memory.cone3 import project_three
+from undrift.algorithms.gradient_memory.cone3 import project_three_parts
 from undrift.algorithms.gradient_memory.memory import Memory
 from undrift.core.forms import watch
 from undrift.kernels import consistency_gpu, conv_gpu, pictures_gpu
 from undrift.kernels.chain import dense_step, turned_cross_entropy
-from undrift.kernels.cone3_gpu import project_three_gpu
-from undrift.kernels.cone_gpu import project_gpu
+from undrift.kernels.cone3_gpu import project_three_parts_gpu
+from undrift.kernels.cone_gpu import project_parts_gpu
 from undrift.kernels.cross_entropy_gpu import turned_cross_entropy_gpu
 from undrift.kernels.dense_step_gpu import dense_step_gpu
-from undrift.kernels.gram_gpu import gram_gpu
+from undrift.kernels.gram_gpu import grams_gpu
 from undrift.kernels.memory_gpu import mem_red_gpu
 
 
@@ -96,63 +98,120 @@ def test_the_spread_of_vectors_and_products_of_rows() -> None:
     x, share = torch.randn(2, 3, 5000), torch.rand(2, 3, 1).softmax(1)
     expected = (share * (x - (share * x).sum(1, keepdim=True)).square()).sum((1, 2))
     torch.testing.assert_close(consistency_gpu.spread(x, share), expected)
-    a, b = torch.randn(3, 1500), torch.randn(7, 1500)
-    torch.testing.assert_close(gram_gpu(a, b), a.double() @ b.double().T, rtol=1e-5, atol=1e-3)
+    a, b, parts = torch.randn(3, 1500), torch.randn(7, 1500), [slice(0, 6), slice(6, 700), slice(700, 1500)]
+    exact = torch.stack([a[:, s].double() @ b[:, s].double().T for s in parts])
+    torch.testing.assert_close(grams_gpu(a, b, parts), exact, rtol=1e-14, atol=1e-12)
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_three_constraints(kind: str) -> None:
-    for size in (3, 40):
-        p, M = three_rows(kind, (4,), size, torch.float32)
+    """For each of two segments, the second one longer than a block."""
+    for sizes in ((3, 5), (40, 2100)):
+        made = [three_rows(kind, (4,), size, torch.float32) for size in sizes]
+        p, M = (torch.cat([pair[n] for pair in made], -1) for n in (0, 1))
+        parts = [slice(0, sizes[0]), slice(sizes[0], sum(sizes))]
         for rho in (0.0, 0.1) if kind in ("random", "twins", "collinear", "one zero") else (0.0,):
-            u, active = project_three(p, M.unbind(-2), rho)
-            found, on = project_three_gpu(p, M.unbind(-2), rho)
-            length = p.norm(dim=-1, keepdim=True).clamp(min=1e-30)
-            assert float(((found - u) / length).abs().max()) < 2e-6
+            u, active = project_three_parts(p, M.unbind(-2), parts, rho)
+            found, on = project_three_parts_gpu(p, M.unbind(-2), parts, rho)
+            for s in parts:
+                length = p[:, s].norm(dim=-1, keepdim=True).clamp(min=1e-30)
+                assert float(((found - u)[:, s] / length).abs().max()) < 2e-6
             assert torch.equal(on.any(-1), active.any(-1))
 
 
-@pytest.mark.parametrize("constraints", [1, 9])
+def solve(
+    p: Tensor,
+    rows: Tensor,
+    parts: list[slice],
+    rho: float = 0.0,
+    counts: Tensor | None = None,
+    start: Tensor | None = None,
+) -> tuple[cone.Projection, cone.Projection]:
+    """On a GPU, and on the host in float64."""
+    wide, q, m = rows.double(), p.double(), len(rows)
+    counts = torch.ones(m, dtype=torch.bool) if counts is None else counts
+    start = torch.zeros(len(parts), m, dtype=torch.bool) if start is None else start
+    products = torch.stack([wide[:, s] @ wide[:, s].T for s in parts])
+    along = torch.stack([wide[:, s] @ q[s] for s in parts])
+    found = project_parts_gpu(p, rows, parts, products, along, counts, start, rho)
+    return found, cone.project_parts.plain(q, wide, parts, products, along, counts, start, rho)
+
+
+@pytest.mark.parametrize("constraints", [1, 9, 17])
 @pytest.mark.parametrize("dtype, close", [(torch.float32, 1e-5), (torch.float64, 1e-10)])
 def test_many_constraints(constraints: int, dtype: torch.dtype, close: float) -> None:
+    """Segments with more and with fewer entries than constraints, and any guess of the active ones."""
     torch.manual_seed(constraints)
-    rows, p = torch.randn(constraints, 60, dtype=torch.float64), torch.randn(60, dtype=torch.float64)
+    rows, p = torch.randn(constraints, 66, dtype=torch.float64), torch.randn(66, dtype=torch.float64)
     p = p - 0.4 * rows.sum(0) / constraints**0.5  # many are broken
     rows, p, counts = rows.to(dtype), p.to(dtype), torch.arange(constraints) != 3
-    for rho in (0.0, 0.02):
-        plain = cone.project(p, rows, None, rho, None, counts)
-        products, along = rows.double() @ rows.double().T, rows.double() @ p.double()
-        u, z, solved = project_gpu(p, rows, products, rho, along, counts)
-        assert solved and bool((plain.z > 0).any())
-        torch.testing.assert_close(u, plain.u, rtol=close, atol=close)
-        torch.testing.assert_close(z, plain.z, rtol=close, atol=close)
+    parts = [slice(0, 60), slice(60, 66)]
+    for rho, guess in ((0.0, 0.0), (0.02, 0.0), (0.0, 0.5)):
+        guessed = torch.rand(2, constraints) < guess
+        found, plain = solve(
+            p, rows, parts if rho == 0 else parts[:1], rho, counts, guessed if rho == 0 else guessed[:1]
+        )
+        assert found.solved.all() and bool((plain.z[0] > 0).any())
+        end = 66 if rho == 0 else 60
+        torch.testing.assert_close(found.u[:end], plain.u.to(dtype), rtol=close, atol=close)
+        torch.testing.assert_close(found.z[0], plain.z[0], rtol=close, atol=close)
+
+
+@pytest.mark.parametrize("noise", [0.0, 1e-7, 1e-5, 1e-3])
+def test_many_columns_in_few_dimensions(noise: float) -> None:
+    """As a bias has them: 30 columns near a subspace of 3 of 10 dimensions. Exact where float32 can tell them apart."""
+    torch.manual_seed(1)
+    rows = torch.randn(30, 3, dtype=torch.float64) @ torch.randn(3, 10, dtype=torch.float64)
+    rows = (rows / rows.norm(dim=1, keepdim=True) + noise * torch.randn(30, 10, dtype=torch.float64)).float()
+    p = torch.randn(10) - 3 * rows[::2].mean(0)
+    found, exact = solve(p, rows, [slice(0, 10)])
+    size = rows.double().norm(dim=1)
+    slack = rows.double() @ found.u.double() / size / p.norm()
+    assert found.solved.all() and (found.z >= 0).all() and slack.min() > -1e-6
+    assert float((slack * (found.z[0] > 0)).abs().max()) < 1e-6
+    torch.testing.assert_close(found.u.double(), p.double() + found.z[0] @ rows.double(), rtol=0, atol=1e-6)
+    if noise >= 1e-5:
+        torch.testing.assert_close(found.u.double(), exact.u, rtol=0, atol=1e-3 * float(p.norm()))
+
+
+@pytest.mark.parametrize("kind", ["plain", "twins", "antipodal", "scales", "spanning"])
+def test_the_problems_of_the_host(kind: str) -> None:
+    for seed in range(6):
+        p, rows = problem(2 + 3 * seed, 15 - 2 * seed, seed, kind)
+        for dtype, close in ((torch.float32, 1e-6), (torch.float64, 1e-10)):
+            found, exact = solve(p.to(dtype), rows.to(dtype), [slice(0, len(p))])
+            assert found.solved.all()
+            assert float((found.u - exact.u).norm() / p.norm()) < close
 
 
 def test_what_a_gpu_does_not_solve_is_doubted() -> None:
+    """Opposite rows with a margin have no solution; numbers that are not finite have none either."""
     torch.manual_seed(0)
-    row, other, p = torch.randn(3, 50)
-    rows, counts = torch.stack([row, -row + 1e-4 * other]), torch.ones(2, dtype=torch.bool)
-    for columns, solved in ((rows, False), (rows[:1], True)):
+    row, p = torch.randn(2, 50)
+    spoilt = torch.cat([torch.full((1,), torch.nan), row[1:]])
+    for rows, solved in (([row, -row], False), ([row], True), ([spoilt], False), ([row, spoilt], False)):
         with watch() as seen:
-            found = project_gpu(p - 10 * row, columns, None, 0.3, None, counts[: len(columns)])
+            found, _ = solve(p - 10 * row, torch.stack(rows), [slice(0, 50)], 0.3)
         assert [bool(flag) for flag in seen.doubts] == [not solved] and bool(found.solved) == solved
-        assert not seen.by_value
 
 
 @pytest.mark.parametrize("length", [1e-25, 1e-21])
-def test_what_is_too_short_for_its_products_is_doubted(length: float) -> None:
-    """But not a column of zeros, nor one that does not count."""
+def test_columns_of_unusual_lengths(length: float) -> None:
+    """Solved in float32. In float64 what is too short for its products is doubted, but not zeros and what does not count."""
     torch.manual_seed(0)
-    rows, everything = torch.randn(3, 50), torch.ones(3, dtype=torch.bool)
+    rows, everything, whole = torch.randn(3, 50), torch.ones(3, dtype=torch.bool), [slice(0, 50)]
     p = -rows.sum(0)
-    odd = rows * torch.tensor([[1.0], [length], [1.0]])
-    empty = rows * torch.tensor([[1.0], [0.0], [1.0]])
-    cases = [(p, rows, everything, True), (p, odd, everything, False), (p * length, rows, everything, False)]
-    cases += [(p, empty, everything, True), (p, odd, torch.tensor([True, False, True]), True)]
+    for vector, columns in ((p, rows * torch.tensor([[1.0], [length], [1.0]])), (p * length, rows)):
+        found, exact = solve(vector, columns, whole)
+        assert found.solved.all() and float((found.u - exact.u).norm() / vector.double().norm()) < 1e-6
+    p, rows, short = p.double(), rows.double(), length**8
+    tiny, empty = (rows * torch.tensor([[1.0], [factor], [1.0]], dtype=torch.float64) for factor in (short, 0.0))
+    cases = [(p, rows, everything, True), (p, tiny, everything, False), (p * short, rows, everything, False)]
+    cases += [(p, empty, everything, True), (p, tiny, torch.tensor([True, False, True]), True)]
     cases += [(0 * p, rows, everything, True)]
     for vector, columns, counts, solved in cases:
         with watch() as seen:
-            found = project_gpu(vector, columns, None, 0.0, None, counts)
+            found, _ = solve(vector, columns, whole, 0.0, counts)
         assert bool(found.solved) == solved and [bool(flag) for flag in seen.doubts] == [not solved]
 
 

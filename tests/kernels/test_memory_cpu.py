@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from undrift.algorithms.gradient_memory.cone import combine, gram, project
+from undrift.algorithms.gradient_memory.cone import combine, gram, project_parts
 from undrift.algorithms.gradient_memory.memory import Memory, renew_products
 from undrift.core.forms import plain_forms, watch
 from undrift.kernels.memory_cpu import fade_and_add, in_one_pass, long, row_products
@@ -72,9 +72,10 @@ def test_renewed_products_are_the_plain_ones(dtype: torch.dtype, length: int) ->
     torch.manual_seed(0)
     rows, updates, m = (torch.randn(*shape, length, dtype=dtype) for shape in ((7,), (2,), ()))
     at, scale, same = torch.tensor([4, 1]), torch.tensor([[0.5], [0.0]], dtype=dtype), rows.clone()
-    found = renew_products(rows, at, scale, updates, m)
+    parts = [slice(0, 9), slice(9, length)]
+    found = renew_products(rows, at, scale, updates, m, parts)
     with plain_forms():
-        expected = renew_products(same, at, scale, updates, m)
+        expected = renew_products(same, at, scale, updates, m, parts)
     torch.testing.assert_close(rows, same)
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-2)
 
@@ -122,7 +123,8 @@ def test_an_engine_is_told_that_a_memory_decides_by_values_and_is_written_in_pla
     with watch() as writing:
         memory, along = memory.remember(place, updates, 0.5, [slice(0, 8)], updates[0])
     with watch() as projecting:
-        project(updates[0], memory.rows, memory.products[0], 0.0, along[0], memory.constrains(0.5))
+        D = memory.constrains(0.5)
+        project_parts(updates[0], memory.rows, [slice(0, 8)], memory.products, along, D, D[None])
     assert [(seen.by_value, seen.in_place) for seen in (deciding, writing, projecting)] == [
         (True, False),
         (False, True),

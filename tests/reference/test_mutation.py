@@ -17,9 +17,12 @@ import torch
 from torch import Tensor
 
 from tests.reference import plain, signs, test_algorithms, test_exchanges_and_objectives, test_personal
+from undrift.algorithms.base import Cohort, Up
 from undrift.algorithms.gradient_memory import cone
 from undrift.algorithms.gradient_memory.cone3 import project_three
+from undrift.algorithms.gradma_s import GradMAS
 from undrift.core.forms import plain_forms
+from undrift.core.layout import Layout
 from undrift.jobs.registry import algorithm_class
 
 BYTES = "a count of bytes, which the tests of bytes check"
@@ -158,6 +161,20 @@ def projected_at_once(lead: tuple[int, ...], rho: float, dtype: torch.dtype) -> 
     return ""
 
 
+def failures() -> str:
+    """Opposite updates and a margin: a programme without a solution in each of three rounds, and its count."""
+    alg, x = GradMAS(rho=0.5, slots=2), torch.zeros(6, dtype=torch.float64)
+    layout = Layout(("a", "b"), (torch.Size((4,)), torch.Size((2,))))
+    state, each = alg.server_init(x, 2, layout), torch.full((2, 1), 0.5, dtype=torch.float64)
+    cohort = Cohort(torch.arange(2), torch.arange(2), each, each, 0.1, 2, layout)
+    d = torch.arange(1.0, 7.0, dtype=torch.float64)
+    for t in range(1, 4):
+        _, state = alg.server_step(state, x, d, Up(torch.stack([d, -d])), cohort)
+        if int(alg.facts(state)["qp_failed"]) != t:
+            return f"{alg.facts(state)['qp_failed']} failures instead of {t}"
+    return ""
+
+
 def file_of(algorithm: str) -> str:
     return signs.file_of(algorithm_class(algorithm))
 
@@ -209,6 +226,7 @@ def projections() -> list[signs.Probe]:
         (general, partial(projected, 10, 4, 12, "antipodal", 1e-5)),
         (general, partial(by_columns, 10, 0.0625)),
         (general, partial(searched, (0, 150, 316, 357))),
+        ("algorithms/gradma_s", failures),
         *(
             (three, partial(projected_at_once, lead, rho, dtype))
             for lead in ((5,), (2, 5))

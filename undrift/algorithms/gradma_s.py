@@ -14,7 +14,7 @@ from torch import Tensor
 
 from undrift.algorithms.base import Cohort, LocalSGD, Server, Up
 from undrift.algorithms.checks import below_one
-from undrift.algorithms.gradient_memory.cone import project
+from undrift.algorithms.gradient_memory.cone import project_parts
 from undrift.algorithms.gradient_memory.memory import Memory
 from undrift.algorithms.gradient_memory.scope import Projected
 from undrift.core.errors import BadSetting
@@ -61,14 +61,10 @@ class ServerMemory(Server, Projected):
         # Lines 2-8, equation (7): D[i] <- d_i in new_buf, beta_2 D[i] + d_i in the cohort, beta_2 D[i] elsewhere in buf
         memory, along = memory.remember(place, up.d[turn], self.beta2, segments, m)
         D = memory.constrains(self.beta2)
-        projected, active, failed = [], [], server.failed
-        for part, products, a, start in zip(segments, memory.products, along, server.active, strict=True):
-            qp = project(m[part], memory.rows[:, part], products, self.rho, a, D, start)  # line 9: m~ = QP_g(m, D)
-            projected.append(qp.u)
-            active.append(qp.z > 0)
-            failed = failed + ~qp.solved
-        m = torch.cat(projected)
-        return x - self.server_lr * m, self.State(m, memory, torch.stack(active), failed)  # x <- x - eta_g m~
+        # Line 9: m~ = QP_g(m, D)
+        qp = project_parts(m, memory.rows, segments, memory.products, along, D, server.active, self.rho)
+        failed = server.failed + (~qp.solved).sum()
+        return x - self.server_lr * qp.u, self.State(qp.u, memory, qp.z > 0, failed)  # x <- x - eta_g m~
 
     def facts(self, server: State) -> dict[str, Tensor]:
         return {"qp_active": server.active.sum(), "qp_failed": server.failed, "evictions": server.memory.evictions}

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from undrift.algorithms.base import Average, GradientOracle, LocalData, State, Up, Vec, Worker
-from undrift.algorithms.gradient_memory.cone3 import project_three
+from undrift.algorithms.gradient_memory.cone3 import project_three_parts
 from undrift.algorithms.gradient_memory.scope import Projected
 
 
@@ -63,10 +63,8 @@ class ProjectedGradients(Worker, Projected):
     def local_step(self, down: Down, client: Client, work: Work, oracle: GradientOracle) -> Work:
         g, M1, M2 = oracle.grads(work.x, work.prev, down.x)
         M = [M1, M2, (work.x - down.x).expand_as(g)]
-        parts = self.segments(oracle.layout)
-        solved = [project_three(g[..., part], [row[..., part] for row in M], self.rho) for part in parts]
-        projected = torch.cat([u for u, _ in solved], -1)  # g~ = QP_l(g, M)
-        active = torch.cat([on for _, on in solved], -1).sum(-1, keepdim=True)
+        projected, on = project_three_parts(g, M, self.segments(oracle.layout), self.rho)  # g~ = QP_l(g, M)
+        active = on.flatten(-2).sum(-1, keepdim=True)
         return self.move(work, projected, oracle)._replace(prev=work.x, active=work.active + active)
 
     def local_end(self, down: Down, client: Client, work: Work) -> tuple[Up, Client]:

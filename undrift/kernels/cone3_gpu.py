@@ -1,7 +1,8 @@
-"""Projection on a cone of at most three constraints on a GPU, for float32 vectors: three kernels that read each vector twice.
+"""Projection on cones of at most three constraints on a GPU, for float32 vectors: three kernels that read each vector twice.
 
 The first sums the inner products of the rows and p in float64, the second tries the eight sets of active constraints of every
-client, the third adds the rows to p. In PyTorch this takes float64 copies of the vectors and some two hundred kernels.
+client and segment, the third adds the rows to p. In PyTorch this takes
+float64 copies of the vectors and some two hundred kernels.
 """
 
 from __future__ import annotations
@@ -11,18 +12,25 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from undrift.algorithms.gradient_memory.cone3 import project_three
+from undrift.algorithms.gradient_memory.cone3 import project_three_parts
 from undrift.core.forms import faster
 from undrift.kernels import devices
 from undrift.kernels.launch import allocate, launch, tl, triton
+from undrift.kernels.segments import blocks, bounds
 
 
-@faster(project_three, when=lambda p, rows, rho=0.0: devices.gpu(p.device) and p.dtype == torch.float32)
-def project_three_gpu(p: Tensor, rows: Sequence[Tensor], rho: float | Tensor = 0.0) -> tuple[Tensor, Tensor]:
+def serves(p: Tensor, rows: Sequence[Tensor], segments: list[slice], rho: float | Tensor = 0.0) -> bool:
+    return devices.gpu(p.device) and p.dtype == torch.float32
+
+
+@faster(project_three_parts, when=serves)
+def project_three_parts_gpu(
+    p: Tensor, rows: Sequence[Tensor], segments: list[slice], rho: float | Tensor = 0.0
+) -> tuple[Tensor, Tensor]:
     flat = [v.expand(p.shape).reshape(-1, p.shape[-1]) for v in (p, *rows)]
     each = rho.expand(*p.shape[:-1], 1).reshape(-1) if isinstance(rho, Tensor) else p.new_full((len(flat[0]),), rho)
-    u, active = torch.ops.undrift.project_three(*flat, each)
-    return u.view(p.shape), active.view(*p.shape[:-1], 3)
+    u, active = torch.ops.undrift.project_three(*flat, each, bounds(segments))
+    return u.view(p.shape), active.view(*p.shape[:-1], len(segments), 3)
 
 
 if triton is not None:
@@ -30,16 +38,16 @@ if triton is not None:
 
     @triton.jit  # type: ignore[untyped-decorator]
     def _products(  # type: ignore[no-untyped-def]
-        a, b, c, d, a_apart, b_apart, c_apart, d_apart, out, length, blocks, WIDTH: tl.constexpr
+        a, b, c, d, a_apart, b_apart, c_apart, d_apart, out, blocks, count, WIDTH: tl.constexpr
     ):
         block, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
-        at = block * WIDTH + tl.arange(0, WIDTH)
-        inside = at < length
+        at = tl.load(blocks + block * 3) + tl.arange(0, WIDTH)
+        inside = at < tl.load(blocks + block * 3 + 1)
         a = tl.load(a + row * a_apart + at, mask=inside, other=0.0).to(tl.float64)
         b = tl.load(b + row * b_apart + at, mask=inside, other=0.0).to(tl.float64)
         c = tl.load(c + row * c_apart + at, mask=inside, other=0.0).to(tl.float64)
         d = tl.load(d + row * d_apart + at, mask=inside, other=0.0).to(tl.float64)
-        to = out + (row * blocks + block) * 10
+        to = out + (row * count + block) * 10
         tl.store(to, tl.sum(a * a))
         tl.store(to + 1, tl.sum(a * b))
         tl.store(to + 2, tl.sum(a * c))
@@ -61,16 +69,20 @@ if triton is not None:
         return tl.where(y > 0.0, x / tl.where(y > 0.0, y, 1.0), 0.0)
 
     @triton.jit  # type: ignore[untyped-decorator]
-    def _multipliers(sums, rho, share, active, blocks, tolerance, BLOCKS: tl.constexpr):  # type: ignore[no-untyped-def]
-        row = tl.program_id(0).to(tl.int64)
-        # [16]: the ten products of one client, summed over the blocks
+    def _multipliers(  # type: ignore[no-untyped-def]
+        sums, rho, share, active, firsts, count, parts, tolerance, BLOCKS: tl.constexpr
+    ):
+        client, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
+        row = client * parts + part
+        begin, end = tl.load(firsts + part), tl.load(firsts + part + 1)
+        # [16]: the ten products of one client, summed over the blocks of one segment
         lane = tl.arange(0, 16)
         total = tl.zeros([16], tl.float64)
-        for first in range(0, blocks, BLOCKS):
+        for first in range(begin, end, BLOCKS):
             block = first + tl.arange(0, BLOCKS)
-            inside = (block < blocks)[:, None] & (lane < 10)[None, :]
+            inside = (block < end)[:, None] & (lane < 10)[None, :]
             total += tl.sum(
-                tl.load(sums + (row * blocks + block)[:, None] * 10 + lane[None, :], mask=inside, other=0.0), 0
+                tl.load(sums + (client * count + block)[:, None] * 10 + lane[None, :], mask=inside, other=0.0), 0
             )
         # All vectors below have an entry for each of the eight sets of active constraints, in the order of `cone3.SETS`.
         which = tl.arange(0, 8)
@@ -100,7 +112,7 @@ if triton is not None:
         r12, q1 = _over(g12 - r01 * r02, r11), _over(g13 - r01 * q0, r11)
         r22 = _left(_over(_over(p22, s2), s2) - r02 * r02 - r12 * r12)
         q2 = _over(g23 - r02 * q0 - r12 * q1, r22)
-        margin = tl.load(rho + row)
+        margin = tl.load(rho + client)
         # The sets {} 0 1 2 01 02 12 012.
         on0, on1, on2 = (0b10110010 >> which) % 2 == 1, (0b11010100 >> which) % 2 == 1, (0b11101000 >> which) % 2 == 1
         a00, a01, a02 = tl.where(on0, r00, 0.0), tl.where(on1, r01, 0.0), tl.where(on2, r02, 0.0)
@@ -156,13 +168,14 @@ if triton is not None:
 
     @triton.jit  # type: ignore[untyped-decorator]
     def _combination(  # type: ignore[no-untyped-def]
-        share, a, b, c, d, a_apart, b_apart, c_apart, d_apart, out, length, WIDTH: tl.constexpr
+        share, a, b, c, d, a_apart, b_apart, c_apart, d_apart, out, length, blocks, parts, WIDTH: tl.constexpr
     ):
-        row = tl.program_id(1).to(tl.int64)
-        at = tl.program_id(0) * WIDTH + tl.arange(0, WIDTH)
-        inside = at < length
+        block, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
+        at = tl.load(blocks + block * 3) + tl.arange(0, WIDTH)
+        inside = at < tl.load(blocks + block * 3 + 1)
+        share += (row * parts + tl.load(blocks + block * 3 + 2)) * 3
         total = tl.load(d + row * d_apart + at, mask=inside, other=0.0).to(tl.float64)
-        z0, z1, z2 = tl.load(share + row * 3), tl.load(share + row * 3 + 1), tl.load(share + row * 3 + 2)
+        z0, z1, z2 = tl.load(share), tl.load(share + 1), tl.load(share + 2)
         if z0 != 0.0:
             total += z0 * tl.load(a + row * a_apart + at, mask=inside, other=0.0).to(tl.float64)
         if z1 != 0.0:
@@ -172,19 +185,20 @@ if triton is not None:
         tl.store(out + row * length + at, total.to(tl.float32), mask=inside)
 
     @torch.library.custom_op("undrift::project_three", mutates_args=())
-    def _op(p: Tensor, a: Tensor, b: Tensor, c: Tensor, rho: Tensor) -> tuple[Tensor, Tensor]:
+    def _op(p: Tensor, a: Tensor, b: Tensor, c: Tensor, rho: Tensor, edges: list[int]) -> tuple[Tensor, Tensor]:
         vectors = [v if v.stride(1) == 1 else v.contiguous() for v in (a, b, c, p)]
         apart = [v.stride(0) for v in vectors]
-        count, length = p.shape
-        blocks = triton.cdiv(length, WIDTH)
-        sums = p.new_empty((count, blocks, 10), dtype=torch.float64)
-        share, active, u = sums.new_empty((count, 3)), allocate(p, count, 3, dtype=torch.int8), allocate(p, *p.shape)
-        launch(_products, (blocks, count), *vectors, *apart, sums, length, blocks, WIDTH=WIDTH)
-        rho = rho.double().contiguous()
-        launch(_multipliers, (count,), sums, rho, share, active, blocks, 1e-6, BLOCKS=64, num_warps=1)
-        launch(_combination, (blocks, count), share, *vectors, *apart, u, length, WIDTH=WIDTH)
+        (count, length), parts = p.shape, len(edges) - 1
+        table, firsts = blocks(edges, WIDTH, p)
+        n, sums = len(table), p.new_empty((count, len(table), 10), dtype=torch.float64)
+        share, active = sums.new_empty((count, parts, 3)), allocate(p, count, parts, 3, dtype=torch.int8)
+        u, rho = allocate(p, *p.shape), rho.double().contiguous()
+        launch(_products, (n, count), *vectors, *apart, sums, table, n, WIDTH=WIDTH)
+        launch(_multipliers, (count, parts), sums, rho, share, active, firsts, n, parts, 1e-6, BLOCKS=64, num_warps=1)
+        launch(_combination, (n, count), share, *vectors, *apart, u, length, table, parts, WIDTH=WIDTH)
         return u, active.bool()
 
     @_op.register_fake
-    def _(p: Tensor, a: Tensor, b: Tensor, c: Tensor, rho: Tensor) -> tuple[Tensor, Tensor]:
-        return torch.empty_like(p, memory_format=torch.contiguous_format), p.new_empty((len(p), 3), dtype=torch.bool)
+    def _(p: Tensor, a: Tensor, b: Tensor, c: Tensor, rho: Tensor, edges: list[int]) -> tuple[Tensor, Tensor]:
+        u = torch.empty_like(p, memory_format=torch.contiguous_format)
+        return u, p.new_empty((len(p), len(edges) - 1, 3), dtype=torch.bool)

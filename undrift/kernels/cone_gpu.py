@@ -1,8 +1,9 @@
-"""Projection on a cone of up to 128 constraints on a GPU, without waiting for the host.
+"""Projection on cones of up to 128 constraints on a GPU, one for each segment of a vector, without waiting for the host.
 
-Solves the linear complementarity problem of `cone.solve`: w = Gz + b with w, z >= 0 and zw = 0, for unit columns and unit p.
-One program exchanges w_k with z_k where one is negative (principal pivoting): first the most negative one, later the first one,
-with which it terminates (Murty 1974). A warm start would gain nothing. Nearly dependent columns are left to the host.
+One program solves one dual problem as `cone.lawson_hanson` does, on a table in its registers: w = Gz + b with unit columns and
+unit p, where an exchange of w_k and z_k lets column k in or out. Products are float64, so that columns down to 1e-6 apart can be
+told from dependent ones. Such nearly dependent columns cost the table digits, which come back from the columns themselves if
+the segment is short (biases); in a long segment they are left to the host.
 """
 
 from __future__ import annotations
@@ -10,147 +11,209 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from undrift.algorithms.gradient_memory.cone import Projection, gram, project, usual_lengths
+from undrift.algorithms.gradient_memory.cone import Projection, grams, project_parts, usual_lengths
 from undrift.core.forms import doubt, faster
 from undrift.kernels import devices
+from undrift.kernels.gram_gpu import grams_gpu
 from undrift.kernels.launch import allocate, launch, tl, triton
+from undrift.kernels.segments import blocks, bounds
 
-MOST = 128  # constraints: the table fits the cache of one multiprocessor
+MOST = 128  # constraints: their table fits the registers of one multiprocessor
+SHORT = 4096  # entries of a segment whose columns may be read again by one program
 
 
 def serves(
-    p: Tensor, rows: Tensor, products: Tensor | None = None, rho: float = 0.0, along: Tensor | None = None,
-    counts: Tensor | None = None, start: Tensor | None = None,
+    p: Tensor, rows: Tensor, segments: list[slice], products: Tensor, along: Tensor, counts: Tensor, start: Tensor,
+    rho: float = 0.0,
 ) -> bool:  # fmt: skip
     """Whether the mask of the counted rows is on a GPU, so that the plain form would wait for it."""
-    return counts is not None and devices.gpu(counts.device) and len(counts) <= MOST
+    return devices.gpu(counts.device) and len(counts) <= MOST
 
 
-@faster(project, when=serves)
-def project_gpu(
-    p: Tensor, rows: Tensor, products: Tensor | None = None, rho: float = 0.0, along: Tensor | None = None,
-    counts: Tensor | None = None, start: Tensor | None = None,
+@faster(project_parts, when=serves)
+def project_parts_gpu(
+    p: Tensor, rows: Tensor, segments: list[slice], products: Tensor, along: Tensor, counts: Tensor, start: Tensor,
+    rho: float = 0.0,
 ) -> Projection:  # fmt: skip
-    """Reports a `doubt` if the products are not precise enough, also because a column or p is too short or too long for them."""
-    assert counts is not None
-    products = gram(rows, rows) if products is None else products
-    along = gram(p.unsqueeze(0), rows).squeeze(0) if along is None else along
-    length = torch.linalg.vector_norm(p, dtype=torch.float64)
-    z, solved = torch.ops.undrift.pivots(products, along, length, counts, float(rho), p.dtype != torch.float64)
-    (least, most), size = usual_lengths(rows), products.diagonal().double().clamp(min=0).sqrt()
-    odd = counts & rows.any(1) & ~((size >= least) & (size <= most))
-    solved = solved & ~odd.any() & (~p.any() | ((length >= least) & (length <= most)))
+    """Reports a `doubt` where a programme needs more digits, also because a float64 vector is too short or too long."""
+    square = (grams_gpu if p.dtype == torch.float32 else grams)(p[None], p[None], segments)
+    length = square.flatten().sqrt()
+    edges = bounds(segments)
+    z, solved = torch.ops.undrift.pivots(products, along, length, counts, start, rho, p, rows, edges)
+    if p.dtype == torch.float64:  # float32 vectors of any length can be squared in float64
+        size = products.diagonal(dim1=1, dim2=2).clamp(min=0).sqrt()
+        solved = solved & ~(counts & odd(rows, size, segments)).any(1) & ~odd(p[None], length[:, None], segments)[:, 0]
     doubt(~solved)
-    return Projection(torch.ops.undrift.add_rows(p, z, rows), z, solved)
+    return Projection(torch.ops.undrift.add_rows(p, z, rows, edges), z, solved)
+
+
+def odd(vectors: Tensor, size: Tensor, segments: list[slice]) -> Tensor:
+    """Which vectors [n, P] are not zero in a segment, but too short or too long for the products that gave their size [T, n]."""
+    least, most = usual_lengths(vectors)
+    return torch.stack([vectors[:, s].any(1) for s in segments]) & ~((size >= least) & (size <= most))
 
 
 if triton is not None:
 
     @triton.jit  # type: ignore[untyped-decorator]
+    def _unit(products, counts, own, i, j, m):  # type: ignore[no-untyped-def]
+        """The products [I, J] of unit columns i and j; `own` [I] is one over the length of i, 0 where it does not count."""
+        diagonal = tl.load(products + j * (m + 1), mask=j < m, other=0.0)
+        counted = (tl.load(counts + j, mask=j < m, other=0) != 0) & (diagonal > 0.0)
+        other = tl.where(counted, 1.0 / tl.sqrt(tl.where(counted, diagonal, 1.0)), 0.0)
+        valid = (i < m)[:, None] & (j < m)[None, :]
+        some = tl.load(products + i[:, None] * m + j[None, :], mask=valid, other=0.0) * own[:, None] * other[None, :]
+        return tl.where(i[:, None] == j[None, :], 1.0, some)
+
+    @triton.jit  # type: ignore[untyped-decorator]
     def _pivots(  # type: ignore[no-untyped-def]
-        products, along, length, counts, rho, table, z, solved, m, tolerance, smallest,
-        SIZE: tl.constexpr, ROWS: tl.constexpr,
+        products, along, length, counts, guess, rho, p, rows, apart, edges, z, solved, m,
+        tolerance, allowed, smallest, smallest_long,
+        SIZE: tl.constexpr, SHORT: tl.constexpr, WIDTH: tl.constexpr,
     ):  # fmt: skip
+        part = tl.program_id(0).to(tl.int64)
+        products, along, guess, z = products + part * m * m, along + part * m, guess + part * m, z + part * m
+        begin, end = tl.load(edges + part * 3), tl.load(edges + part * 3 + 1)
         i = tl.arange(0, SIZE)
         real = i < m
-        size = tl.sqrt(tl.maximum(tl.load(products + i * (m + 1), mask=real, other=0.0), 0.0))
-        long = tl.load(length + i * 0)
-        named = tl.load(counts + i, mask=real, other=0) != 0
-        counted = named & (size > 0.0) & (long > 0.0)  # a column of zeros, or p = 0, constrains nothing
-        inverse = tl.where(counted, 1.0 / tl.where(counted, size, 1.0), 0.0)
-        value = tl.load(along + i, mask=real, other=0.0) * inverse / tl.where(long > 0.0, long, 1.0)
-        value = tl.where(counted, value - tl.load(rho + i * 0), 0.0)  # w of the columns outside, z of those inside
-        total = tl.sum(value, 0)
-        for first in range(0, SIZE, ROWS):
-            r = first + tl.arange(0, ROWS)
-            diagonal = tl.load(products + r * (m + 1), mask=r < m, other=0.0)
-            also = (tl.load(counts + r, mask=r < m, other=0) != 0) & (diagonal > 0.0)
-            own = tl.where(also, 1.0 / tl.sqrt(tl.where(also, diagonal, 1.0)), 0.0)
-            some = tl.load(products + r[:, None] * m + i[None, :], mask=(r < m)[:, None] & real[None, :], other=0.0)
-            some = tl.where(r[:, None] == i[None, :], 1.0, some * own[:, None] * inverse[None, :])
-            total += tl.sum(tl.sum(some, 1), 0)
-            tl.store(table + r[:, None] * SIZE + i[None, :], some)
-        tl.debug_barrier()
-        sure = (total - total == 0.0).to(tl.int32)  # finite
+        long, margin = tl.load(length + part + i * 0), tl.load(rho + i * 0)
+        diagonal = tl.load(products + i * (m + 1), mask=real, other=0.0)
+        counted = (tl.load(counts + i, mask=real, other=0) != 0) & (diagonal > 0.0) & (long > 0.0)
+        inverse = tl.where(counted, 1.0 / tl.sqrt(tl.where(counted, diagonal, 1.0)), 0.0)
+        with_p = tl.load(along + i, mask=real, other=0.0)
+        b = tl.where(counted, with_p * inverse / tl.where(long > 0.0, long, 1.0) - margin, 0.0)
+        table = _unit(products, counts, inverse, i, i, m)
+        check = tl.sum((tl.sum(table, 1) + diagonal + with_p + long) * 0.0, 0)
+        finite = (check == 0.0).to(tl.int32)
 
-        inside = tl.zeros([SIZE], tl.int32)
-        turns = 0
-        worst = tl.min(value, 0)
-        k = tl.min(tl.where(value == worst, i, SIZE), 0)
-        k = tl.where(worst < -tolerance, tl.where(sure > 0, k, SIZE), SIZE)
-        while k < SIZE:
-            hit = (i == k).to(tl.int32)
-            row, column = tl.load(table + k * SIZE + i), tl.load(table + i * SIZE + k)
-            pivot = tl.load(table + k * SIZE + k)
-            at_k = tl.sum(tl.where(i == k, value, 0.0), 0)
-            leaves = tl.sum(hit * inside, 0)
-            sure = tl.where(
-                pivot < smallest, tl.where(leaves > 0, sure, 0), sure
-            )  # too small: it depends on the columns inside
-            share = tl.where(i == k, 1.0, row) / pivot
-            tl.debug_barrier()
-            for first in range(0, SIZE, ROWS):
-                r = first + tl.arange(0, ROWS)
-                at = table + r[:, None] * SIZE + i[None, :]
-                across = tl.load(table + r * SIZE + k)
-                old = tl.load(at)
-                moved = old - across[:, None] * share[None, :]
-                moved = tl.where(i[None, :] == k, (across / pivot)[:, None], moved)
-                moved = tl.where(r[:, None] == k, tl.where(i == k, share, -share)[None, :], moved)
-                tl.debug_barrier()  # no thread may read column k after it is written
-                tl.store(at, moved)
-            tl.debug_barrier()
-            value = tl.where(i == k, -at_k / pivot, value - column * (at_k / pivot))
-            inside = inside + hit - 2 * inside * hit
+        value = b  # w of the columns outside, the z of those inside that makes their w zero
+        point = tl.zeros([SIZE], tl.float64)  # a feasible z
+        inside, refused = tl.zeros([SIZE], tl.int32), tl.zeros([SIZE], tl.int32)
+        hoped = tl.where(counted, tl.load(guess + i, mask=real, other=0).to(tl.int32), 0)
+        settled, turns, least = 0, 0, tl.max(tl.zeros([SIZE], tl.float64) + 1.0, 0)  # the smallest pivot
+        short = end - begin <= SHORT
+        smallest = tl.where(short, smallest, smallest_long)
+        going = finite
+        while going > 0:
+            # First the columns of the guess come in. Then those whose z is not positive leave: the most negative first, and
+            # once there is a feasible point, the first to become zero on the way from it. Then the most broken comes in.
+            first = tl.min(tl.where(hoped > 0, i, SIZE), 0)
+            falling = (inside > 0) & (value <= 0.0)
+            way = tl.where(falling & (point > value), point - value, 1.0)
+            room = tl.where(falling, tl.where(settled > 0, point / way, value), float("inf"))
+            tightest = tl.min(room, 0)
+            leaving = tl.min(tl.where(falling & (room == tightest), i, SIZE), 0)
+            open_w = tl.where(counted & (inside == 0) & (refused == 0), value, 0.0)
+            worst = tl.min(open_w, 0)
+            bound = -tolerance - 2e-15 * tl.max(tl.where(inside > 0, value, 0.0), 0)
+            coming = tl.min(tl.where((open_w == worst) & (open_w < bound), i, SIZE), 0)
+            if first == SIZE:
+                if leaving < SIZE:
+                    ahead = tl.where(inside > 0, point + tightest * (value - point), 0.0)
+                    point = tl.where(settled > 0, tl.where(i == leaving, 0.0, ahead), point)
+                else:
+                    point = tl.where(inside > 0, value, 0.0)
+                    settled = 1
+            k = tl.where(first < SIZE, first, tl.where(leaving < SIZE, leaving, coming))
+            hoped = tl.where(i == k, 0, hoped)
+
+            row = tl.sum(tl.where((i == k)[:, None], table, 0.0), 0)
+            pivot = tl.sum(tl.where(i == k, row, 0.0), 0)
+            goes = tl.sum(tl.where(i == k, inside, 0), 0)
+            enough = tl.where(first < SIZE, 1e-6, smallest)
+            if (k < SIZE) & ((goes > 0) | (pivot > enough)):
+                column = tl.sum(tl.where((i == k)[None, :], table, 0.0), 1)
+                share = tl.where(i == k, 1.0, row) / pivot
+                moved = table - column[:, None] * share[None, :]
+                moved = tl.where((i == k)[None, :], (column / pivot)[:, None], moved)
+                table = tl.where((i == k)[:, None], tl.where(i == k, share, -share)[None, :], moved)
+                at_k = tl.sum(tl.where(i == k, value, 0.0), 0) / pivot
+                value = tl.where(i == k, -at_k, value - column * at_k)
+                inside = tl.where(i == k, 1 - inside, inside)
+                least = tl.where(goes > 0, least, tl.minimum(least, pivot))
+                refused = tl.zeros([SIZE], tl.int32)
+            else:  # it depends on the columns inside; an unlucky guess is no matter
+                refused = tl.where((i == k) & (first == SIZE), 1, refused)
             turns += 1
-            # The next k: z must not be negative at all, w only within the round-off of its products.
-            short = tl.where(counted & (value < tl.where(inside > 0, -1e-13, -tolerance)), value, 0.0)
-            worst = tl.min(short, 0)
-            most = tl.min(tl.where(short == worst, i, SIZE), 0)
-            if turns > 4 * SIZE:
-                most = tl.min(tl.where(short < 0.0, i, SIZE), 0)
-            sure = tl.where(turns < 12 * SIZE, sure, 0)
-            k = tl.where(worst < 0.0, tl.where(sure > 0, most, SIZE), SIZE)
-        multiplier = tl.where(inside > 0, tl.maximum(value, 0.0) * inverse * long, 0.0)
-        tl.store(z + i, multiplier, mask=real)
-        tl.store(solved, sure.to(tl.int8))
+            going = ((k < SIZE) & (turns < 12 * SIZE)).to(tl.int32)
+
+        # The table carries the round-off of all exchanges, but corrects z nearly as well as the exact inverse.
+        w = b
+        for turn in range(0, 3):
+            tl.store(z + i, point, mask=real)
+            tl.debug_barrier()
+            w = b
+            for first in range(0, SIZE, 16):
+                j = first + tl.arange(0, 16)
+                w += tl.sum(
+                    _unit(products, counts, inverse, i, j, m) * tl.load(z + j, mask=j < m, other=0.0)[None, :], 1
+                )
+            tl.debug_barrier()
+            if turn < 2:
+                change = tl.sum(table * tl.where(inside > 0, w, 0.0)[None, :], 1)
+                point = tl.where(inside > 0, tl.maximum(point - change, 0.0), 0.0)
+        if short & (least < 1e-8):
+            for turn in range(0, 4):
+                w = tl.where(counted, -margin, 0.0)
+                for first in range(begin, end, WIDTH):
+                    at = first + tl.arange(0, WIDTH)
+                    valid = real[:, None] & (at < end)[None, :]
+                    unit = tl.load(rows + i.to(tl.int64)[:, None] * apart + at[None, :], mask=valid, other=0.0)
+                    unit = unit.to(tl.float64) * inverse[:, None]
+                    u = tl.load(p + at, mask=at < end, other=0.0).to(tl.float64) / tl.max(long, 0)
+                    u += tl.sum(unit * point[:, None], 0)
+                    w += tl.sum(unit * u[None, :], 1)
+                if turn < 3:
+                    change = tl.sum(table * tl.where(inside > 0, w, 0.0)[None, :], 1)
+                    point = tl.where(inside > 0, tl.maximum(point - change, 0.0), 0.0)
+        off = tl.where(counted, tl.where(inside > 0, tl.abs(w), -w), 0.0)
+        sure = tl.where((turns < 12 * SIZE) & (tl.max(off, 0) <= allowed), finite, 0)
+        tl.store(z + i, tl.where(finite > 0, point * inverse * long, 0.0), mask=real)
+        tl.store(solved + part, sure.to(tl.int8))
 
     @torch.library.custom_op("undrift::pivots", mutates_args=())
     def pivots(
-        products: Tensor, along: Tensor, length: Tensor, counts: Tensor, rho: float, single: bool
-    ) -> tuple[Tensor, Tensor]:
-        m = len(along)
-        z, solved = allocate(along, m, dtype=torch.float64), allocate(along, dtype=torch.int8)
-        table = z.new_empty(MOST, MOST)
-        # Products of float32 rows have an error of about 1e-8, which must be small beside a pivot.
+        products: Tensor, along: Tensor, length: Tensor, counts: Tensor, guess: Tensor, rho: float, p: Tensor, rows: Tensor,
+        edges: list[int],
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        """z [T, m] and whether it is exact [T], from products [T, m, m] and along [T, m]."""
+        parts, m = along.shape
+        z, solved = allocate(along, parts, m, dtype=torch.float64), allocate(along, parts, dtype=torch.int8)
+        rows = rows if rows.stride(1) == 1 else rows.contiguous()
+        size, single = triton.next_power_of_2(max(m, 16)), p.dtype != torch.float64
+        whole, _ = blocks(edges, edges[-1], p)  # one block is one segment
         launch(
-            _pivots, (1,), products.double().contiguous(), along.double().contiguous(), length, counts.to(torch.int8),
-            z.new_full((1,), rho), table, z, solved, m, 1e-6 if single else 1e-12, 1e-5 if single else 1e-9,
-            SIZE=MOST, ROWS=16, num_warps=8,
+            _pivots, (parts,), products.double().contiguous(), along.double().contiguous(), length, counts.to(torch.int8),
+            guess.to(torch.int8).contiguous(), z.new_full((1,), rho), p, rows, rows.stride(0), whole, z, solved, m,
+            *((1e-9, 1e-6, 1e-12, 1e-10) if single else (1e-12, 1e-9, 1e-9, 1e-9)),
+            SIZE=size, SHORT=SHORT, WIDTH=32, num_warps=16 if size == MOST else 4,
         )  # fmt: skip
         return z, solved.bool()
 
     @pivots.register_fake
     def _(products: Tensor, along: Tensor, *_: object) -> tuple[Tensor, Tensor]:
-        return along.new_empty(along.shape, dtype=torch.float64), along.new_empty((), dtype=torch.bool)
+        return along.new_empty(along.shape, dtype=torch.float64), along.new_empty(len(along), dtype=torch.bool)
 
     @triton.jit  # type: ignore[untyped-decorator]
-    def _add_rows(p, z, rows, u, length, apart, m, WIDTH: tl.constexpr):  # type: ignore[no-untyped-def]
-        at = tl.program_id(0) * WIDTH + tl.arange(0, WIDTH)
-        valid = at < length
+    def _add_rows(p, z, rows, u, blocks, apart, m, WIDTH: tl.constexpr):  # type: ignore[no-untyped-def]
+        block = tl.program_id(0)
+        begin, end, part = tl.load(blocks + block * 3), tl.load(blocks + block * 3 + 1), tl.load(blocks + block * 3 + 2)
+        at = begin + tl.arange(0, WIDTH)
+        valid = at < end
         total = tl.load(p + at, mask=valid, other=0.0).to(tl.float64)
         for row in range(0, m):
-            share = tl.load(z + row)
+            share = tl.load(z + part * m + row)
             if share != 0.0:
                 total += share * tl.load(rows + at, mask=valid, other=0.0).to(tl.float64)
             rows += apart
         tl.store(u + at, total.to(u.dtype.element_ty), mask=valid)
 
     @torch.library.custom_op("undrift::add_rows", mutates_args=())
-    def add_rows(p: Tensor, z: Tensor, rows: Tensor) -> Tensor:
-        """p + z rows in float64; only rows with non-zero z are read."""
-        u, grid = allocate(p, len(p)), (triton.cdiv(len(p), 512),)
-        launch(_add_rows, grid, p, z, rows, u, len(p), rows.stride(0), len(rows), WIDTH=512)
+    def add_rows(p: Tensor, z: Tensor, rows: Tensor, edges: list[int]) -> Tensor:
+        """p + z rows in float64, segment by segment; only rows with non-zero z are read."""
+        table, _ = blocks(edges, 512, p)
+        u = allocate(p, len(p))
+        launch(_add_rows, (len(table),), p, z, rows, u, table, rows.stride(0), len(rows), WIDTH=512)
         return u
 
-    add_rows.register_fake(lambda p, z, rows: torch.empty_like(p))
+    add_rows.register_fake(lambda p, z, rows, edges: torch.empty_like(p))

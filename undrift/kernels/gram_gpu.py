@@ -1,52 +1,72 @@
-"""Inner products of a few long float32 rows with many rows, on a GPU, summed in float64 over stretches of the rows."""
+"""Inner products of a few long float32 rows with many rows, segment by segment, on a GPU, in float64.
+
+One kernel multiplies blocks of the rows, a second sums the blocks of each segment.
+"""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-from undrift.algorithms.gradient_memory.cone import gram
+from undrift.algorithms.gradient_memory.cone import grams
 from undrift.core.forms import faster
 from undrift.kernels import devices
 from undrift.kernels.launch import allocate, launch, tl, triton
+from undrift.kernels.segments import blocks, bounds
 
 
-@faster(gram, when=lambda rows, others: devices.gpu(rows.device) and rows.dtype == torch.float32)
-def gram_gpu(rows: Tensor, others: Tensor) -> Tensor:
-    """Three TF32 products have the precision of float32, and stretches are short: the error is about 1e-8."""
-    products: Tensor = torch.ops.undrift.gram(rows, others).sum(0, dtype=torch.float64)
+@faster(grams, when=lambda rows, others, segments: devices.gpu(rows.device) and rows.dtype == torch.float32)
+def grams_gpu(rows: Tensor, others: Tensor, segments: list[slice]) -> Tensor:
+    products: Tensor = torch.ops.undrift.grams(rows, others, bounds(segments))
     return products
 
 
 if triton is not None:
-    STRETCH = 1024
 
     @triton.jit  # type: ignore[untyped-decorator]
-    def _gram(  # type: ignore[no-untyped-def]
-        a, b, out, a_apart, b_apart, a_count, b_count, length,
+    def _multiply(  # type: ignore[no-untyped-def]
+        a, b, out, blocks, a_apart, b_apart, a_count, b_count,
         STRETCH: tl.constexpr, A: tl.constexpr, B: tl.constexpr, DEPTH: tl.constexpr,
     ):  # fmt: skip
-        part = tl.program_id(0).to(tl.int64)
+        block = tl.program_id(0).to(tl.int64)
         i, j = tl.program_id(1) * A + tl.arange(0, A), tl.program_id(2) * B + tl.arange(0, B)
-        total = tl.zeros([A, B], tl.float32)
+        begin, end = tl.load(blocks + block * 3), tl.load(blocks + block * 3 + 1)
+        total = tl.zeros([A, B], tl.float64)
         for first in range(0, STRETCH, DEPTH):
-            k = part * STRETCH + first + tl.arange(0, DEPTH)
-            valid = (k < length)[None, :]
+            k = begin + first + tl.arange(0, DEPTH)
+            valid = (k < end)[None, :]
             x = tl.load(a + i[:, None] * a_apart + k[None, :], mask=(i < a_count)[:, None] & valid, other=0.0)
             y = tl.load(b + j[:, None] * b_apart + k[None, :], mask=(j < b_count)[:, None] & valid, other=0.0)
-            total = tl.dot(x, tl.trans(y), total, input_precision="tf32x3")
-        out += part * a_count * b_count
+            total = tl.dot(x.to(tl.float64), tl.trans(y.to(tl.float64)), total, out_dtype=tl.float64)
+        out += block * a_count * b_count
         inside = (i < a_count)[:, None] & (j < b_count)[None, :]
         tl.store(out + i[:, None] * b_count + j[None, :], total, mask=inside)
 
-    @torch.library.custom_op("undrift::gram", mutates_args=())
-    def _op(rows: Tensor, others: Tensor) -> Tensor:
+    @triton.jit  # type: ignore[untyped-decorator]
+    def _sum(sums, out, firsts, entries, BLOCKS: tl.constexpr, WIDTH: tl.constexpr):  # type: ignore[no-untyped-def]
+        segment = tl.program_id(0).to(tl.int64)
+        at = tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)
+        begin, end = tl.load(firsts + segment), tl.load(firsts + segment + 1)
+        total = tl.zeros([WIDTH], tl.float64)
+        for first in range(begin, end, BLOCKS):
+            block = first + tl.arange(0, BLOCKS)
+            valid = (block < end)[:, None] & (at < entries)[None, :]
+            total += tl.sum(tl.load(sums + block[:, None] * entries + at[None, :], mask=valid, other=0.0), 0)
+        tl.store(out + segment * entries + at, total, mask=at < entries)
+
+    @torch.library.custom_op("undrift::grams", mutates_args=())
+    def _op(rows: Tensor, others: Tensor, bounds: list[int]) -> Tensor:
         rows, others = (t if t.stride(1) == 1 else t.contiguous() for t in (rows, others))
         (a, length), b = rows.shape, len(others)
-        parts = triton.cdiv(length, STRETCH)
-        out = allocate(rows, parts, a, b)
-        grid, apart = (parts, triton.cdiv(a, 16), triton.cdiv(b, 128)), (rows.stride(0), others.stride(0))
-        launch(_gram, grid, rows, others, out, *apart, a, b, length, STRETCH=STRETCH, A=16, B=128, DEPTH=32)
+        stretch = max(256, triton.next_power_of_2(length // 512))  # some 500 blocks: several for each multiprocessor
+        table, firsts = blocks(bounds, stretch, rows)
+        sums = allocate(rows, len(table), a, b, dtype=torch.float64)
+        out = allocate(rows, len(bounds) - 1, a, b, dtype=torch.float64)
+        grid, apart = (len(table), triton.cdiv(a, 16), triton.cdiv(b, 128)), (rows.stride(0), others.stride(0))
+        launch(_multiply, grid, rows, others, sums, table, *apart, a, b, STRETCH=stretch, A=16, B=128, DEPTH=16)
+        launch(_sum, (len(out), triton.cdiv(a * b, 128)), sums, out, firsts, a * b, BLOCKS=16, WIDTH=128)
         return out
 
-    _op.register_fake(lambda rows, others: rows.new_empty(-(-rows.shape[1] // STRETCH), len(rows), len(others)))
+    @_op.register_fake
+    def _(rows: Tensor, others: Tensor, bounds: list[int]) -> Tensor:
+        return rows.new_empty(len(bounds) - 1, len(rows), len(others), dtype=torch.float64)

@@ -33,8 +33,15 @@ def long(rows: Tensor) -> bool:
     return devices.cpu(rows.device) and rows.dtype == torch.float32 and rows.shape[1] >= 1 << 16
 
 
-@faster(renew_products, when=lambda rows, at, scale, updates, m: devices.cpu(rows.device))
-def renew_products_cpu(rows: Tensor, at: Tensor, scale: Tensor, updates: Tensor, m: Tensor) -> Tensor:
+@faster(renew_products, when=lambda rows, at, scale, updates, m, segments: devices.cpu(rows.device))
+def renew_products_cpu(
+    rows: Tensor, at: Tensor, scale: Tensor, updates: Tensor, m: Tensor, segments: list[slice]
+) -> Tensor:
+    return torch.stack([renew_part(rows[:, s], at, scale, updates[:, s], m[s]) for s in segments])
+
+
+def renew_part(rows: Tensor, at: Tensor, scale: Tensor, updates: Tensor, m: Tensor) -> Tensor:
+    """`renew_products` for one segment of all vectors."""
     if (products := in_one_pass(rows, at, scale, updates, m)) is not None:
         return products
     fade_and_add(rows, at, scale, updates)

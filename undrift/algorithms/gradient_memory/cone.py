@@ -36,10 +36,35 @@ class Projection(NamedTuple):
     solved: Tensor  # [] False: non-finite input or no convergence; then u is p, or the best point found
 
 
-@plain
 def gram(rows: Tensor, others: Tensor) -> Tensor:
-    """Inner products [a, b] of rows [a, P] with others [b, P]; a faster form may sum in float64."""
+    """Inner products [a, b] of rows [a, P] with others [b, P]."""
     return rows @ others.T
+
+
+@plain
+def grams(rows: Tensor, others: Tensor, segments: list[slice]) -> Tensor:
+    """Inner products [T, a, b], segment by segment; a faster form may sum in float64."""
+    return torch.stack([gram(rows[:, s], others[:, s]) for s in segments])
+
+
+@plain
+def project_parts(
+    p: Tensor,
+    rows: Tensor,
+    segments: list[slice],
+    products: Tensor,
+    along: Tensor,
+    counts: Tensor,
+    start: Tensor,
+    rho: float = 0.0,
+) -> Projection:
+    """`project` for each segment of p [P] and the rows: u [P], z [T, m] and solved [T]."""
+    each = [
+        project(p[s], rows[:, s], G, rho, a, counts, guess)
+        for s, G, a, guess in zip(segments, products, along, start, strict=True)
+    ]
+    u, z, solved = zip(*each, strict=True)
+    return Projection(torch.cat(u), torch.stack(z), torch.stack(solved))
 
 
 @plain(by_value=True)

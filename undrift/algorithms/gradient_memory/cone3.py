@@ -22,6 +22,14 @@ SETS = tuple(tuple(i in s for i in range(3)) for size in range(4) for s in itert
 
 
 @plain
+def project_three_parts(
+    p: Tensor, rows: Sequence[Tensor], segments: list[slice], rho: float | Tensor = 0.0
+) -> tuple[Tensor, Tensor]:
+    """`project_three` for each segment of p [..., P] and the rows; also the active ones [..., T, 3]."""
+    each = [project_three(p[..., s], [row[..., s] for row in rows], rho) for s in segments]
+    return torch.cat([u for u, _ in each], -1), torch.stack([active for _, active in each], -2)
+
+
 def project_three(p: Tensor, rows: Sequence[Tensor], rho: float | Tensor = 0.0) -> tuple[Tensor, Tensor]:
     """The nearest u to p [..., P] with <u, M_i> >= rho |p| |M_i| for three rows M_i [..., P]; also the active ones [..., 3].
 

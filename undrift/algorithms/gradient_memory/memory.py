@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from undrift.algorithms.gradient_memory.cone import gram
+from undrift.algorithms.gradient_memory.cone import grams
 from undrift.core.forms import plain
 from undrift.core.vec import place_with
 
@@ -50,7 +50,7 @@ class Memory(NamedTuple):
         age, at = self.age[place].unsqueeze(-1), place_with(place, updates)
         scale = torch.where(age < 0, 0.0, beta2 ** (age + 1).to(updates.dtype)).to(updates)
         # D[i] <- scale D[i] + d_i. Only the cohort's rows and columns of the Gram matrix change: S m d operations, not m m d.
-        new = torch.stack([renew_products(self.rows[:, s], at, scale, updates[:, s], m[s]) for s in segments])
+        new = renew_products(self.rows, at, scale, updates, m, segments)
         new, along = new[:, :-1].to(self.products), new[:, -1]
         products = self.products.index_copy(1, at, new).index_copy(2, at, new.transpose(1, 2))
         age = (self.age + 1).index_fill(0, place, 0)
@@ -81,7 +81,12 @@ def mem_red(memory: Memory, clients: Tensor) -> tuple[Memory, Tensor]:
 
 
 @plain(in_place=True)
-def renew_products(rows: Tensor, at: Tensor, scale: Tensor, updates: Tensor, m: Tensor) -> Tensor:
-    """rows[at] <- scale rows[at] + updates, in place; then the products [S + 1, m] of rows[at] and m with all rows [m, P]."""
+def renew_products(
+    rows: Tensor, at: Tensor, scale: Tensor, updates: Tensor, m: Tensor, segments: list[slice]
+) -> Tensor:
+    """rows[at] <- scale rows[at] + updates, in place, for rows [m, P].
+
+    Then the products [T, S + 1, m] of rows[at] and the vector m with all rows, segment by segment.
+    """
     rows.index_copy_(0, at, scale * rows[at] + updates)
-    return gram(torch.cat([rows.index_select(0, at), m[None]]), rows).double()
+    return grams(torch.cat([rows.index_select(0, at), m[None]]), rows, segments).double()
