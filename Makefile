@@ -41,8 +41,9 @@ doctest: $(INSTALLED)
 unit: $(INSTALLED)
 	$(BIN)/pytest -q -n 2 -m "not system" --durations=8
 
-system: $(INSTALLED) ## slow checks of the whole system (many kill -9 and resume, real federations)
-	$(BIN)/pytest -q -m system
+system: $(INSTALLED) ## slow checks of the whole system (kills, damages, fuzzing, real federations); writes docs/reliability.md
+	@rm -f build/reliability.json
+	$(BIN)/pytest -q -m system; code=$$?; $(BIN)/python tests/reliability.py; exit $$code
 
 cuda: $(INSTALLED) ## the tests that need a GPU; writes benchmarks/results/cuda-tests.json
 	$(BIN)/pytest -q -m cuda

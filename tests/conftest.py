@@ -15,4 +15,15 @@ torch.set_num_threads(1)
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # before any kernel is defined
 
-from tests.cuda_record import pytest_collection_modifyitems, pytest_terminal_summary  # noqa: E402, F401
+from typing import Any  # noqa: E402
+
+import pytest  # noqa: E402
+
+from tests import cuda_record, reliability  # noqa: E402
+from tests.cuda_record import pytest_collection_modifyitems  # noqa: E402, F401
+from tests.reliability import count  # noqa: E402, F401
+
+
+def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
+    cuda_record.pytest_terminal_summary(terminalreporter, config)
+    reliability.pytest_terminal_summary(terminalreporter)

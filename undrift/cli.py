@@ -22,6 +22,7 @@ from undrift import __version__
 from undrift.algorithms.checks import looks_at_single_uploads
 from undrift.core import ranks, stopping
 from undrift.core.errors import BadSetting, LostRank, UndriftError, UnknownName
+from undrift.core.names import check_text
 from undrift.dataparallel import command as parallel
 from undrift.deploy import settings as deployment
 from undrift.jobs import config as federated
@@ -42,6 +43,8 @@ class Parser(argparse.ArgumentParser):
         raise BadSetting(f"{message}; try '{self.prog} --help'")
 
     def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
+        for argument in sys.argv[1:] if args is None else args:
+            check_text("an argument", argument)
         arguments, unknown = self.parse_known_args(args, namespace)
         if unknown:
             old = unknown[0].split("=")[0].removeprefix("--").replace("-", "_")
@@ -57,6 +60,7 @@ class Parser(argparse.ArgumentParser):
         return parser
 
 
+@functools.cache
 def parser() -> Parser:
     about = "Federated and distributed training that does not drift."
     top = Parser(prog="undrift", description=about, allow_abbrev=False)
@@ -129,11 +133,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
-    except (UndriftError, OSError, OverflowError, SafetensorError) as error:
-        ours, lost = isinstance(error, UndriftError), isinstance(error, LostRank)
+    except (UndriftError, OSError, MemoryError, SafetensorError) as error:
+        lost = isinstance(error, LostRank)
         if ranks.speaks() or lost:
-            text = str(error) if ours else f"{type(error).__name__}: {' '.join(str(error).split())}"
-            print(f"undrift: {text}", file=sys.stderr, flush=True)
+            print(f"undrift: {message(error)}", file=sys.stderr, flush=True)
         if not lost:  # rank 0 may be waiting for this one, and notices when it has ended
             ranks.wait_for_first_rank()
         return 2
@@ -166,6 +169,15 @@ def heed_signals(arguments: argparse.Namespace, words: Sequence[str]) -> context
             os.write(2, f"{show_cursor}undrift: {how}; go on with: {shlex.join(again)}\n".encode())
 
     return stopping.heeded(say, repeats=ranks.count() == 1)  # torchrun sends its ranks what they got already
+
+
+def message(error: Exception) -> str:
+    """What an error says in one line that is safe to print: names of files, and other libraries, may hold anything."""
+    if isinstance(error, UndriftError) and error.ends_with_log:
+        return str(error)
+    text = " ".join(str(error).split())
+    text = text if isinstance(error, UndriftError) else f"{type(error).__name__}: {text}"
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
 @command(
@@ -236,7 +248,7 @@ def read_settings(arguments: argparse.Namespace, fields: Fields) -> tuple[dict[s
     name = settings.get("algorithm", settings.get("method"))
     if name is not None and name != config.get("algorithm", config.get("method")):
         config.pop("set", None)  # the file's fields belong to another algorithm
-    given = dict(config.get("set", {}))
+    given = federated.table_of_fields(config.get("set", {}))
     for pair in arguments.set or []:
         field, equals, value = pair.partition("=")
         if not equals:
@@ -251,7 +263,7 @@ def train(arguments: argparse.Namespace, fields: Fields, run: Callable[..., Any]
     """Run what the file and the flags ask for, show its progress, and print its result."""
     config, settings = read_settings(arguments, fields)
     chosen = {n: f.default for n, f in fields.items()} | config | settings
-    name = str(settings.get("method") or chosen.get("algorithm") or chosen["method"])
+    name = str(settings.get("method") or chosen.get("algorithm") or chosen.get("method"))
     folder = f"{name}-{chosen['dataset']}-seed{chosen['seed']}".replace("/", "_").replace(":", "_")
     arguments.out = out = arguments.out or Path("runs") / folder
     if arguments.resume and (out / "run.toml").exists():  # the method is stored there and need not be given again
@@ -339,15 +351,14 @@ def report_command(arguments: argparse.Namespace) -> None:
 
 def write_report(folders: list[Path], out: Path, target: float | None) -> None:
     """Write the page, and print its tables."""
-    from rich.console import Console
     from rich.table import Table
 
     from undrift.report import load as runs
     from undrift.report import page, scores, summary, text
 
-    page.write(folders, out, target)
-    console = Console(width=None if sys.stdout.isatty() else 120)
-    for groups in runs.by_task(runs.group_runs(runs.load(folders))):
+    loaded = page.write(folders, out, target)
+    console = plain_console(None if sys.stdout.isatty() else 120)
+    for groups in runs.by_task(runs.group_runs(loaded)):
         header, *rows = text.table(scores.rank(groups), target, brief=True)
         table = Table(*header)
         for row in rows:
@@ -483,6 +494,13 @@ def described(about: dict[str, Any]) -> str:
     return text + (f"; execution {about['execution']}" if "execution" in about else "")
 
 
+def plain_console(width: int | None = None) -> Any:
+    """A console that prints names as they are: [red] and :smile: in them mean nothing."""
+    from rich.console import Console
+
+    return Console(width=width, markup=False, emoji=False)
+
+
 def progress_bar() -> Any:
     from rich.progress import (
         BarColumn,
@@ -494,8 +512,9 @@ def progress_bar() -> Any:
     )
 
     return Progress(
-        TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn(),
-        TextColumn("{task.fields[accuracy]}"), redirect_stdout=False,
+        TextColumn("{task.description}", markup=False), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(),
+        TimeRemainingColumn(), TextColumn("{task.fields[accuracy]}", markup=False), console=plain_console(),
+        redirect_stdout=False,
     )  # fmt: skip
 
 

@@ -11,6 +11,7 @@ import struct
 import sys
 import threading
 import time
+import zipfile
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,6 +19,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from numpy.typing import NDArray
 from PIL import Image
 
@@ -34,9 +36,12 @@ from undrift.data import (
     svhn,
     tiny_imagenet,
 )
-from undrift.data._formats import read_array_pickle, read_idx, read_pictures
+from undrift.data._formats import open_picture, read_array_pickle, read_arrays, read_idx, read_pictures
 from undrift.data._image_files import ImageFiles
+from undrift.data._site_files import read_npz_site
+from undrift.data._sites import check as check_site
 from undrift.data._sources import Arrays
+from undrift.data._user_file import read_user_file
 from undrift.data.dataset import Dataset
 
 NPZ_SETS = (mnist, fashion_mnist, cifar10, cifar100, svhn, tiny_imagenet)
@@ -165,6 +170,56 @@ def test_npz_that_is_not_one_is_refused(content: bytes, tmp_path: Path) -> None:
 
 
 # idx files: MNIST and Fashion-MNIST.
+
+
+HEADERS = [
+    b"{'descr': '|u1', 'fortran_order': False, 'shape': (1099511627776, 6600, 1), }",  # 6 PiB
+    b"{'descr': '|u1', 'fortran_order': False, 'shape': (20, 32, 32, ",  # tokenize.TokenError
+    b"{'descr': '|u1', 'fortran_order': False, 'shape': (-20, 32, 32), }",
+    b"{'descr': 'zz', 'fortran_order': False, 'shape': (20,), }",
+    b"{'descr': '<M8[s]', 'fortran_order': False, 'shape': (0,), }",
+    b"((((((((((",
+    b"",
+]
+
+
+@pytest.mark.parametrize("header", HEADERS)
+@pytest.mark.parametrize("packed", [True, False])
+def test_damaged_headers_are_refused(header: bytes, packed: bool, tmp_path: Path) -> None:
+    padded = header + b" " * (118 - len(header)) + b"\n"
+    array = b"\x93NUMPY\x01\x00" + len(padded).to_bytes(2, "little") + padded + bytes(64)
+    with (tmp_path / "mnist.npz").open("wb") as file:
+        if packed:
+            with zipfile.ZipFile(file, "w") as archive:
+                for name in Arrays._fields:
+                    archive.writestr(f"{name}.npy", array)
+        else:
+            file.write(array)
+    for read in (read_arrays, lambda path: read_user_file(path, False), lambda path: read_npz_site(path, 8, 2)):
+        with pytest.raises(BadData, match=r"mnist\.npz"):
+            read(tmp_path / "mnist.npz")
+
+
+def test_arrays_are_read_in_the_byte_order_of_this_machine(tmp_path: Path) -> None:
+    np.savez(tmp_path / "a.npz", x=np.arange(4, dtype=">f4"), y=np.arange(4, dtype=">i8"))
+    x, y = read_user_file(tmp_path / "a.npz", False)
+    assert torch.from_numpy(x).tolist() == torch.from_numpy(y).tolist() == [0, 1, 2, 3]
+
+
+def test_a_picture_without_pixels_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    arrays = random_arrays(1, 10)._replace(x_train=np.zeros((20, 0, 0), np.uint8), x_test=np.zeros((6, 0, 0), np.uint8))
+    np.savez(tmp_path / "mnist.npz", **arrays._asdict())
+    with pytest.raises(BadData, match="no pixels"):
+        mnist.load(tmp_path)
+    np.savez(tmp_path / "site.npz", x=np.zeros((8, 0, 0, 3), np.uint8), y=np.zeros((8, 0, 0), np.uint8))
+    with pytest.raises(BadData, match="pixels"):
+        check_site(read_npz_site(tmp_path / "site.npz", 8, 2), 2)
+    np.savez(tmp_path / "own.npz", x=np.zeros((8, 0, 0, 3), np.uint8), y=np.zeros(8, np.int64))
+    with pytest.raises(BadData, match="inputs are empty"):
+        read_user_file(tmp_path / "own.npz", False)
+    monkeypatch.setattr("PIL.Image.open", lambda path: Image.new("RGB", (0, 4)))
+    with pytest.raises(BadData, match="0 x 4 pixels"):
+        open_picture(tmp_path / "p.png")
 
 
 def idx_bytes(array: NDArray[Any]) -> bytes:

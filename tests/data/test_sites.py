@@ -39,7 +39,7 @@ def test_a_site_may_say_its_split_and_must_keep_groups_together() -> None:
     assert data.validation.tolist() == [2, 5] and data.test_sites is not None and data.test_sites.tolist() == [0, 1]
     with pytest.raises(BadData, match="both"):
         dataset_of_sites("x", [Site("a", images, images[..., 0], np.zeros(4), split), sites[1]], ("disc",), 0)
-    with pytest.raises(BadData, match="go up to"):
+    with pytest.raises(BadData, match="go from 2 to 2"):
         dataset_of_sites("x", [Site("a", images, images[..., 0] + 2), sites[1]], ("disc",), 0)
 
 

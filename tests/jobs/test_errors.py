@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -55,6 +56,25 @@ BAD_COMMANDS = [
     ("cite fedavgg", "did you mean 'fedavg'"),
     ("data shows", "did you mean 'show'"),
     ("frobnicate", "invalid choice"),
+    ("run five.toml", "set must be a table"),
+    ("dp five.toml", "set must be a table"),
+    ("pipe five.toml", "set must be a table"),
+    ("sweep five.toml --out s", "set must be a table"),
+    ("deploy init d --config five.toml", "set must be a table"),
+    ("run nul.toml", "dataset must be text without control characters"),
+    ("run deep.toml", "not valid TOML"),
+    ("run --epochs 1e18", "use fewer steps or epochs"),
+    ("run --epochs 1e300", "epochs must be a number of at least 0 and below 1e+30"),
+    ("run --steps 1000000000000000000", "steps must be at most"),
+    ("run --steps 2000000000", "use fewer steps or epochs"),
+    ("run --lr-decay 1e300", "lr_decay must be a number above 0 and below 1e+30"),
+    ("run --lr-decay 10", "too large within 100 rounds"),
+    ("run --lr-drops 1,2 --lr-drop 1e29", "too large within 100 rounds"),
+    ("run --set lr=" + "[" * 3000, "lr must be float"),
+    ("pipe --schedule 1000000000000", "1 to 1000 batches"),
+    ("pipe --queues 999999999999,0;999999999999,0 --schedule 3", "may be above 1000"),
+    ("pipe --blocks 1000000 --schedule 3", "blocks must be at most 1000"),
+    ("data show --seed -1", "seed must be at least 0"),
 ]
 
 
@@ -67,12 +87,48 @@ def test_bad_input_is_one_clear_line_and_exit_code_2(
     (tmp_path / "broken.toml").write_text("rounds = = 3")
     (tmp_path / "unknown.toml").write_text("round = 3")
     (tmp_path / "swept.toml").write_text("[sweep]\nseds = [1]")
+    (tmp_path / "five.toml").write_text("set = 5")
+    (tmp_path / "nul.toml").write_text('dataset = "imagefolder:a\\u0000b"')
+    (tmp_path / "deep.toml").write_text("lr = " + "[" * 5000)
     before = sorted(tmp_path.rglob("*"))
     assert cli.main(command.split()) == 2
     said = capsys.readouterr()
     assert said.err.startswith("undrift: ") and said.err.count("\n") == 1, said.err
     assert says in said.err
     assert sorted(tmp_path.rglob("*")) == before, "nothing is written"
+
+
+@pytest.mark.parametrize("text", ["a\0b", "a\nb", "\x1b[31m", "caf\udce9"])
+@pytest.mark.parametrize(
+    "command",
+    ["run FILE", "run --out FILE", "report FILE --out r.html", "data prepare digits --out FILE", "deploy init FILE"],
+)
+def test_control_characters_in_a_path_are_refused(
+    command: str, text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert cli.main([text if word == "FILE" else word for word in command.split()]) == 2
+    said = capsys.readouterr().err
+    assert "without control characters" in said and said.count("\n") == 1 and said[:-1].isprintable()
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_message_with_lines_of_another_library_is_one_line() -> None:
+    assert cli.message(BadData("cannot read a\nb: \x1b[31m")) == "cannot read a b: \\x1b[31m"
+    assert cli.message(FileNotFoundError("no\nfile")) == "FileNotFoundError: no file"
+
+
+def test_nan_in_a_clients_data_is_said_at_the_start_with_its_name() -> None:
+    bad = data((30, 30, 30), features=5)
+    bad.x_train[31, 2] = np.nan
+    named = dataclasses.replace(bad, site_names=("Bonn", "Köln", "Trier"))
+    with pytest.warns(UserWarning, match=r"client 1 \(Köln\) has NaN or infinity in 1 of its training samples"):
+        undrift.run(model=tiny_mlp(), data=named, rounds=0)
+    with pytest.warns(UserWarning, match="client 1 has NaN"):
+        undrift.run(model=tiny_mlp(), data=bad, rounds=0)
+    spoilt = dataclasses.replace(data((30, 30)), x_test=np.full((60, 5), np.inf, np.float32))
+    with pytest.warns(UserWarning, match="60 test samples have NaN or infinity"):
+        undrift.run(model=tiny_mlp(), data=spoilt, rounds=0)
 
 
 def test_a_missing_data_set_names_three_ways(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,10 +17,37 @@ from tests.data.test_sites import write_site
 from undrift.cli import main
 from undrift.core.errors import BadData, BadRunFolder
 from undrift.data.load import load_dataset
+from undrift.jobs.folder import SUPER
 from undrift.oracle.segmentation import dice_loss, dice_scores
 from undrift.personal.figures import look
 from undrift.report.load import load
 from undrift.report.page import html
+
+
+def test_a_formula_in_a_name_is_text_in_the_table(trained: Path, tmp_path: Path) -> None:
+    names = ("=1+1.png", "+x.png", "-x.png", "@x.png", "p.png")
+    for name in names:
+        Image.new("RGB", (16, 16)).save(tmp_path / name)
+    assert main(["predict", "--super", str(trained), "--in", str(tmp_path), "--out", str(tmp_path / "out")]) == 0
+    rows = list(csv.DictReader((tmp_path / "out/predictions.csv").read_text().splitlines()))
+    assert {row["name"] for row in rows} == {"'=1+1.png", "'+x.png", "'-x.png", "'@x.png", "p.png"}
+    assert all(float(row["confidence"]) >= 0 for row in rows)
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [{"shape": 3}, {"shape": []}, {"sites": {}}, {"clients": 9}, {"mean": [1.0, 2.0]}, {"gamma": None}, {"model": 5}],
+)
+def test_a_super_model_with_damaged_facts_is_refused(trained: Path, tmp_path: Path, changed: dict[str, Any]) -> None:
+    for name in SUPER:
+        (tmp_path / name).write_bytes((trained / name).read_bytes())
+    facts = json.loads((tmp_path / SUPER[1]).read_text())
+    (tmp_path / SUPER[1]).write_text(json.dumps(facts | changed))
+    with pytest.raises(BadRunFolder, match="damaged"):
+        undrift.SuperModel.load(tmp_path)
+    (tmp_path / SUPER[1]).write_text(json.dumps(facts | {"outputs": 5}))
+    with pytest.raises(BadRunFolder, match="do not fit"):
+        undrift.SuperModel.load(tmp_path)
 
 
 @pytest.fixture(scope="module")

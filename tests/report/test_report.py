@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import subprocess
+import sys
 from html import escape
 from html.parser import HTMLParser
 from pathlib import Path
@@ -14,10 +17,12 @@ import numpy as np
 import pytest
 import tomli_w
 
+from undrift import cli
 from undrift.core.errors import BadRunFolder, BadSetting
 from undrift.report.load import Group, group_runs, load
 from undrift.report.page import html, write
 from undrift.report.pictures import partition_picture, partition_text
+from undrift.report.records import read_records
 from undrift.report.scores import default_target, rank
 from undrift.report.summary import pick_settings, summarise, verdict
 from undrift.report.text import more_table, table
@@ -291,10 +296,78 @@ def test_a_torn_last_line_is_left_out_and_a_torn_middle_is_damage(tmp_path: Path
     whole = rounds.read_text()
     rounds.write_text(whole[:-30])
     (run,) = load([tmp_path])
-    assert [record["accuracy"] for record in run.records] == [0.5, 0.6]
+    assert run.records.values("accuracy") == [0.5, 0.6]
     rounds.write_text(whole[30:])
     with pytest.raises(BadRunFolder, match="line 1"):
         load([tmp_path])
+
+
+def test_names_that_look_like_markup_are_printed_as_they_are(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    make_run(tmp_path / "a", "x[/red]", 0, [0.5])
+    make_run(tmp_path / "b", "[bold]y :smile:", 0, [0.6])
+    assert cli.main(["report", str(tmp_path), "--out", str(tmp_path / "page.html")]) == 0
+    said = capsys.readouterr().out
+    assert "x[/red]" in said and "[bold]y" in said and ":smile:" in said
+
+
+@pytest.mark.parametrize(
+    "value", ["Infinity", "1e999", "1" + "0" * 400, "null", '"x"', "[1]", "[" * 3000, '{"round": 1}']
+)
+def test_numbers_that_are_none_are_left_out(value: str, tmp_path: Path) -> None:
+    rounds = make_run(tmp_path / "a", "fedavg", 0, [0.5]) / "rounds.jsonl"
+    whole = rounds.read_text().splitlines()[0]
+    rounds.write_text(f'{whole}\n{{"round": 2, "accuracy": {value}, "loss": 1.0}}\n')
+    (run,) = load([tmp_path])
+    assert run.records.values("accuracy") == [0.5]
+    write([tmp_path], tmp_path / "page.html")
+
+
+def test_columns_are_the_records(tmp_path: Path) -> None:
+    lines = [{"round": 1, "loss": 2.0}, {"round": 2, "sites": {"test": {}}, "loss": None}, {"round": 3, "late": 1}]
+    (tmp_path / "rounds.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    records = read_records(tmp_path / "rounds.jsonl")
+    assert [records.read(place) for place in range(len(records))] == lines
+    assert records.column("round").tolist() == [1, 2, 3] and records.values("loss") == [2.0]
+    assert np.isnan(records.column("late")).tolist() == [True, True, False] and np.isnan(records.column("none")).all()
+    assert records.amounts("late").tolist() == [0, 0, 1] and records.last_with_sites == lines[1]
+
+
+@pytest.mark.system
+def test_a_report_of_a_million_rounds_takes_a_minute_and_a_gigabyte(tmp_path: Path, count: Any) -> None:
+    folder = make_run(tmp_path / "a", "fedavg", 0, [0.5])
+    line = {
+        "loss": 0.1,
+        "bytes_down": 5200,
+        "bytes_up": 5200,
+        "gradients": 10,
+        "consistency": 0.2,
+        "seconds": 0.1,
+        "clients": 2,
+    }
+    line |= {
+        "train_loss": 0.9,
+        "dropped": 0,
+        "client_accuracy_p10": 0.2,
+        "client_accuracy_p50": 0.6,
+        "client_accuracy_p90": 0.8,
+    }
+    with (folder / "rounds.jsonl").open("w") as file:
+        for t in range(1, 1_000_001):
+            file.write(json.dumps({"round": t, "accuracy": t / 1e6} | line) + "\n")
+    code = (
+        "import resource, sys, time; from undrift import cli; assert cli.main(sys.argv[1:]) == 0; "
+        "print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6, time.process_time())"
+    )
+    words = [sys.executable, "-c", code, "report", str(folder), "--out", str(tmp_path / "page.html")]
+    done = subprocess.run(words, capture_output=True, text=True, check=True, env=os.environ | {"OMP_NUM_THREADS": "1"})
+    gigabytes, seconds = map(float, done.stdout.split()[-2:])
+    kept = gigabytes < 1 and seconds < 60 and "1000000" in (tmp_path / "page.html").read_text()
+    count(
+        "report of a million rounds within a minute and 1 GB", tried=1, survived=int(kept), lost=int(not kept), silent=0
+    )
+    assert kept, (gigabytes, seconds)
 
 
 def test_a_run_that_has_just_begun(tmp_path: Path) -> None:

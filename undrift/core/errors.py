@@ -9,6 +9,8 @@ from collections.abc import Iterable
 class UndriftError(Exception):
     """An error that the user can correct."""
 
+    ends_with_log = False  # whether the message goes on after its first line
+
 
 class UnknownName(UndriftError):
     """A name that is not registered."""

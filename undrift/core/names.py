@@ -7,6 +7,7 @@ import inspect
 import pkgutil
 import sys
 import tomllib
+import unicodedata
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,17 @@ def describe(kind: str, name: str) -> str:
     """The first line of a registered file's docstring."""
     module = importlib.import_module(f"{PACKAGES[kind]}.{name.replace('-', '_')}")
     return (inspect.getdoc(module) or "").splitlines()[0]
+
+
+def check_text(what: str, text: str) -> None:
+    """Raise BadSetting for text that cannot be a path, or a line of a message or a file: it has control characters.
+
+    >>> check_text("out", "a\nb")
+    Traceback (most recent call last):
+    undrift.core.errors.BadSetting: out must be text without control characters, not 'a\nb'
+    """
+    if any(unicodedata.category(character) in ("Cc", "Cs") for character in text):
+        raise BadSetting(f"{what} must be text without control characters, not {text!r}")
 
 
 def with_options(spec: str) -> tuple[str, dict[str, Any]]:
@@ -60,7 +72,7 @@ def parse_value(text: str) -> Any:
     for form in (text, text.lower(), f"0{text}"):  # also True, and .5
         try:
             return tomllib.loads(f"value = {form}")["value"]
-        except tomllib.TOMLDecodeError:
+        except (tomllib.TOMLDecodeError, RecursionError):  # the latter from a thousand brackets
             continue
     return text
 

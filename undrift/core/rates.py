@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 
@@ -13,6 +14,13 @@ class RateSchedule:
     decay: float = 1.0  # multiplies the rate after every round
     drops: tuple[int, ...] = ()  # rounds after which it is multiplied by `drop`
     drop: float = 0.1
+
+    def largest(self, rounds: int) -> float:
+        """A bound of the factor over so many rounds; infinity where it cannot be computed."""
+        try:
+            return max(self.decay, 1.0) ** rounds * max(self.drop, 1.0) ** len(self.drops)
+        except OverflowError:
+            return math.inf
 
     def rate(self, lr: float, t: int, passed: float) -> float:
         """The rate in round t, counted from 0, after `passed` rounds.

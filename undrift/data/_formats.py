@@ -29,6 +29,32 @@ def all_present(folder: Path, names: Sequence[str]) -> bool:
     return not missing
 
 
+def read_text(path: Path) -> str:
+    """A file in UTF-8."""
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise BadData(f"{path}: cannot be read as text ({error})") from error
+
+
+def read_arrays(path: Path) -> dict[str, NDArray[Any]]:
+    """The arrays of an .npz file by name: numbers or text, one entry for each sample, in this machine's byte order."""
+    try:
+        with path.open("rb") as file, np.load(file, allow_pickle=False) as archive:
+            arrays = {key: archive[key] for key in archive.files}
+    except Exception as error:  # numpy and zipfile raise many kinds, and MemoryError for a damaged shape
+        raise BadData(
+            f"{path}: cannot be read as an .npz file of plain arrays ({type(error).__name__}: {error})"
+        ) from error
+    for key, array in arrays.items():
+        if not isinstance(array, np.ndarray):
+            raise BadData(f"{path}: {key} is no array")
+        if not array.ndim or array.dtype.kind not in "biufUS" or array.dtype == np.longdouble:
+            what = f"{array.dtype} {list(array.shape)}"
+            raise BadData(f"{path}: {key} is {what}; expected an array of numbers or texts, one for each sample")
+    return {key: array.astype(array.dtype.newbyteorder("="), copy=False) for key, array in arrays.items()}
+
+
 def read_idx(path: Path) -> NDArray[np.uint8]:
     """Read an idx file of unsigned bytes, MNIST's format, plain or packed with gzip (.gz)."""
     try:
@@ -85,7 +111,7 @@ def read_cifar(paths: Sequence[Path], label_key: bytes) -> tuple[NDArray[np.uint
         try:
             rows = np.asarray(content[b"data"], dtype=np.uint8).reshape(-1, 3, 32, 32)
             labels.append(np.asarray(content[label_key], dtype=np.int64))
-        except (KeyError, ValueError, TypeError, OverflowError) as error:
+        except Exception as error:  # a damaged pickle can hold arrays of any kind
             expected = f"data [n, 3072] and {label_key.decode()} [n]"
             raise BadData(f"{path}: expected {expected} ({type(error).__name__}: {error})") from error
         images.append(rows.transpose(0, 2, 3, 1))
@@ -109,17 +135,22 @@ def read_svhn(path: Path) -> tuple[NDArray[np.uint8], NDArray[np.int64]]:
     return images, labels
 
 
-def open_picture(path: str | Path) -> Image:
-    """A decoded picture in RGB."""
+def open_picture(path: str | Path, *modes: str) -> Image:
+    """A decoded picture, in the first of the modes if it has none of them; in RGB if none is given."""
     try:
-        from PIL import Image, UnidentifiedImageError
+        from PIL import Image
     except ImportError as error:
         raise MissingData(f"{path}: reading pictures needs Pillow; pip install pillow") from error
+    modes = modes or ("RGB",)
     try:
         with Image.open(path) as picture:
-            return picture.convert("RGB")
-    except (OSError, SyntaxError, ValueError, UnidentifiedImageError, Image.DecompressionBombError) as error:
-        raise BadData(f"{path}: cannot be decoded as a picture ({error})") from error
+            picture.load()
+            decoded = picture.copy() if picture.mode in modes else picture.convert(modes[0])
+    except Exception as error:  # Pillow raises many kinds for a damaged file
+        raise BadData(f"{path}: cannot be decoded as a picture ({type(error).__name__}: {error})") from error
+    if not min(decoded.size):
+        raise BadData(f"{path}: the picture has {decoded.width} x {decoded.height} pixels; expected at least one")
+    return decoded
 
 
 def stack_pictures(pictures: Iterable[Image], count: int, channels: int) -> NDArray[np.uint8]:

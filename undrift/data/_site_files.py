@@ -11,18 +11,26 @@ Ids that end in OD or OS, the right and the left eye, are grouped without that e
 from __future__ import annotations
 
 import csv
+import io
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from undrift.core.errors import BadData, MissingData
+from undrift.core.errors import BadData, BadSetting, MissingData
+from undrift.data._formats import open_picture, read_arrays, read_text
 from undrift.data._image_files import SUFFIXES
 from undrift.data._sites import Site
+
+LARGEST = 4096  # side of a picture
 
 
 def read_sites(root: Path | None, name: str, size: int, structures: int) -> list[Site]:
     """The sites in the folder NAME of the data folder, in the order of their names."""
+    if not 1 <= size <= LARGEST:
+        raise BadSetting(f"the size of {name} must be 1 to {LARGEST} pixels, not {size}")
     folder = None if root is None else root / name
     if folder is None or not folder.is_dir():
         raise MissingData(
@@ -37,16 +45,12 @@ def read_sites(root: Path | None, name: str, size: int, structures: int) -> list
 
 
 def read_npz_site(path: Path, size: int, structures: int) -> Site:
-    try:
-        with np.load(path) as archive:
-            arrays = {key: archive[key] for key in archive.files}
-    except (OSError, ValueError) as error:
-        raise BadData(f"cannot read {path}: {error}") from error
+    arrays = read_arrays(path)
     if "x" in arrays and "y" in arrays:
         images, masks, groups = arrays["x"], arrays["y"], arrays.get("groups")
     elif all(key in arrays for key in ("x_train", "y_train", "x_test", "y_test")):
-        images, masks = (np.concatenate([arrays[f"{k}_train"], arrays[f"{k}_test"]]) for k in "xy")
-        groups = np.concatenate([arrays["id_train"], arrays["id_test"]]) if "id_train" in arrays else None
+        images, masks = (join(arrays, k, path) for k in "xy")
+        groups = join(arrays, "id", path) if "id_train" in arrays and "id_test" in arrays else None
     else:
         raise BadData(
             f"{path} holds {', '.join(sorted(arrays)) or 'nothing'}; expected x and y, or x_train, y_train, x_test, y_test"
@@ -55,7 +59,8 @@ def read_npz_site(path: Path, size: int, structures: int) -> Site:
         images = images[..., None]
     if masks.dtype.kind in "bi" and masks.size and masks.min() >= 0 and masks.max() < 256:
         masks = masks.astype(np.uint8)
-    if images.dtype == masks.dtype == np.uint8 and images.ndim == 4 and masks.ndim == 3:  # others are refused later
+    fit = images.dtype == masks.dtype == np.uint8 and images.ndim == 4 and masks.ndim == 3
+    if fit and images.size and masks.size:  # others are refused later
         if images.shape[1:3] != (size, size):
             planes = np.moveaxis(images, -1, 0)
             images = np.stack([np.stack([resize(one, size, sharp=False) for one in plane]) for plane in planes], -1)
@@ -65,6 +70,16 @@ def read_npz_site(path: Path, size: int, structures: int) -> Site:
             masks = from_grey(masks, structures)
     split = arrays["split"].astype(str) if "split" in arrays else None
     return Site(path.stem, images, masks, None if groups is None else patients(groups), split)
+
+
+def join(arrays: Mapping[str, NDArray[Any]], what: str, path: Path) -> NDArray[Any]:
+    """The arrays of both halves as one."""
+    train, test = arrays[f"{what}_train"], arrays[f"{what}_test"]
+    if train.shape[1:] != test.shape[1:]:
+        raise BadData(
+            f"{path}: {what}_train is {list(train.shape)} but {what}_test is {list(test.shape)}; give both one form"
+        )
+    return np.concatenate([train, test])
 
 
 def read_folder_site(folder: Path, size: int, structures: int) -> Site:
@@ -91,15 +106,8 @@ def read_folder_site(folder: Path, size: int, structures: int) -> Site:
 
 def pixels(path: Path, size: int, mode: str) -> NDArray[np.uint8]:
     """A picture [size, size, 3] or a mask [size, size], resized without mixing its values."""
-    from PIL import Image
-
-    try:
-        with Image.open(path) as picture:
-            # Keep the numbers of a mask with a palette.
-            plain = picture if mode == "L" and picture.mode in ("P", "L") else picture.convert(mode)
-            return resize(np.asarray(plain, dtype=np.uint8), size, sharp=mode == "L")
-    except OSError as error:
-        raise BadData(f"cannot read the picture {path}: {error}") from error
+    modes = ("L", "P") if mode == "L" else (mode,)  # keep the numbers of a mask with a palette
+    return resize(np.asarray(open_picture(path, *modes), dtype=np.uint8), size, sharp=mode == "L")
 
 
 def resize(picture: NDArray[np.uint8], size: int, sharp: bool) -> NDArray[np.uint8]:
@@ -121,8 +129,10 @@ def samples_table(path: Path, names: list[str]) -> dict[str, dict[str, str]]:
     """The rows of samples.csv by name; empty rows if there is no such file."""
     if not path.exists():
         return {name: {} for name in names}
-    with path.open(newline="") as file:
-        rows = {row.get("name", ""): row for row in csv.DictReader(file)}
+    try:
+        rows = {row.get("name", ""): row for row in csv.DictReader(io.StringIO(read_text(path), newline=""))}
+    except csv.Error as error:
+        raise BadData(f"{path} is not a table in CSV: {error}") from error
     missing = [name for name in names if name not in rows]
     if missing:
         raise BadData(f"{path} has no row for {missing[0]}; give name, group and split of each picture")

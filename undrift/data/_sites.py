@@ -45,13 +45,15 @@ def dataset_of_sites(
     name: str, sites: list[Site], structures: tuple[str, ...], seed: int, crop: int = 0, flip: bool = True
 ) -> Dataset:
     """Join all sites; site k becomes client k under the partition `sites`."""
+    if seed < 0:
+        raise BadSetting(f"split must be at least 0, not {seed}")
     if len(sites) < 2:
         raise BadData(f"{name} needs at least two sites, one .npz file or one folder for each, but has {len(sites)}")
+    for site in sites:
+        check(site, len(structures))
     shapes = {site.images.shape[1:] for site in sites}
     if len(shapes) > 1:
         raise BadData(f"the sites of {name} have pictures of different shapes {sorted(shapes)}; give them one size")
-    for site in sites:
-        check(site, len(structures))
     split = np.concatenate([split_site(site, seed) for site in sites])
     owner = np.repeat(np.arange(len(sites)), [len(site.masks) for site in sites])
     for k, site in enumerate(sites):
@@ -107,12 +109,18 @@ def check(site: Site, structures: int) -> None:
         raise BadData(
             f"site {site.name} has pictures {images.dtype} {list(images.shape)}, not uint8 [n, H, W, channels]"
         )
+    if not images.size:
+        raise BadData(f"site {site.name} has no pictures, or pictures without pixels: {list(images.shape)}")
     if masks.shape != images.shape[:3]:
         raise BadData(
             f"site {site.name} has pictures {list(images.shape)} but masks {list(masks.shape)}; make them fit"
         )
-    if len(masks) and masks.max() > structures:
-        raise BadData(f"the masks of site {site.name} go up to {masks.max()}; expected 0 (background) to {structures}")
+    if masks.dtype.kind not in "bui":
+        raise BadData(f"the masks of site {site.name} are {masks.dtype}; expected whole numbers")
+    if masks.min() < 0 or masks.max() > structures:
+        raise BadData(
+            f"the masks of site {site.name} go from {masks.min()} to {masks.max()}; expected 0 (background) to {structures}"
+        )
     for what, values in (("groups", site.groups), ("split", site.split)):
         if values is not None and values.shape != (len(masks),):
             raise BadData(f"site {site.name} has {len(masks)} masks but {what} of shape {list(values.shape)}")

@@ -6,8 +6,6 @@ import importlib
 import importlib.util
 import urllib.error
 import urllib.request
-import zipfile
-import zlib
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from undrift.core.errors import BadData, MissingData
-from undrift.data._formats import all_present, read_idx, stack_pictures
+from undrift.data._formats import all_present, read_arrays, read_idx, stack_pictures
 
 IDX_FILES = [f"{half}-{kind}-ubyte" for half in ("train", "t10k") for kind in ("images-idx3", "labels-idx1")]
 IDX_FILES_TEXT = f"{', '.join(IDX_FILES)}, or the same with .gz"
@@ -101,6 +99,8 @@ def check_half(
         )
     if images.ndim == 3:
         images = images[..., np.newaxis]
+    if not images[:1].size and len(images):
+        raise BadData(f"{place}: the images of x_{half} have no pixels, their shape is {list(images.shape)}")
     if images.shape[3] != source.channels:
         raise BadData(f"{place}: expected x_{half} with {source.channels} channel(s), found {images.shape[3]}")
     if labels.ndim == 2 and labels.shape[1] == 1:  # as Keras and .mat files have them
@@ -119,20 +119,14 @@ def check_half(
     return images, labels.astype(np.int64)
 
 
-UNREADABLE = (OSError, EOFError, ValueError, AttributeError, TypeError, zipfile.BadZipFile, zlib.error)
-
-
 def read_npz(path: Path) -> Arrays:
     """The four arrays of a .npz file."""
-    try:
-        with path.open("rb") as file, np.load(file, allow_pickle=False) as archive:
-            missing = [key for key in Arrays._fields if key not in archive.files]
-            if not missing:
-                return Arrays(*(archive[key] for key in Arrays._fields))
-            held = ", ".join(archive.files) or "nothing"
-    except UNREADABLE as error:
-        raise BadData(f"{path}: cannot be read as an .npz file of plain arrays ({error})") from error
-    raise BadData(f"{path}: {', '.join(missing)} missing; expected {', '.join(Arrays._fields)}, found {held}")
+    arrays = read_arrays(path)
+    missing = [key for key in Arrays._fields if key not in arrays]
+    if missing:
+        held = ", ".join(arrays) or "nothing"
+        raise BadData(f"{path}: {', '.join(missing)} missing; expected {', '.join(Arrays._fields)}, found {held}")
+    return Arrays(*(arrays[key] for key in Arrays._fields))
 
 
 def read_idx_folder(folder: Path) -> Arrays | None:

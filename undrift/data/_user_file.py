@@ -12,19 +12,14 @@ from pathlib import Path
 import numpy as np
 
 from undrift.core.errors import BadData
-from undrift.data._sources import UNREADABLE
+from undrift.data._formats import read_arrays
 from undrift.data.from_user import Arrays, pair
 
 
 def read_user_file(path: Path, masks: bool, part: str = "train") -> Arrays:
     """The inputs and targets of one part, train or test; all samples where the file has no split."""
     both = (f"x_{part}", f"y_{part}")
-    try:
-        with path.open("rb") as file, np.load(file, allow_pickle=False) as archive:
-            arrays = {key: archive[key] for key in (*both, "x", "y", "split") if key in archive.files}
-            held = ", ".join(archive.files) or "nothing"
-    except UNREADABLE as error:
-        raise BadData(f"{path}: cannot be read as an .npz file of plain arrays ({error})") from error
+    arrays = read_arrays(path)
     if arrays.keys() >= set(both):
         x, y = pair(*(arrays[key] for key in both))
     elif {"x", "y"} <= arrays.keys():
@@ -35,11 +30,14 @@ def read_user_file(path: Path, masks: bool, part: str = "train") -> Arrays:
                 raise BadData(f"{path}: split has shape {list(split.shape)}, but there are {len(y)} samples")
             x, y = x[split == part], y[split == part]
     else:
+        held = ", ".join(arrays) or "nothing"
         raise BadData(f"{path}: holds {held}; expected {both[0]} and {both[1]}, or x and y")
     if x.dtype == np.uint8 and x.ndim == 3:
         x = x[..., np.newaxis]
     if not len(y):
         raise BadData(f"{path}: holds no samples for {part}; expected at least one")
+    if not x.size:
+        raise BadData(f"{path}: its inputs are empty, their shape is {list(x.shape)}")
     if y.dtype.kind not in "iu" or y.ndim != (3 if masks else 1) or int(y.min()) < 0:
         wanted = "masks [n, height, width]" if masks else "class labels [n]"
         raise BadData(f"{path}: expected {wanted} of whole numbers from 0 on, found {y.dtype} {list(y.shape)}")

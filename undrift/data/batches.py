@@ -13,9 +13,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from undrift.core.errors import BadSetting
 from undrift.core.streams import Purpose, fold, signed, stream
 
 Counts = NDArray[np.int64]
+MOST_INDICES = 1 << 31  # in the table of a round, 16 GiB
 
 
 @dataclass(frozen=True)
@@ -51,6 +53,17 @@ class Plan:
     @property
     def continues(self) -> bool:
         return self.persistent and self.steps > 0
+
+    def check_size(self, sizes: Counts, cohort: int) -> None:
+        """Raise BadSetting where the index table of a round is too large to be made."""
+        longest = int(sizes.max(initial=0))
+        # A float: it cannot overflow, and numpy's integers can.
+        steps = float(self.steps or (self.epochs + 1.0) * float(self.per_pass(sizes).max(initial=0)))
+        if steps * cohort * min(self.batch, longest) > MOST_INDICES:
+            raise BadSetting(
+                f"a round of {cohort} clients with {steps:.3g} local steps of {min(self.batch, longest)} samples has more than "
+                f"{MOST_INDICES} indices; use fewer steps or epochs"
+            )
 
     def shuffle_stream(self, seed: int, round: int) -> int:
         """The random stream of a round's shuffles; passes that go on use one stream in all rounds."""

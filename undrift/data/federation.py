@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
@@ -19,6 +20,7 @@ from undrift.data.dataset import Dataset, Samples
 from undrift.data.partition import Holdings, deal
 
 Ids = NDArray[np.int64]
+MOST_NAMED = 5  # clients in warnings
 
 
 @dataclass(frozen=True)
@@ -126,6 +128,7 @@ def federate(
     holdings = deal(spec, labels[kept], clients, seed, sites)
     holdings, tested = hold_out(holdings._replace(members=kept[holdings.members]), own_test)
     train, test = as_split(data.x_train, data.y_train, device), as_split(data.x_test, data.y_test, device)
+    say_not_finite(data, holdings)
     held_out: dict[str, HeldOut] = {}
     natural = spec in ("sites", "own")
 
@@ -154,6 +157,30 @@ def federate(
         classes=data.classes, shape=tuple(first.shape[1:]), masks=bool(data.structures),
         site_names=data.site_names if natural else (), held_out=held_out,
     )  # fmt: skip
+
+
+def say_not_finite(data: Dataset, holdings: Holdings) -> None:
+    """Warn, with the client's name, of training samples with NaN or infinity, and of such test samples.
+
+    It is no error: the answers of such a client are left out of a round, and the report says so.
+    """
+    bad = not_finite(data.x_train) | not_finite(data.y_train)
+    spoilt = np.flatnonzero(bad[holdings.members]) if bad.any() else np.zeros(0, np.int64)
+    owners = np.searchsorted(np.cumsum(holdings.sizes), spoilt, side="right")
+    named = len(data.site_names) == len(holdings.sizes)
+    for client in np.unique(owners).tolist()[:MOST_NAMED]:
+        name = f"client {client} ({data.site_names[client]})" if named else f"client {client}"
+        warnings.warn(f"{name} has NaN or infinity in {(owners == client).sum()} of its training samples", stacklevel=3)
+    tested = int((not_finite(data.x_test) | not_finite(data.y_test)).sum())
+    if tested:
+        warnings.warn(f"{tested} test samples have NaN or infinity: the scores will not be finite", stacklevel=3)
+
+
+def not_finite(values: Samples | NDArray[np.generic]) -> NDArray[np.bool_]:
+    """[n] whether a sample has a number that is not finite."""
+    if not isinstance(values, np.ndarray) or values.dtype.kind != "f" or not values.size:
+        return np.zeros(len(values), bool)
+    return np.asarray(~np.isfinite(values.reshape(len(values), -1)).all(1))
 
 
 def hold_out(holdings: Holdings, share: float) -> tuple[Holdings, Holdings]:

@@ -64,6 +64,8 @@ def deal(spec: str, labels: Indices, clients: int, seed: int, sites: Indices | N
         raise UnknownName("partition", name, PARTITIONS)
     if clients < 1:
         raise BadSetting(f"{clients} clients; expected at least 1")
+    if seed < 0:
+        raise BadSetting(f"seed must be at least 0, not {seed}")
     generator = np.random.Generator(np.random.PCG64([seed, STREAM]))
     task = Task(labels, clients, seed, parameter, generator, sites)
     if name == "resample":

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from undrift.core.errors import BadData
-from undrift.data._formats import all_present, read_pictures
+from undrift.data._formats import all_present, read_pictures, read_text
 from undrift.data._sources import Arrays, Source, fetch
 from undrift.data.dataset import Dataset
 
@@ -20,12 +20,12 @@ def read_folder(folder: Path) -> Arrays | None:
     """The folder tiny-imagenet-200. Labels follow the sorted WordNet ids, as on Hugging Face."""
     if not all_present(folder, ["wnids.txt", "train", ANNOTATIONS]):
         return None
-    label_of = {wnid: label for label, wnid in enumerate(sorted((folder / "wnids.txt").read_text().split()))}
+    label_of = {wnid: label for label, wnid in enumerate(sorted(read_text(folder / "wnids.txt").split()))}
     train = []
     for wnid, label in label_of.items():
         train += [(path, label) for path in sorted((folder / "train" / wnid / "images").glob("*.JPEG"))]
     test = []
-    for line in (folder / ANNOTATIONS).read_text().splitlines():
+    for line in read_text(folder / ANNOTATIONS).splitlines():
         name, wnid = [*line.split(), "", ""][:2]
         if wnid not in label_of:
             raise BadData(f"{folder / ANNOTATIONS}: expected a file name and an id of wnids.txt, found {line!r}")

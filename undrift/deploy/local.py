@@ -37,6 +37,8 @@ Within = Callable[[str], list[str]]  # words before the command of a part, such 
 class Failed(UndriftError):
     """One of the federation's processes failed."""
 
+    ends_with_log = True
+
 
 class LocalFederation:
     """The processes of a federation on loopback. Use it as `with federation(...)`."""

@@ -10,9 +10,13 @@ from pathlib import Path
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from undrift.core.errors import BadSetting, UnknownName
+from undrift.core.names import check_text
 from undrift.core.names import parse_value as parse_value
 from undrift.core.rates import RateSchedule
 from undrift.jobs.registry import algorithm_class
+
+MOST = 2**31 - 1  # of a whole number
+HUGE = 10**30  # of any other number
 
 
 def setting(default: Any, about: str) -> Any:
@@ -51,13 +55,18 @@ class JobConfig:
     )
 
     def __post_init__(self) -> None:
-        least = dict(rounds=0, seed=0, eval_every=1, checkpoint_every=1)
+        least = dict(rounds=0, eval_every=1, checkpoint_every=1)
         check_numbers(self, least, not_negative=("warmup",), positive=("lr_decay", "lr_drop"))
+        if not 0 <= self.seed < 2**63:
+            raise BadSetting(f"seed must be at least 0 and below 2^63, not {self.seed}")
         if not 0.0 <= self.val_fraction < 1.0:
             raise BadSetting(f"val_fraction must lie in [0, 1), not {self.val_fraction}")
         check_choices(self, JOB_CHOICES)
-        parse_drops(self.lr_drops)
         parse_stop(self.stop_at)
+        if not self.schedule.largest(self.rounds) < HUGE:
+            raise BadSetting(
+                f"lr_decay and lr_drop make the learning rate too large within {self.rounds} rounds; lower them"
+            )
 
     @property
     def schedule(self) -> RateSchedule:
@@ -147,15 +156,17 @@ class RunConfig(JobConfig):
 def check_numbers(
     settings: object, least: Mapping[str, int], not_negative: Sequence[str] = (), positive: Sequence[str] = ()
 ) -> None:
-    """Raise BadSetting for a whole number below its least value, and for a number that is negative, zero or infinite."""
+    """Raise BadSetting for a whole number outside its limits, and for a number that is negative, zero or infinite."""
     for name, lowest in least.items():
         if getattr(settings, name) < lowest:
             raise BadSetting(f"{name} must be at least {lowest}, not {getattr(settings, name)}")
+        if getattr(settings, name) > MOST:
+            raise BadSetting(f"{name} must be at most {MOST}, not {getattr(settings, name)}")
     for name in (*not_negative, *positive):
         value, zero = getattr(settings, name), name in not_negative
-        if not (0.0 <= value < float("inf") and (value or zero)):
+        if not (0.0 <= value < HUGE and (value or zero)):
             bound = "of at least 0" if zero else "above 0"
-            raise BadSetting(f"{name} must be a finite number {bound}, not {value}")
+            raise BadSetting(f"{name} must be a number {bound} and below {HUGE:g}, not {value}")
 
 
 def check_known(what: str, names: Iterable[str], known: Collection[str]) -> None:
@@ -187,10 +198,8 @@ TYPES = get_type_hints(RunConfig)
 
 def from_mapping(settings: Mapping[str, Any]) -> RunConfig:
     """A RunConfig from plain values; unknown names and values of the wrong kind are errors."""
-    fields = settings.get("set", {})
-    if not isinstance(fields, Mapping):
-        raise BadSetting(f"set must be a table of the algorithm's fields, not {fields!r}")
-    checked = typed({n: v for n, v in settings.items() if n != "set"}, TYPES) | {"set": dict(fields)}
+    fields = table_of_fields(settings.get("set", {}))
+    checked = typed({n: v for n, v in settings.items() if n != "set"}, TYPES) | {"set": fields}
     for name, other in (("steps", "epochs"), ("epochs", "steps")):
         if name in checked and not checked[name] and not checked.get(other):
             raise BadSetting(f"{name} must be greater than 0")
@@ -210,11 +219,16 @@ def with_own_fields(settings: Mapping[str, Any], known: Sequence[str], method: s
     {'seed': 1, 'lam': 0.5}
     """
     given = dict(settings)
-    fields = given.pop("set", {})
-    if not isinstance(fields, Mapping):
-        raise BadSetting(f"set must be a table of the method's fields, not {fields!r}")
+    fields = table_of_fields(given.pop("set", {}))
     check_known(f"field of {given.get('method', method)}", fields, known)
-    return given | dict(fields)
+    return given | fields
+
+
+def table_of_fields(value: Any) -> dict[str, Any]:
+    """The setting `set`; anything but a table is an error."""
+    if not isinstance(value, Mapping):
+        raise BadSetting(f"set must be a table of the algorithm's or method's fields, not {value!r}")
+    return dict(value)
 
 
 def from_toml(path: Path) -> dict[str, Any]:
@@ -224,19 +238,23 @@ def from_toml(path: Path) -> dict[str, Any]:
 
 def read_toml(path: Path) -> dict[str, Any]:
     try:
-        return tomllib.loads(path.read_text())
+        return tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise BadSetting(f"cannot read {path}: {error.strerror}") from error
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+    except (ValueError, RecursionError) as error:  # not UTF-8, not TOML, or nested a thousand times
         raise BadSetting(f"{path} is not valid TOML: {error}") from error
 
 
 def as_type(name: str, value: Any, kind: Any) -> Any:
     """Check the type of a value; an int becomes a float where that is asked for."""
     if kind is float and isinstance(value, int) and not isinstance(value, bool):
+        if abs(value) > HUGE:
+            raise BadSetting(f"{name} must be a number below {HUGE:g}, not {value}")
         return float(value)
     if isinstance(value, bool) != (kind is bool) or not isinstance(value, kind):
         raise BadSetting(f"{name} must be {kind.__name__}, not {value!r}")
+    if kind is str:
+        check_text(name, value)
     return value
 
 

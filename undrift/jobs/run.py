@@ -141,6 +141,7 @@ def deal_out(config: RunConfig, dataset: Dataset, device: torch.device) -> Feder
 def settings_of(config: RunConfig, sizes: Ids, device: torch.device) -> Settings:
     """The simulator's settings, for clients of these sizes."""
     plan = Plan(config.batch, config.steps, config.epochs, config.batches == "persistent")
+    plan.check_size(sizes, config.clients if config.sampling == "bernoulli" else config.cohort)
     replayed = device.type == "cuda" and config.replay
     return Settings(
         cohort=config.cohort, plan=plan, seed=config.seed, weights=config.weights, eval_every=config.eval_every,

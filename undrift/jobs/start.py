@@ -72,6 +72,8 @@ def merge_stored(
     """The settings of a resumed run: those stored, and those asked for. Refuse changes that make it another run."""
     stored = folder.settings()
     made = stored.pop("made", {})
+    if not isinstance(made, Mapping) or not isinstance(stored.get("set", {}), Mapping):
+        raise BadRunFolder(f"{folder.settings_file} is damaged: [set] and [made] must be tables")
     stored = plain(stored)
     new = settle(stored | asked)
     fixed = {n: v for n, v in new.items() if n not in ("set", *RESUMABLE)}

@@ -31,6 +31,7 @@ from undrift.jobs.config import (
     check_known,
     from_mapping,
     read_toml,
+    table_of_fields,
 )
 from undrift.jobs.course import Progress
 from undrift.jobs.crew import Crew, Died
@@ -124,7 +125,7 @@ def _table(name: str, value: Any) -> dict[str, Any]:
 
 def resolve_federated(chosen: dict[str, Any], values: Mapping[str, Any]) -> RunConfig:
     """The settings of a run of `undrift run`; `values` are settings of the run or fields of the algorithm."""
-    chosen["set"] = dict(chosen.get("set", {}))
+    chosen["set"] = table_of_fields(chosen.get("set", {}))
     for name, value in values.items():
         (chosen if name in FIELDS and name != "set" else chosen["set"])[name] = value
     config = from_mapping(chosen)

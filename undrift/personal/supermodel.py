@@ -17,6 +17,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from undrift.core.errors import BadData, BadRunFolder, BadSetting, UnknownName
+from undrift.data._formats import open_picture
 from undrift.data._image_files import SUFFIXES
 from undrift.data.augment import Transform
 from undrift.data.federation import federate
@@ -54,7 +55,12 @@ class SuperModel:
 
         def build(prefix: str, spec: Any, outputs: int) -> nn.Module:
             module = build_model(spec, tuple(facts["shape"]), outputs, 0)
-            module.load_state_dict({n.removeprefix(prefix): t for n, t in tensors.items() if n.startswith(prefix)})
+            try:
+                module.load_state_dict({n.removeprefix(prefix): t for n, t in tensors.items() if n.startswith(prefix)})
+            except RuntimeError as error:
+                raise BadRunFolder(
+                    f"the tensors of the super model in {folder} do not fit its facts: {error}"
+                ) from error
             return module.eval()
 
         names = ["global.", *(f"client{k}." for k in range(1, facts["clients"] + 1))]
@@ -146,9 +152,32 @@ def read(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
             "such as undrift run --algorithm fedsm"
         )
     try:
-        return json.loads(facts.read_text()), load_file(tensors)
-    except (ValueError, SafetensorError) as error:
+        return checked(json.loads(facts.read_text(encoding="utf-8"))), load_file(tensors)
+    except (ValueError, RecursionError, SafetensorError) as error:
         raise BadRunFolder(f"the super model in {folder} is damaged: {error}") from error
+
+
+FACTS = {
+    "algorithm": str, "dataset": str, "model": str, "shape": int, "outputs": int, "clients": int, "chooses": str,
+    "gamma": float, "selector_model": str, "selector_outputs": int, "masks": bool, "mean": float, "std": float, "sites": str,
+}  # fmt: skip
+LISTS = ("shape", "mean", "std", "sites")
+
+
+def checked(facts: Any) -> dict[str, Any]:
+    """The facts, or ValueError where one is missing or of another kind."""
+    if not isinstance(facts, dict):
+        raise ValueError("the facts are no table")
+    for name, kind in FACTS.items():
+        values = facts.get(name) if name in LISTS else [facts.get(name)]
+        kinds = (int, float) if kind is float else (kind,)
+        if not isinstance(values, list) or not all(type(value) in kinds for value in values):
+            raise ValueError(f"{name} is {facts.get(name)!r}")
+    if len(facts["sites"]) != facts["clients"] or not facts["shape"] or min(facts["shape"]) < 1 or facts["outputs"] < 1:
+        raise ValueError("its sizes do not fit each other")
+    if len(facts["mean"]) != len(facts["std"]) or len(facts["mean"]) not in (0, 1, facts["shape"][0]):
+        raise ValueError("mean and std do not fit the pictures")
+    return facts
 
 
 def tune(folder: Path) -> str:
@@ -202,11 +231,7 @@ def predict_folder(
         rows = csv.writer(table)
         rows.writerow(["name", "model", "site", "confidence"])
         for file in files:
-            try:
-                with Image.open(file) as opened:
-                    picture = opened.convert("RGB" if channels == 3 else "L")
-            except OSError as error:
-                raise BadData(f"cannot read the picture {file}: {error}") from error
+            picture = open_picture(file, "RGB" if channels == 3 else "L")
             small = np.asarray(picture.resize((width, height), Image.Resampling.BOX)).reshape(height, width, channels)
             prediction = model.predict(small, gamma, site)
             name = file.stem if stems[file.stem] == 1 else file.name
@@ -216,8 +241,17 @@ def predict_folder(
             Image.fromarray(outlined).save(out / f"{name}_overlay.png")
             number = int(prediction.model[0])
             owner = "global" if number == 0 else model.facts["sites"][number - 1]
-            rows.writerow([file.name, number, owner, f"{prediction.confidence[0]:.4f}"])
+            rows.writerow([plain_text(file.name), number, plain_text(owner), f"{prediction.confidence[0]:.4f}"])
     return len(files)
+
+
+def plain_text(cell: str) -> str:
+    """Text for a cell of a .csv: behind a quote if a spreadsheet would take it for a formula.
+
+    >>> plain_text("=1+1.png"), plain_text("p1.png")
+    ("'=1+1.png", 'p1.png')
+    """
+    return f"'{cell}" if cell.startswith(("=", "+", "-", "@", "\t", "\r")) else cell
 
 
 def overlay(picture: NDArray[np.uint8], mask: NDArray[np.uint8]) -> NDArray[np.uint8]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import io
 import re
 from collections.abc import Callable
@@ -10,10 +11,9 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from undrift.report.load import Group, Run, number
+from undrift.report.load import Group, Run
+from undrift.report.records import Floats
 from undrift.report.scores import traffic
-
-Floats = NDArray[np.float64]
 
 # Distinct with any colour vision, readable on white and on black (after Okabe and Ito, without yellow).
 # After the last colour comes the next line pattern.
@@ -42,18 +42,16 @@ def dash(place: int) -> str:
 
 
 def over_rounds(groups: list[Group], key: str) -> list[Curve]:
-    return _curves(groups, key, lambda run: {r["round"]: float(r["round"]) for r in run.records})
+    return _curves(groups, key, lambda run: run.records.column("round"))
 
 
 def over_megabytes(groups: list[Group], key: str) -> list[Curve]:
-    return _curves(groups, key, lambda run: _running_total(run, lambda record: traffic(record) / 1e6))
+    return _curves(groups, key, lambda run: np.cumsum(traffic(run)) / 1e6)
 
 
 def over_network_seconds(groups: list[Group], key: str) -> list[Curve]:
     """Only for runs that simulate a network."""
-    timed = _curves(
-        groups, key, lambda run: _running_total(run, lambda record: number(record, "network_seconds") or 0.0)
-    )
+    timed = _curves(groups, key, lambda run: np.cumsum(run.records.amounts("network_seconds")))
     return [curve for curve in timed if curve.x[-1] > 0]
 
 
@@ -116,32 +114,25 @@ def _positive(curve: Curve) -> Curve:
     return curve._replace(mean=mean, low=low, high=high)
 
 
-def _running_total(run: Run, cost: Callable[[dict[str, Any]], float]) -> dict[int, float]:
-    """The cost of all rounds up to each round."""
-    spent, total = {}, 0.0
-    for record in run.records:
-        total += cost(record)
-        spent[record["round"]] = total
-    return spent
-
-
-def _curves(groups: list[Group], key: str, position: Callable[[Run], dict[int, float]]) -> list[Curve]:
+def _curves(groups: list[Group], key: str, position: Callable[[Run], Floats]) -> list[Curve]:
+    """`position` gives the place [n] of each round on the horizontal axis."""
     curves = (_curve(group, key, position, place) for place, group in enumerate(groups))
     return [curve for curve in curves if curve is not None]
 
 
-def _curve(group: Group, key: str, position: Callable[[Run], dict[int, float]], place: int) -> Curve | None:
+def _curve(group: Group, key: str, position: Callable[[Run], Floats], place: int) -> Curve | None:
     """A curve over the rounds that all seeds have, so that every mean is over the same seeds."""
-    seeds = []
+    seeds = []  # the rounds that have a value, in order; the places on the horizontal axis; the values
     for run in group.runs:
-        values = {r["round"]: v for r in run.records if (v := number(r, key)) is not None}
-        if values:
-            seeds.append((values, position(run)))
-    rounds = sorted(set.intersection(*(set(values) for values, _ in seeds))) if seeds else []
-    if not rounds:
+        values = run.records.column(key)
+        known = np.flatnonzero(~np.isnan(values))
+        if len(known):
+            rounds, first = np.unique(run.records.column("round")[known], return_index=True)
+            seeds.append((rounds, position(run)[known[first]], values[known[first]]))
+    shared = functools.reduce(np.intersect1d, (rounds for rounds, _, _ in seeds)) if seeds else np.zeros(0)
+    if not len(shared):
         return None
-    if len(rounds) > MOST_POINTS:
-        rounds = [rounds[i] for i in np.linspace(0, len(rounds) - 1, MOST_POINTS).round().astype(int)]
-    y = np.array([[values[r] for r in rounds] for values, _ in seeds])
-    x = np.array([[places[r] for r in rounds] for _, places in seeds])
+    if len(shared) > MOST_POINTS:
+        shared = shared[np.linspace(0, len(shared) - 1, MOST_POINTS).round().astype(int)]
+    x, y = (np.array([seed[i][np.searchsorted(seed[0], shared)] for seed in seeds]) for i in (1, 2))
     return Curve(x.mean(0), y.mean(0), y.min(0), y.max(0), place)

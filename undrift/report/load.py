@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import tomllib
 from collections.abc import Iterable, Mapping
@@ -10,6 +9,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from undrift.core.errors import BadRunFolder
+from undrift.report.records import Records, read_records
 
 DEPTH = 2  # levels below a given path that are searched for run folders
 TASK = ("dataset", "partition", "model", "clients", "colour")  # scores compare only if these are equal
@@ -26,7 +26,7 @@ class Run(NamedTuple):
 
     folder: Path
     settings: Mapping[str, Any]  # flat: run.toml with the fields of its [set] table
-    records: list[dict[str, Any]]  # the lines of rounds.jsonl
+    records: Records  # the lines of rounds.jsonl
     made: Mapping[str, Any] = {}  # the [made] table: versions, commit, device
     fields: frozenset[str] = frozenset()  # the settings that are fields of the algorithm
     command: str = "run"  # the command that made the run
@@ -34,7 +34,7 @@ class Run(NamedTuple):
     @property
     def rounds(self) -> int:
         """The number of recorded rounds."""
-        return int(self.records[-1]["round"]) if self.records else 0
+        return int(self.records.column("round")[-1]) if len(self.records) else 0
 
 
 class Group(NamedTuple):
@@ -93,9 +93,9 @@ def by_task(groups: list[Group]) -> list[list[Group]]:
 def number(record: Mapping[str, Any], key: str) -> float | None:
     """A finite number, or None for anything else."""
     value = record.get(key)
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+    if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) < math.inf:
         return None
-    return float(value)
+    return float(value) if abs(value) < 1e300 else None
 
 
 def as_text(value: Any) -> str:
@@ -133,7 +133,7 @@ def _load_one(folder: Path) -> Run:
         raise BadRunFolder(f"{folder / 'run.toml'} names no algorithm; is it the file of a run?")
     made = {name: settings.pop(name) for name in HOW if name in settings} | made  # [made] knows the real device
     fields = {f"set.{name}" if name in settings else name: value for name, value in fields.items()}
-    return Run(folder, settings | fields, _records(folder / "rounds.jsonl"), made, frozenset(fields), command)
+    return Run(folder, settings | fields, read_records(folder / "rounds.jsonl"), made, frozenset(fields), command)
 
 
 def _toml(path: Path) -> dict[str, Any]:
@@ -141,29 +141,8 @@ def _toml(path: Path) -> dict[str, Any]:
         return tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise BadRunFolder(f"cannot read {path}: {error.strerror}") from error
-    except ValueError as error:  # not UTF-8, or not TOML
+    except (ValueError, RecursionError) as error:  # not UTF-8, not TOML, or nested a thousand times
         raise BadRunFolder(f"{path} is not valid TOML: {error}") from error
-
-
-def _records(path: Path) -> list[dict[str, Any]]:
-    """The rounds. A last line that is cut off is skipped: the run goes on, or was killed."""
-    try:
-        lines = path.read_bytes().splitlines()
-    except FileNotFoundError:
-        return []
-    except OSError as error:
-        raise BadRunFolder(f"cannot read {path}: {error.strerror}") from error
-    records = []
-    for place, line in enumerate(lines, 1):
-        try:
-            record = json.loads(line)
-            record["round"] = int(record["round"])
-        except (ValueError, TypeError, KeyError) as error:
-            if place == len(lines):
-                break
-            raise BadRunFolder(f"{path} is damaged in line {place}: not the JSON of a round") from error
-        records.append(record)
-    return records
 
 
 def _group(members: list[Run], firsts: list[Run]) -> Group:

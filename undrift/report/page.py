@@ -9,6 +9,8 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from undrift.core.errors import UndriftError
 from undrift.report import drawings, sites
 from undrift.report.charts import Curve, chart, colour, dash, over_megabytes, over_network_seconds, over_rounds
@@ -60,11 +62,11 @@ footer { margin-top: 2.5rem; border-top: 1px solid var(--line); }
 """
 
 
-def write(paths: list[Path], out: Path, target: float | None = None) -> None:
-    """Write the report on the runs in `paths`; the default target is that of a sweep.toml."""
+def write(paths: list[Path], out: Path, target: float | None = None) -> list[Run]:
+    """Write the report on the runs in `paths`, and return them; the default target is that of a sweep.toml."""
     runs = load(paths)
     target = sweep_target(paths) if target is None else target
-    page = html(runs, target).encode()
+    page = html(runs, target).encode(errors="backslashreplace")  # a folder's name may hold bytes that are no text
     temporary = out.with_name(f".{out.name}.{os.getpid()}")
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
@@ -73,6 +75,7 @@ def write(paths: list[Path], out: Path, target: float | None = None) -> None:
     except OSError as error:
         temporary.unlink(missing_ok=True)
         raise UndriftError(f"cannot write {out}: {error.strerror}") from error
+    return runs
 
 
 def html(runs: list[Run], target: float | None) -> str:
@@ -206,21 +209,18 @@ def _dropped(groups: list[Group]) -> str:
     rows = [["method", "seed", "dropped clients", "of", "rounds with a drop", "first round with a drop"]]
     for group in groups:
         for run in group.runs:
-            lost = [record for record in run.records if number(record, "dropped")]
-            if lost:
-                total, sent = _total(lost, "dropped"), _total(run.records, "clients")
-                seed = as_text(run.settings.get("seed"))
-                rows.append([group.label, seed, total, sent, str(len(lost)), str(lost[0]["round"])])
+            dropped, invited = run.records.amounts("dropped"), run.records.amounts("clients")
+            lost = np.flatnonzero(dropped)
+            if len(lost):
+                first = f"{run.records.column('round')[lost[0]]:.0f}"
+                numbers = f"{dropped.sum():.0f}", f"{invited.sum():.0f}", str(len(lost)), first
+                rows.append([group.label, as_text(run.settings.get("seed")), *numbers])
     if len(rows) == 1:
         return ""
     why = (
         "<p>These clients failed to answer, or sent an update that was not finite; the round went on without them.</p>"
     )
     return f"<h2>Dropped clients</h2>{why}{_table(rows)}"
-
-
-def _total(records: list[dict[str, Any]], key: str) -> str:
-    return f"{sum(number(record, key) or 0.0 for record in records):.0f}"
 
 
 def _repeat(group: Group) -> str:

@@ -5,9 +5,13 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-from undrift.report.load import Group, Run, number
+import numpy as np
+from numpy.typing import NDArray
+
+from undrift.report.load import Group, Run
+from undrift.report.records import Floats
 
 
 class Spread(NamedTuple):
@@ -32,8 +36,8 @@ class Metric(NamedTuple):
     def best(self, values: list[float]) -> float:
         return max(values) if self.higher else min(values)
 
-    def reached(self, value: float, target: float) -> bool:
-        return value >= target if self.higher else value <= target
+    def reached(self, values: Floats, target: float) -> NDArray[np.bool_]:
+        return values >= target if self.higher else values <= target
 
 
 ACCURACY, LOSS = Metric("accuracy", True), Metric("loss", False)
@@ -56,7 +60,7 @@ def metric_of(groups: list[Group]) -> Metric:
 def has_validation(group: Group, metric: Metric) -> bool:
     """Whether every evaluated run of the group has validation scores."""
     evaluated = [run for run in group.runs if has(run, metric.name)]
-    return bool(evaluated) and all(best_record(run, metric, metric.validation) for run in evaluated)
+    return bool(evaluated) and all(best_place(run, metric, metric.validation) is not None for run in evaluated)
 
 
 def on_validation(groups: list[Group], metric: Metric) -> bool:
@@ -103,9 +107,9 @@ def default_target(groups: list[Group]) -> float | None:
     return math.ceil(round(max(means) * 100, 6)) / 100
 
 
-def traffic(record: dict[str, Any]) -> float:
-    """The bytes of a round, down and up."""
-    return (number(record, "bytes_down") or 0.0) + (number(record, "bytes_up") or 0.0)
+def traffic(run: Run) -> Floats:
+    """[n] the bytes of each round, down and up."""
+    return run.records.amounts("bytes_down") + run.records.amounts("bytes_up")
 
 
 def over_seeds(group: Group, value: Callable[[Run], float | None]) -> Spread | None:
@@ -116,22 +120,20 @@ def over_seeds(group: Group, value: Callable[[Run], float | None]) -> Spread | N
     return Spread(statistics.fmean(values), deviation, len(values), len(group.runs))
 
 
-def best_record(run: Run, metric: Metric, chosen_by: str) -> dict[str, Any] | None:
-    """The first round that is best by the given key, among rounds with a test score."""
-    rounds = [r for r in run.records if None not in (number(r, metric.name), number(r, chosen_by))]
-    best = metric.best([r[chosen_by] for r in rounds]) if rounds else None
-    return next((r for r in rounds if r[chosen_by] == best), None)
+def best_place(run: Run, metric: Metric, chosen_by: str) -> int | None:
+    """The place of the first round that is best by the given key, among rounds with a test score."""
+    tested = run.records.column(metric.name)
+    chosen = np.where(np.isnan(tested), np.nan, run.records.column(chosen_by))
+    if np.isnan(chosen).all():
+        return None
+    return int(np.nanargmax(chosen) if metric.higher else np.nanargmin(chosen))
 
 
-def score(run: Run, metric: Metric, chosen_by: str) -> float | None:
-    """The test score in the round that is best by the given key."""
-    record = best_record(run, metric, chosen_by)
-    return number(record, metric.name) if record else None
-
-
-def values_of(run: Run, key: str) -> list[float]:
-    return [value for record in run.records if (value := number(record, key)) is not None]
+def score(run: Run, metric: Metric, chosen_by: str, shown: str = "") -> float | None:
+    """The test score, or another number, in the round that is best by the given key."""
+    place = best_place(run, metric, chosen_by)
+    return None if place is None else float(run.records.column(shown or metric.name)[place])
 
 
 def has(run: Run, key: str) -> bool:
-    return any(number(record, key) is not None for record in run.records)
+    return not np.isnan(run.records.column(key)).all()

@@ -8,7 +8,7 @@ import statistics
 from typing import Any, NamedTuple
 
 from undrift.report.load import Group, Run, number
-from undrift.report.scores import Metric, best_record, metric_of
+from undrift.report.scores import Metric, best_place, metric_of
 
 KINDS = ("global", "personal", "super")
 ENDS = ("local", "centralized")  # shown first and last: bounds for the other methods
@@ -152,7 +152,7 @@ def unseen_sites(tasks: list[list[Group]]) -> Part | None:
 
 
 def _last_record(run: Run) -> dict[str, Any] | None:
-    return next((r for r in reversed(run.records) if isinstance(r.get("sites"), dict)), None)
+    return run.records.last_with_sites
 
 
 def _last_sites(run: Run) -> dict[str, Any]:
@@ -162,8 +162,9 @@ def _last_sites(run: Run) -> dict[str, Any]:
 
 
 def _validation_record(run: Run, metric: Metric) -> dict[str, Any] | None:
-    record = best_record(run, metric, metric.validation)
-    return record if record and isinstance(record.get("sites"), dict) else None
+    place = best_place(run, metric, metric.validation)
+    record = {} if place is None else run.records.read(place)
+    return record if isinstance(record.get("sites"), dict) else None
 
 
 def _crossed_scores(run: Run, name: str) -> Any:

@@ -5,13 +5,16 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-from undrift.report.load import Group, Run, by_task, number
+import numpy as np
+
+from undrift.report.load import Group, Run, by_task
+from undrift.report.records import Floats
 from undrift.report.scores import (
     Metric,
     Spread,
-    best_record,
+    has,
     has_validation,
     metric_of,
     on_validation,
@@ -20,7 +23,6 @@ from undrift.report.scores import (
     score_name,
     scores,
     traffic,
-    values_of,
 )
 
 # Further numbers of the records: key, heading, and how a run's rounds are summarised.
@@ -97,11 +99,7 @@ def verdict(groups: list[Group]) -> str:
 def _best_setting(settings: list[Group], metric: Metric, key: str) -> Group:
     """The first setting with the best mean over seeds of the best value of `key`."""
 
-    def best_value(run: Run) -> float | None:
-        record = best_record(run, metric, key)
-        return number(record, key) if record else None
-
-    spreads = [(group, over_seeds(group, best_value)) for group in settings]
+    spreads = [(group, over_seeds(group, lambda run: score(run, metric, key, shown=key))) for group in settings]
     means = [spread.mean for _, spread in spreads if spread]
     best = metric.best(means) if means else None
     return next((group for group, spread in spreads if spread and spread.mean == best), settings[0])
@@ -205,38 +203,38 @@ def _summary(group: Group, metric: Metric, target: float | None) -> Summary:
         group,
         best_on_test=spread(lambda run: score(run, metric, metric.name)),
         at_best_validation=spread(lambda run: score(run, metric, metric.validation)) if validated else None,
-        last=spread(lambda run: next(reversed(values_of(run, metric.name)), None)),
-        rounds_to_target=spread(lambda run: _cost_to_target(run, metric, target, lambda record: 1.0)),
-        bytes_to_target=spread(lambda run: _cost_to_target(run, metric, target, traffic)),
-        bytes_per_round=spread(lambda run: _over([traffic(record) for record in run.records], statistics.fmean)),
-        gradients_per_round=spread(lambda run: _over(values_of(run, "gradients"), statistics.fmean)),
-        consistency=spread(lambda run: number(run.records[-1], "consistency") if run.records else None),
-        seconds_per_round=spread(lambda run: _over(values_of(run, "seconds"), statistics.median)),
+        last=spread(lambda run: next(reversed(run.records.values(metric.name)), None)),
+        rounds_to_target=spread(lambda run: _cost_to_target(run, metric, target, np.ones(len(run.records)))),
+        bytes_to_target=spread(lambda run: _cost_to_target(run, metric, target, traffic(run))),
+        bytes_per_round=spread(lambda run: _over(traffic(run).tolist(), statistics.fmean)),
+        gradients_per_round=spread(lambda run: _over(run.records.values("gradients"), statistics.fmean)),
+        consistency=spread(_last_consistency),
+        seconds_per_round=spread(lambda run: _over(run.records.values("seconds"), statistics.median)),
         network_seconds_to_target=spread(lambda run: _network_seconds(run, metric, target)),
         more={
-            heading: spread(lambda run: _over(values_of(run, key), stand))  # noqa: B023, used at once
+            heading: spread(lambda run: _over(run.records.values(key), stand))  # noqa: B023, used at once
             for key, heading, stand in MORE
         },
     )
 
 
-def _cost_to_target(
-    run: Run, metric: Metric, target: float | None, cost: Callable[[dict[str, Any]], float]
-) -> float | None:
-    """The cost of all rounds up to the first whose test score reaches the target."""
-    spent = 0.0
-    for record in run.records:
-        spent += cost(record)
-        value = number(record, metric.name)
-        if value is not None and target is not None and metric.reached(value, target):
-            return spent
-    return None
+def _last_consistency(run: Run) -> float | None:
+    last = run.records.column("consistency")[-1:]
+    return None if np.isnan(last).all() else float(last[0])
+
+
+def _cost_to_target(run: Run, metric: Metric, target: float | None, cost: Floats) -> float | None:
+    """The cost of all rounds up to the first whose test score reaches the target; `cost` [n] is that of each round."""
+    if target is None:
+        return None
+    reached = np.flatnonzero(metric.reached(run.records.column(metric.name), target))  # NaN reaches nothing
+    return float(cost[: reached[0] + 1].sum()) if len(reached) else None
 
 
 def _network_seconds(run: Run, metric: Metric, target: float | None) -> float | None:
-    if not values_of(run, "network_seconds"):
+    if not has(run, "network_seconds"):
         return None
-    return _cost_to_target(run, metric, target, lambda record: number(record, "network_seconds") or 0.0)
+    return _cost_to_target(run, metric, target, run.records.amounts("network_seconds"))
 
 
 def _over(values: list[float], stand: Callable[[list[float]], float]) -> float | None:
