@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import numpy as np
+import tomli_w
 import torch
 from torch import nn
 
+from undrift.core.seals import Place, append_lines, seal_toml
 from undrift.data.batches import Plan
 from undrift.data.dataset import Dataset
 from undrift.data.federation import Federation, federate
@@ -74,5 +77,13 @@ def path(run: Simulation, rounds: int) -> torch.Tensor:
 
 
 def timeless(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The records of a run without how long its rounds took."""
-    return [{k: v for k, v in r.items() if k != "seconds"} for r in records]
+    """The records of a run without how long its rounds took, and without checksums."""
+    return [{k: v for k, v in r.items() if k not in ("seconds", "check")} for r in records]
+
+
+def write_run(folder: Path, settings: dict[str, Any], records: list[dict[str, Any]], run: str = "byhand") -> None:
+    """Write run.toml and rounds.jsonl of a run without a checkpoint."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "run.toml").write_bytes(seal_toml(tomli_w.dumps(settings), run))
+    (folder / "rounds.jsonl").write_bytes(b"")
+    append_lines(folder / "rounds.jsonl", Place(0, run), *records)

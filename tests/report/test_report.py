@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from html import escape
 from html.parser import HTMLParser
@@ -12,9 +11,11 @@ from xml.etree import ElementTree
 
 import numpy as np
 import pytest
-import tomli_w
 
+from tests.small import write_run
 from undrift.core.errors import BadRunFolder, BadSetting
+from undrift.core.run_files import read_settings
+from undrift.core.seals import read_lines, seal_toml
 from undrift.report.load import Group, group_runs, load
 from undrift.report.page import html, write
 from undrift.report.pictures import partition_picture, partition_text
@@ -36,12 +37,10 @@ def make_run(
     **settings: Any,
 ) -> Path:
     """A run folder with one record for each accuracy; loss is 1 - accuracy unless `loss` lists it."""
-    folder.mkdir(parents=True)
     loss = settings.pop("loss", [None if a is None else 1 - a for a in accuracy])
     more = settings.pop("more", {})
     toml = {"algorithm": algorithm, **COMMON, "seed": seed, **settings, "set": fields or {}, "made": MADE}
-    (folder / "run.toml").write_text(tomli_w.dumps(toml))
-    lines = []
+    records = []
     for place, value in enumerate(accuracy):
         record = {
             "round": place + 1,
@@ -59,8 +58,8 @@ def make_run(
         }
         if val:
             record["val_accuracy"] = val[place]
-        lines.append(json.dumps(record) + "\n")
-    (folder / "rounds.jsonl").write_text("".join(lines))
+        records.append(record)
+    write_run(folder, toml, records)
     return folder
 
 
@@ -124,11 +123,9 @@ def test_the_table_in_words(tmp_path: Path) -> None:
 
 def extended(folder: Path, *more: dict[str, float]) -> None:
     """Put further numbers into the records of a run."""
-    lines = [
-        json.loads(line) | extra
-        for line, extra in zip((folder / "rounds.jsonl").read_text().splitlines(), more, strict=True)
-    ]
-    (folder / "rounds.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    records = list(read_lines(folder / "rounds.jsonl", "byhand"))
+    settings, _ = read_settings(folder)
+    write_run(folder, settings, [record | extra for record, extra in zip(records, more, strict=True)])
 
 
 def test_further_measures_have_a_table_of_their_own(tmp_path: Path) -> None:
@@ -311,7 +308,8 @@ def test_what_cannot_be_read_is_said_in_one_line(tmp_path: Path) -> None:
             load([path])
         assert "\n" not in str(error.value)
     (tmp_path / "bad").mkdir()
-    for content in (b"algorithm = ", b"\xff\xfe", b"clients = 3", b'algorithm = "x"\nset = 3'):
+    sealed = (seal_toml(text, "x") for text in ("algorithm = ", "clients = 3", 'algorithm = "x"\nset = 3\n'))
+    for content in (b"", b"algorithm = ", b"\xff\xfe", b'algorithm = "x"\n', *sealed):
         (tmp_path / "bad" / "run.toml").write_bytes(content)
         with pytest.raises(BadRunFolder, match=r"run\.toml") as error:
             load([tmp_path])

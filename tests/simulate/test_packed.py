@@ -20,6 +20,7 @@ from tests import small
 from undrift import cli
 from undrift.core.errors import BadSetting
 from undrift.core.names import names
+from undrift.core.seals import write_sealed
 from undrift.data.federation import Federation, federate
 from undrift.jobs import packs
 from undrift.jobs.config import RunConfig, from_mapping
@@ -346,8 +347,9 @@ def test_the_estimate_of_time_is_of_the_rounds_that_are_left(tmp_path: Path, mon
     timed = iter([9.0, 2.0, 3.0, 4.0])  # the first ones may be slow
     monkeypatch.setattr(packs, "time_round", lambda simulation: next(timed))
     jobs = [Job(f"run{n}", dataclasses.replace(config, rounds=6)) for n, config in enumerate(configs()[:2])]
-    (tmp_path / "run0/checkpoint").mkdir(parents=True)
-    (tmp_path / "run0/checkpoint/latest.json").write_text('{"round": 5}')
+    small.write_run(tmp_path / "run0", {}, [], run="it")
+    (tmp_path / "run0/checkpoint").mkdir()
+    write_sealed(tmp_path / "run0/checkpoint/round-000005.json", {"round": 5, "run": "it"})
     assert "in one program, " in (said := _programs(jobs, tmp_path, 1)[1])
     assert said.endswith(" 14 s if run one after another"), "one round and six, of two seconds each"
 

@@ -23,7 +23,7 @@ import torch
 
 from undrift.algorithms.checks import check_algorithm
 from undrift.core.device import pick_device
-from undrift.core.errors import BadRunFolder, BadSetting, MissingData, UndriftError
+from undrift.core.errors import BadRunFolder, BadSetting, CannotWrite, MissingData, UndriftError
 from undrift.core.names import module_of
 from undrift.data.load import load_dataset
 from undrift.data.partition import PARTITIONS
@@ -174,14 +174,16 @@ def run_all(
                     _pass_on(news, watch)
                     for done in [f for f in waiting if f.done()]:
                         program = waiting.pop(done)
-                        if error := done.exception():  # a worker that died
+                        if isinstance(error := done.exception(), CannotWrite):
+                            raise CannotWrite(str(error).replace("go on with --resume", "the same command goes on"))
+                        if error:  # a worker that died
                             failed |= {job.name: _message(error) for job in program}
                             continue
                         messages, note = done.result()
                         failed |= messages
                         if note:
                             say(note)
-            except KeyboardInterrupt:
+            except (KeyboardInterrupt, CannotWrite):
                 for future in waiting:
                     future.cancel()
                 for process in list((pool._processes or {}).values()):
@@ -242,6 +244,8 @@ def _run_program(program: list[Job], out: Path, news: Any) -> tuple[dict[str, st
         configs: list[Any] = [job.config for job in program]
         try:
             packs.run_packed(configs, [out / job.name for job in program], [_progress(job, news) for job in program])
+        except CannotWrite:
+            raise
         except Exception as error:
             note = f"{len(program)} runs could not be packed ({_message(error)}) and were run one by one: {program[0].name}, ..."
         gc.collect()  # frees what the pack held on the device
@@ -252,6 +256,8 @@ def _run_program(program: list[Job], out: Path, news: Any) -> tuple[dict[str, st
             if not _finished(job, folder):
                 KINDS[job.kind].run(job.config, out=folder.path, resume=folder.exists(), progress=progress)
             news.put((job.name, job.config.rounds, job.config.rounds))
+        except CannotWrite:  # nor could the other runs
+            raise
         except Exception as error:
             failed[job.name] = _message(error)
     return failed, note
