@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from safetensors.torch import load_file
 
 import undrift
 from tests.small import QUICK, timeless
@@ -67,7 +66,6 @@ def refusal(call: Callable[[], Any]) -> str:
     try:
         call()
     except UndriftError as error:
-        assert len(str(error).splitlines()) == 1
         return str(error)
     return ""
 
@@ -96,7 +94,7 @@ def check_damages(folders: Path, tmp_path: Path, count: int, draw: random.Random
         found = verify(harmed)
         if refused:
             counts["refused by resume"] += 1
-            assert found.damage, victim
+            assert found.damage and len(refused.splitlines()) == 1, victim
             assert before == {p: p.read_bytes() for p in resumed.rglob("*") if p.is_file()}, victim
             if "--back" in found.advice:
                 counts["gone back"] += 1
@@ -104,13 +102,9 @@ def check_damages(folders: Path, tmp_path: Path, count: int, draw: random.Random
                 undrift.run(out=resumed, resume=True)
         if not refused or "--back" in found.advice:
             assert ends_like(resumed, whole), (name, victim, found)
-        if changed and victim.name in (
-            "run.toml",
-            "round-000006.json",
-            "round-000009.json",
-            "round-000009.safetensors",
-        ):
-            assert refused or name == "killed", victim
+        last = f"round-{6 if name == 'killed' else ROUNDS:06d}"
+        if changed and victim.name in ("run.toml", f"{last}.json", f"{last}.safetensors"):
+            assert refused, victim
         original, reported = load([folders / name])[0], []
         if refusal(lambda: reported.extend(load([harmed]))):  # noqa: B023
             counts["refused by report"] += 1
@@ -217,4 +211,3 @@ def test_files_of_another_run_are_refused(folders: Path, tmp_path: Path) -> None
         with pytest.raises(BadRunFolder):
             undrift.run(out=tmp_path / name, resume=True, rounds=ROUNDS + 1)
         assert verify(tmp_path / name).damage
-    assert load_file(folders / "ended/super.safetensors").keys()
