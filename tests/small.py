@@ -85,5 +85,5 @@ def write_run(folder: Path, settings: dict[str, Any], records: list[dict[str, An
     """Write run.toml and rounds.jsonl of a run without a checkpoint."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "run.toml").write_bytes(seal_toml(tomli_w.dumps(settings), run))
-    (folder / "rounds.jsonl").write_bytes(b"")
-    append_lines(folder / "rounds.jsonl", Place(0, run), *records)
+    with (folder / "rounds.jsonl").open("wb", buffering=0) as file:
+        append_lines(file, Place(0, run), *records)

@@ -130,7 +130,9 @@ def test_none_of_a_thousand_damages_is_accepted(folders: Path, tmp_path: Path) -
 def test_every_bit_of_a_sealed_text_counts(tmp_path: Path) -> None:
     file = tmp_path / "lines"
     records = [{"round": 1, "loss": 0.5}, {"round": 2, "loss": None}]
-    end = seals.append_lines(file, seals.append_lines(file, seals.Place(0, "run"), records[0]), records[1])
+    with file.open("wb", buffering=0) as opened:
+        first = seals.append_lines(opened, seals.Place(0, "run"), records[0])
+        end = seals.append_lines(opened, first, records[1])
     assert end == seals.last_place(file) and list(seals.read_lines(file, "run", end)) == records
     whole = file.read_bytes()
     harmed = [

@@ -11,6 +11,7 @@ import json
 import os
 import zlib
 from collections.abc import Iterator, Mapping
+from io import FileIO
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -82,14 +83,13 @@ def unseal_toml(sealed: bytes) -> tuple[str, str]:
     return text, run
 
 
-def append_lines(path: Path, end: Place, *records: Mapping[str, Any]) -> Place:
+def append_lines(file: FileIO, end: Place, *records: Mapping[str, Any]) -> Place:
     """Add sealed lines to a file that ends at `end`; return its new end."""
     length, before = end
-    with path.open("ab", buffering=0) as file:
-        for record in records:
-            line = seal(record, before)
-            write_all(file, line)
-            length, before = length + len(line), check_of(line)
+    for record in records:
+        line = seal(record, before)
+        write_all(file, line)
+        length, before = length + len(line), check_of(line)
     return Place(length, before)
 
 

@@ -14,7 +14,7 @@ from undrift.core.errors import UndriftError, UnknownName
 from undrift.deploy.messages import Encoded, Fact, Letter, Refused
 from undrift.deploy.node import build_client, name_of
 from undrift.deploy.run import deploy
-from undrift.deploy.settings import Plan
+from undrift.deploy.settings import REFUSED, Plan
 from undrift.deploy.site_files import Report, check_fits, read_report, site_path
 
 NPY = "numpy.ndarray"  # Flower's name for a .npy file
@@ -132,7 +132,11 @@ def server_app() -> ServerApp:
     def main(grid: Grid, context: Context) -> None:
         plan = Plan.from_flat(context.run_config)
         post = GridPost(grid, plan.deploy.timeout, say, plan)
-        deploy(plan, post, lambda: post.meet(plan.names, plan.deploy.wait), post.samples, say)
+        try:
+            deploy(plan, post, lambda: post.meet(plan.names, plan.deploy.wait), post.samples, say)
+        except UndriftError as error:
+            say(f"{REFUSED}{error}")  # Flower prints a traceback too
+            raise
 
     return app
 

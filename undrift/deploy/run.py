@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import os
 import secrets
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -11,7 +12,7 @@ from typing import Any
 
 from undrift.core.device import pick_device
 from undrift.core.errors import BadRunFolder
-from undrift.core.files import replaced, sync, writing
+from undrift.core.files import replaced, writing
 from undrift.core.run_files import DEPLOYED, VISITS, Checkpoint
 from undrift.core.seals import Place, append_lines, read_lines, read_sealed, write_sealed
 from undrift.data.load import load_dataset
@@ -70,8 +71,9 @@ def deploy(
             return {"epsilon": epsilon(rate, deploy.privacy_noise, rounds, deploy.privacy_delta)} if private else {}
 
         deployment = Deployment(simulation, remote, visits.keep, spend, samples if plan.site_files else None)
-        yield deployment
-        deployment.close(visits.closed())
+        with contextlib.closing(visits.file):
+            yield deployment
+            deployment.close(visits.closed())
 
     result = start(config, {}, build, out, plan.deploy.resume, show)
     say(f"{len(result.records)} rounds; stopped by {result.stopped}; written to {out}")
@@ -88,17 +90,18 @@ class Visits:
             with contextlib.suppress(BadRunFolder):  # a power failure may leave anything after the checkpoint
                 for visit in itertools.islice(read_lines(file, "", place), len(kept), None):
                     kept += [visit] if visit["round"] <= reached else []
-        self.file, self.kept = file, kept
-        with writing(file), replaced(file) as temporary:
-            temporary.touch()
-            self.end = append_lines(temporary, Place(0, ""), *kept)
+        self.path, self.kept = file, kept
+        with writing(file):
+            with replaced(file) as temporary, temporary.open("wb", buffering=0) as new:
+                self.end = append_lines(new, Place(0, ""), *kept)
+            self.file = file.open("ab", buffering=0)  # stays open: another run may take the folder, but not this file
 
     def keep(self, new: list[Visit]) -> None:
         """Write down further visits."""
         visits = [visit._asdict() for visit in new]
-        with writing(self.file):
+        with writing(self.path):
             self.end = append_lines(self.file, self.end, *visits)
-            sync(self.file)
+            os.fsync(self.file.fileno())
         self.kept += visits
 
     def closed(self) -> set[tuple[str, int]]:

@@ -112,6 +112,7 @@ class Course(Generic[R, C]):
         run, folder, stopped = self.run, self.folder, self.reached or "rounds"
         model = run.model()
         if folder is not None and ranks.first_rank_says(self.saved < run.t or not folder.finished()):
+            self.save(folder, {"finished": False})  # a model without a checkpoint could not be resumed
             model_sum = folder.write_model(model)
             if (extras := run.extras(self.config.as_toml(), self.records)) is not None:
                 folder.write_super(*extras)

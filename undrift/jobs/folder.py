@@ -104,8 +104,8 @@ class RunFolder:
         # JSON has no NaN and no infinity: they become null.
         plain = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in record.items()}
         self.check_owner()
-        with writing(self.rounds_file):
-            self.written = append_lines(self.rounds_file, self.written, plain)
+        with writing(self.rounds_file), self.rounds_file.open("ab", buffering=0) as file:
+            self.written = append_lines(file, self.written, plain)
 
     def records(self) -> list[dict[str, Any]]:
         """The rounds up to the last checkpoint."""
