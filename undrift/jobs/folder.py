@@ -201,10 +201,11 @@ class RunFolder:
         """Refuse to write into a folder that is no longer this process's: the lock is not the one that it holds."""
         if self.lock is None:
             return
-        try:
-            mine = os.path.samestat(os.fstat(self.lock.fileno()), os.stat(self.path / ".lock"))
-        except OSError:
-            raise CannotWrite(f"{self.path} was removed while its run was going on; start again") from None
+        with writing(self.path):
+            try:
+                mine = os.path.samestat(os.fstat(self.lock.fileno()), os.stat(self.path / ".lock"))
+            except FileNotFoundError:
+                raise CannotWrite(f"{self.path} was removed while its run was going on; start again") from None
         if not mine:
             raise CannotWrite(
                 f"{self.path} was removed and taken by another run; start this one again with another --out"
