@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import numpy as np
+import tomli_w
 import torch
 from torch import nn
 
+from undrift.core.run_files import ROUNDS, read_settings
+from undrift.core.seals import Place, append_lines, read_lines, seal_toml
 from undrift.data.batches import Plan
 from undrift.data.dataset import Dataset
 from undrift.data.federation import Federation, federate
@@ -74,5 +78,18 @@ def path(run: Simulation, rounds: int) -> torch.Tensor:
 
 
 def timeless(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The records of a run without how long its rounds took."""
-    return [{k: v for k, v in r.items() if k != "seconds"} for r in records]
+    """The records of a run without how long its rounds took, and without checksums."""
+    return [{k: v for k, v in r.items() if k not in ("seconds", "check")} for r in records]
+
+
+def write_run(folder: Path, settings: dict[str, Any], records: list[dict[str, Any]], run: str = "byhand") -> None:
+    """Write run.toml and rounds.jsonl of a run without a checkpoint."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "run.toml").write_bytes(seal_toml(tomli_w.dumps(settings), run))
+    with (folder / "rounds.jsonl").open("wb", buffering=0) as file:
+        append_lines(file, Place(0, run), *records)
+
+
+def read_rounds(folder: Path) -> list[dict[str, Any]]:
+    """All rounds of a run's folder."""
+    return list(read_lines(folder / ROUNDS, read_settings(folder)[1]))

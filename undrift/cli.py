@@ -368,6 +368,26 @@ def write_report(folders: list[Path], out: Path, target: float | None) -> None:
     print(f"written to {out}")
 
 
+@command(
+    "verify",
+    "say what is damaged in run folders, and from where a run can go on",
+    path("folders", nargs="+"),
+    arg("--back", action="store_true", help="give up a damaged last checkpoint for the one before it"),
+)
+def verify_command(arguments: argparse.Namespace) -> int:
+    from undrift.jobs.verify import verify
+    from undrift.report.load import find
+
+    damaged = 0
+    for folder in find(arguments.folders):
+        damage, advice = verify(folder, arguments.back)
+        damaged += bool(damage)
+        for line in damage:
+            print(line)
+        print(f"{folder} is {'damaged' if damage else 'whole'}; {advice}")
+    return 2 if damaged else 0
+
+
 @command("list", "list what there is", arg("kind", metavar="|".join(KINDS)), arg("--json", action="store_true"))
 def list_command(arguments: argparse.Namespace) -> None:
     entries = list_kind(arguments.kind)

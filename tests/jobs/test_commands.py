@@ -16,6 +16,7 @@ import undrift
 from undrift import cli
 from undrift.core.errors import BadSetting, UndriftError
 from undrift.core.rates import RateSchedule
+from undrift.core.seals import seal_toml, unseal_toml
 from undrift.dataparallel import command as parallel
 from undrift.dataparallel.training import ParallelTraining
 from undrift.deploy import settings as deployment
@@ -171,8 +172,9 @@ def test_fast_is_the_default(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_an_old_folder_of_data_parallel_workers_goes_on(old: bool, new: str, tmp_path: Path) -> None:
     parallel.run_parallel(SMALL, out=tmp_path)
     file = tmp_path / "run.toml"
-    text = file.read_text().replace('compile = "auto"', f"compile = {str(old).lower()}")
-    file.write_text(text.replace("replay = true", "replay = false"))
+    text, run = unseal_toml(file.read_bytes())
+    text = text.replace('compile = "auto"', f"compile = {str(old).lower()}").replace("replay = true", "replay = false")
+    file.write_bytes(seal_toml(text, run))
     assert len(parallel.run_parallel(out=tmp_path, resume=True, rounds=3).records) == 3
     stored = tomllib.loads(file.read_text())
     assert stored["compile"] == new and stored["replay"] is False

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 import tomllib
@@ -28,6 +29,7 @@ def test_a_run_leaves_its_folder(tmp_path: Path) -> None:
     assert [r["round"] for r in lines] == [1, 2, 3, 4] and lines[0].keys() >= FIELDS
     assert [r["accuracy"] is not None for r in lines] == [False, False, True, True]  # every third, and the last
     assert timeless(lines) == timeless(result.records)
+    assert all(re.fullmatch("[0-9a-f]{8}", line["check"]) for line in lines)
     stored = load_file(tmp_path / "run/model.safetensors")
     assert stored.keys() == result.model.keys() == {"head.1.weight", "head.1.bias"}
     assert all(torch.equal(stored[n], t) for n, t in result.model.items())
@@ -50,7 +52,7 @@ def test_an_out_that_holds_another_run_is_left_alone(tmp_path: Path) -> None:
 @pytest.mark.parametrize("harm", ["flip", "truncate", "json", "gone", "rounds", "toml"])
 def test_a_damaged_checkpoint_is_refused_and_kept(harm: str, tmp_path: Path) -> None:
     undrift.run(QUICK | {"rounds": 3}, out=tmp_path)
-    tensors = next((tmp_path / "checkpoint").glob("*.safetensors"))
+    tensors = tmp_path / "checkpoint/round-000003.safetensors"
     content = tensors.read_bytes()
     if harm == "flip":
         tensors.write_bytes(content[:-9] + bytes([content[-9] ^ 1]) + content[-8:])
@@ -59,7 +61,7 @@ def test_a_damaged_checkpoint_is_refused_and_kept(harm: str, tmp_path: Path) -> 
     elif harm == "gone":
         tensors.unlink()
     elif harm == "json":
-        (tmp_path / "checkpoint/latest.json").write_text('{"round": 3')
+        (tmp_path / "checkpoint/round-000003.json").write_text('{"round": 3')
     elif harm == "rounds":
         (tmp_path / "rounds.jsonl").write_text("")
     else:

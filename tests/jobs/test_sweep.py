@@ -20,6 +20,7 @@ from safetensors.torch import load_file
 
 from tests.small import timeless
 from undrift import cli, run
+from undrift.core.seals import seal_toml, unseal_toml
 from undrift.jobs.sweep import plan, run_all
 
 SWEEP = """
@@ -54,7 +55,8 @@ def test_a_sweep_runs_everything_once_and_reports(tmp_path: Path, capsys: pytest
     assert "fedprox" in (tmp_path / "o/report.html").read_text()
     stamps = {p: p.stat().st_mtime_ns for p in (tmp_path / "o").rglob("rounds.jsonl")}
     victim = folders[0]
-    (victim / "checkpoint/latest.json").unlink()  # as if it had been killed before its first checkpoint
+    for file in (victim / "checkpoint").iterdir():
+        file.unlink()  # as if it had been killed before its first checkpoint
     (victim / "model.safetensors").unlink()
     assert cli.main(command) == 0
     again = {p: p.stat().st_mtime_ns for p in (tmp_path / "o").rglob("rounds.jsonl")}
@@ -182,7 +184,8 @@ def test_a_sweep_goes_on_with_what_a_run_chose_for_itself(tmp_path: Path) -> Non
     assert cli.main(command) == 0
     (folder,) = (tmp_path / "o").glob("*/")
     settings = folder / "run.toml"  # of a run on a GPU, which writes down whether it compiled
-    settings.write_text(settings.read_text().replace('compile = "auto"', 'compile = "off"'))
+    text, run = unseal_toml(settings.read_bytes())
+    settings.write_bytes(seal_toml(text.replace('compile = "auto"', 'compile = "off"'), run))
     assert 'compile = "off"' in settings.read_text()
     assert cli.main(command) == 0
     (tmp_path / "s.toml").write_text((tmp_path / "s.toml").read_text().replace("rounds = 2", "rounds = 3"))

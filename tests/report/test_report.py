@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import subprocess
@@ -15,10 +14,12 @@ from xml.etree import ElementTree
 
 import numpy as np
 import pytest
-import tomli_w
 
+from tests.small import write_run
 from undrift import cli
 from undrift.core.errors import BadRunFolder, BadSetting
+from undrift.core.run_files import read_settings
+from undrift.core.seals import AFTER, BEFORE, Place, append_lines, check, read_lines, seal_toml, unseal
 from undrift.report.load import Group, group_runs, load
 from undrift.report.page import html, write
 from undrift.report.pictures import partition_picture, partition_text
@@ -41,12 +42,10 @@ def make_run(
     **settings: Any,
 ) -> Path:
     """A run folder with one record for each accuracy; loss is 1 - accuracy unless `loss` lists it."""
-    folder.mkdir(parents=True)
     loss = settings.pop("loss", [None if a is None else 1 - a for a in accuracy])
     more = settings.pop("more", {})
     toml = {"algorithm": algorithm, **COMMON, "seed": seed, **settings, "set": fields or {}, "made": MADE}
-    (folder / "run.toml").write_text(tomli_w.dumps(toml))
-    lines = []
+    records = []
     for place, value in enumerate(accuracy):
         record = {
             "round": place + 1,
@@ -64,8 +63,8 @@ def make_run(
         }
         if val:
             record["val_accuracy"] = val[place]
-        lines.append(json.dumps(record) + "\n")
-    (folder / "rounds.jsonl").write_text("".join(lines))
+        records.append(record)
+    write_run(folder, toml, records)
     return folder
 
 
@@ -129,11 +128,9 @@ def test_the_table_in_words(tmp_path: Path) -> None:
 
 def extended(folder: Path, *more: dict[str, float]) -> None:
     """Put further numbers into the records of a run."""
-    lines = [
-        json.loads(line) | extra
-        for line, extra in zip((folder / "rounds.jsonl").read_text().splitlines(), more, strict=True)
-    ]
-    (folder / "rounds.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    records = list(read_lines(folder / "rounds.jsonl", "byhand"))
+    settings, _ = read_settings(folder)
+    write_run(folder, settings, [record | extra for record, extra in zip(records, more, strict=True)])
 
 
 def test_further_measures_have_a_table_of_their_own(tmp_path: Path) -> None:
@@ -312,13 +309,13 @@ def test_names_that_look_like_markup_are_printed_as_they_are(
     assert "x[/red]" in said and "[bold]y" in said and ":smile:" in said
 
 
-@pytest.mark.parametrize(
-    "value", ["Infinity", "1e999", "1" + "0" * 400, "null", '"x"', "[1]", "[" * 3000, '{"round": 1}']
-)
+@pytest.mark.parametrize("value", ["Infinity", "1e999", "1" + "0" * 400, "null", '"x"', "[1]", '{"round": 1}'])
 def test_numbers_that_are_none_are_left_out(value: str, tmp_path: Path) -> None:
-    rounds = make_run(tmp_path / "a", "fedavg", 0, [0.5]) / "rounds.jsonl"
-    whole = rounds.read_text().splitlines()[0]
-    rounds.write_text(f'{whole}\n{{"round": 2, "accuracy": {value}, "loss": 1.0}}\n')
+    first = make_run(tmp_path / "a", "fedavg", 0, [0.5]) / "rounds.jsonl"
+    _, before = unseal(first.read_bytes(), "byhand")
+    content = f'{{"round": 2, "accuracy": {value}, "loss": 1.0'.encode()
+    with first.open("ab") as file:
+        file.write(content + BEFORE + check(content, before).encode() + AFTER + b"\n")
     (run,) = load([tmp_path])
     assert run.records.values("accuracy") == [0.5]
     write([tmp_path], tmp_path / "page.html")
@@ -326,8 +323,8 @@ def test_numbers_that_are_none_are_left_out(value: str, tmp_path: Path) -> None:
 
 def test_columns_are_the_records(tmp_path: Path) -> None:
     lines = [{"round": 1, "loss": 2.0}, {"round": 2, "sites": {"test": {}}, "loss": None}, {"round": 3, "late": 1}]
-    (tmp_path / "rounds.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    records = read_records(tmp_path / "rounds.jsonl")
+    write_run(tmp_path, {}, lines)
+    records = read_records(tmp_path / "rounds.jsonl", "byhand")
     assert [records.read(place) for place in range(len(records))] == lines
     assert records.column("round").tolist() == [1, 2, 3] and records.values("loss") == [2.0]
     assert np.isnan(records.column("late")).tolist() == [True, True, False] and np.isnan(records.column("none")).all()
@@ -353,9 +350,12 @@ def test_a_report_of_a_million_rounds_takes_a_minute_and_a_gigabyte(tmp_path: Pa
         "client_accuracy_p50": 0.6,
         "client_accuracy_p90": 0.8,
     }
-    with (folder / "rounds.jsonl").open("w") as file:
-        for t in range(1, 1_000_001):
-            file.write(json.dumps({"round": t, "accuracy": t / 1e6} | line) + "\n")
+    with (folder / "rounds.jsonl").open("wb", buffering=0) as file:
+        end = Place(0, "byhand")
+        for first in range(1, 1_000_001, 1000):
+            end = append_lines(
+                file, end, *({"round": t, "accuracy": t / 1e6} | line for t in range(first, first + 1000))
+            )
     code = (
         "import resource, sys, time; from undrift import cli; assert cli.main(sys.argv[1:]) == 0; "
         "print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6, time.process_time())"
@@ -384,7 +384,8 @@ def test_what_cannot_be_read_is_said_in_one_line(tmp_path: Path) -> None:
             load([path])
         assert "\n" not in str(error.value)
     (tmp_path / "bad").mkdir()
-    for content in (b"algorithm = ", b"\xff\xfe", b"clients = 3", b'algorithm = "x"\nset = 3'):
+    sealed = (seal_toml(text, "x") for text in ("algorithm = ", "clients = 3", 'algorithm = "x"\nset = 3\n'))
+    for content in (b"", b"algorithm = ", b"\xff\xfe", b'algorithm = "x"\n', *sealed):
         (tmp_path / "bad" / "run.toml").write_bytes(content)
         with pytest.raises(BadRunFolder, match=r"run\.toml") as error:
             load([tmp_path])

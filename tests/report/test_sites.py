@@ -7,6 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import undrift
+from tests.small import write_run
+from undrift.core.run_files import read_settings
 from undrift.report import sites
 from undrift.report.load import by_task, group_runs, load
 from undrift.report.page import html
@@ -42,10 +44,8 @@ def test_the_report_puts_left_out_sites_side_by_side(tmp_path: Path) -> None:
             )  # fmt: skip
             unseen = result.records[-1]["sites"]["unseen"]
             found[name, site] = unseen["super" if name == "fedsm" else "global"]["dice"][0]
-    (tmp_path / "fedavg3").mkdir()  # a run that was ended before its first evaluation
-    settings = (tmp_path / "fedavg2" / "run.toml").read_text().replace("seed = 0", "seed = 1")
-    (tmp_path / "fedavg3" / "run.toml").write_text(settings)
-    (tmp_path / "fedavg3" / "rounds.jsonl").write_text("")
+    settings, _ = read_settings(tmp_path / "fedavg2")
+    write_run(tmp_path / "fedavg3", settings | {"seed": 1}, [])  # a run that was ended before its first evaluation
     part = sites.unseen_sites(by_task(group_runs(load([tmp_path]))))
     assert part is not None and "Unseen sites" in html(load([tmp_path]), None)
     for name in ("fedavg", "fedsm"):

@@ -48,7 +48,8 @@ def same(a: Any, b: Any) -> bool:
 
 
 def disk(folder: Path, round: int = 0) -> DiskTable:
-    return DiskTable(folder / "table", folder / "undo", CLIENTS, round)
+    (folder / "checkpoint").mkdir(exist_ok=True)
+    return DiskTable(folder, CLIENTS, round)
 
 
 def again(folder: Path, tensors: dict[str, Tensor], round: int) -> Kept:
@@ -145,12 +146,15 @@ def test_resume_from_every_moment_of_a_run(tmp_path: Path, monkeypatch: pytest.M
     for place in moments:
         if not (place / "run.toml").exists():
             continue  # the run has not begun
-        ahead += (place / "clients.table").exists() and (place / "clients.undo").stat().st_size > 50
+        ahead += any(log.stat().st_size for log in place.glob("checkpoint/*.undo"))
         resumed = undrift.run(**(own | {"out": place}), resume=True)
         assert timeless(resumed.records) == timeless(whole.records)
         assert all(torch.equal(resumed.model[n], t) for n, t in whole.model.items())
         assert (place / "clients.table").read_bytes() == table
     assert ahead > 10 and len(moments) > 50
+
+
+TABLE, LOG = "clients.table", "checkpoint/round-000007.undo"
 
 
 def interrupted(folder: Path) -> tuple[dict[str, Tensor], Kept, bytes]:
@@ -161,85 +165,123 @@ def interrupted(folder: Path) -> tuple[dict[str, Tensor], Kept, bytes]:
     table.saved(7)
     then = everybody(table)
     table.write(torch.tensor([3, 4]), kept([3, 4], 20))
-    log = (folder / "undo").read_bytes()
+    log = (folder / LOG).read_bytes()
     table.write(torch.tensor([2, 3, 5]), kept([2, 3, 5], 30))
     assert not same(everybody(table), then)
     table.close()
     return tensors, then, log
 
 
-def test_a_last_entry_that_was_cut_off_is_ignored_and_anything_else_undone(tmp_path: Path) -> None:
+def test_a_last_record_that_was_cut_off_is_ignored_and_anything_else_undone(tmp_path: Path) -> None:
     tensors, then, before = interrupted(tmp_path)
-    whole, rows = ((tmp_path / name).read_bytes() for name in ("undo", "table"))
-    assert same(again(tmp_path, tensors, 7), then) and (tmp_path / "undo").stat().st_size == 12
+    whole, rows = ((tmp_path / name).read_bytes() for name in (LOG, TABLE))
+    assert same(again(tmp_path, tensors, 7), then) and (tmp_path / LOG).stat().st_size == 0
     first = disk(tmp_path, 7)
     first.restore(tensors, CPU)
     first.write(torch.tensor([3, 4]), kept([3, 4], 20))  # all but the last write
     first.close()
-    assert (tmp_path / "undo").read_bytes() == before
-    written = (tmp_path / "table").read_bytes()
+    assert (tmp_path / LOG).read_bytes() == before
+    written = (tmp_path / TABLE).read_bytes()
     assert written != rows
     for length in range(len(before), len(whole)):
-        (tmp_path / "table").write_bytes(written)
-        (tmp_path / "undo").write_bytes(whole[:length])
+        (tmp_path / TABLE).write_bytes(written)
+        (tmp_path / LOG).write_bytes(whole[:length])
         assert same(again(tmp_path, tensors, 7), then)
 
 
-def test_a_log_of_an_older_checkpoint_is_not_applied(tmp_path: Path) -> None:
-    """A kill between a checkpoint and the new beginning of the log."""
+def test_a_log_that_was_not_begun_has_nothing_to_undo(tmp_path: Path) -> None:
+    """A kill between a checkpoint and the beginning of its log; the log of the checkpoint before is still there."""
     interrupted(tmp_path)
-    table, rows = disk(tmp_path, 7), (tmp_path / "table").read_bytes()
-    table.open(len(rows) // CLIENTS)
+    table = disk(tmp_path, 7)
+    table.write(torch.tensor([1, 2]), kept([1, 2], 40))
     now, tensors = everybody(table), table.tensors()
     table.close()
-    assert same(again(tmp_path, tensors, 9), now)
+    assert (tmp_path / LOG).stat().st_size and same(again(tmp_path, tensors, 9), now)
+
+
+def test_the_table_goes_back_to_the_checkpoint_before_the_last_one(tmp_path: Path) -> None:
+    table, then, tensors = disk(tmp_path), [], []
+    for round in range(1, 5):
+        table.write(torch.tensor([round, round + 1, 9]), kept([round, round + 1, 9], round))
+        then.append(everybody(table))
+        tensors.append(table.tensors())
+        table.saved(round)
+    table.write(torch.tensor([1, 4, 5, 9]), kept([1, 4, 5, 9], 50))
+    table.close()
+    (tmp_path / "checkpoint/round-000001.undo").unlink()
+    (tmp_path / "checkpoint/round-000002.undo").unlink()
+    shutil.copytree(tmp_path, tmp_path / "copy")
+    assert same(again(tmp_path / "copy", tensors[3], 4), then[3])
+    assert same(again(tmp_path, tensors[2], 3), then[2])
+    assert same(again(tmp_path, tensors[2], 3), then[2])  # what was given up is still beside it, and harmless
+    with pytest.raises(BadRunFolder, match="is wrong"):
+        again(tmp_path, tensors[1], 2)
 
 
 # Damage
 
 
-def test_every_damaged_byte_of_the_log_is_noticed_before_anything_is_written(tmp_path: Path) -> None:
-    tensors, _, _ = interrupted(tmp_path)
-    whole, rows = ((tmp_path / name).read_bytes() for name in ("undo", "table"))
-    for place in range(len(whole)):
-        (tmp_path / "undo").write_bytes(whole[:place] + bytes([whole[place] ^ 4]) + whole[place + 1 :])
-        with pytest.raises(BadRunFolder, match="damaged"):
-            again(tmp_path, tensors, 7)
-        assert (tmp_path / "table").read_bytes() == rows
+def test_no_damage_of_log_or_table_changes_what_is_restored(tmp_path: Path) -> None:
+    """Any byte that matters is noticed before anything is written."""
+    tensors, then, _ = interrupted(tmp_path)
+    files = {name: (tmp_path / name).read_bytes() for name in (LOG, TABLE)}
+    refused = 0
+    for name, whole in files.items():
+        harmed = [whole[:at] + bytes([whole[at] ^ 4]) + whole[at + 1 :] for at in range(len(whole))]
+        for content in [*harmed, *(whole[:length] for length in range(len(whole)))]:
+            for other, bytes_ in files.items():
+                (tmp_path / other).write_bytes(content if other == name else bytes_)
+            try:
+                assert same(again(tmp_path, tensors, 7), then)
+            except BadRunFolder:
+                refused += 1
+                assert (tmp_path / name).read_bytes() == content
+    row = len(files[TABLE]) // CLIENTS
+    assert refused == 2 * len(files[LOG]) + row + len(files[TABLE])  # client 1's row, and every length
 
 
 def test_every_damaged_byte_of_a_row_is_noticed_when_it_is_read(tmp_path: Path) -> None:
-    tensors, _, _ = interrupted(tmp_path)
-    again(tmp_path, tensors, 7)
-    whole = (tmp_path / "table").read_bytes()
+    tensors, then, _ = interrupted(tmp_path)
+    table = disk(tmp_path, 7)
+    table.restore(tensors, CPU)
+    whole = (tmp_path / TABLE).read_bytes()
     row = len(whole) // CLIENTS
-    for place in range(2 * row, 3 * row):
-        (tmp_path / "table").write_bytes(whole[:place] + bytes([whole[place] ^ 4]) + whole[place + 1 :])
+    harmed = [whole[:at] + bytes([whole[at] ^ 4]) + whole[at + 1 :] for at in range(2 * row, 3 * row)]
+    for content in (*harmed, whole[: 2 * row] + whole[row : 2 * row] + whole[3 * row :]):  # also another client's row
+        (tmp_path / TABLE).write_bytes(content)
         with pytest.raises(BadRunFolder, match="checksum of client 2 is wrong"):
-            again(tmp_path, tensors, 7)
-    (tmp_path / "table").write_bytes(whole[: 2 * row] + whole[row : 2 * row] + whole[3 * row :])
-    with pytest.raises(BadRunFolder, match="checksum of client 2 is wrong"):  # a whole row, but another client's
-        again(tmp_path, tensors, 7)
+            everybody(table)
+    (tmp_path / TABLE).write_bytes(whole)
+    assert same(everybody(table), then)
+    table.close()
 
 
-@pytest.mark.parametrize("harm", ["no table", "short table", "no undo", "later undo"])
+@pytest.mark.parametrize("harm", ["no table", "short table", "no undo", "another run's"])
 def test_a_run_whose_table_is_damaged_is_refused(harm: str, tmp_path: Path) -> None:
-    undrift.run(QUICK | {"rounds": 3, "algorithm": "scaffold"}, out=tmp_path, client_state="disk")
-    table, undo = tmp_path / "clients.table", tmp_path / "clients.undo"
+    settings = QUICK | {"rounds": 5, "checkpoint_every": 3, "algorithm": "scaffold", "client_state": "disk"}
+
+    class Killed(Exception):
+        pass
+
+    def kill(record: dict[str, Any], rounds: int) -> None:
+        if record["round"] == 5:
+            raise Killed
+
+    with pytest.raises(Killed):
+        undrift.run(settings, out=tmp_path / "run", progress=kill)
+    table = tmp_path / "run/clients.table"
     if harm == "no table":
         table.unlink()
     elif harm == "short table":
         os.truncate(table, table.stat().st_size - 1)
     elif harm == "no undo":
-        undo.unlink()
+        (tmp_path / "run/checkpoint/round-000003.undo").unlink()
     else:
-        later = DiskTable(tmp_path / "other", tmp_path / "later", 1, round=4)
-        later.create(8)
-        later.close()
-        undo.write_bytes((tmp_path / "later").read_bytes())
+        undrift.run(settings | {"rounds": 3, "seed": 1}, out=tmp_path / "other")
+        shutil.copy(tmp_path / "other/clients.table", table)
     before = {p: p.read_bytes() for p in tmp_path.rglob("*") if p.is_file()}
     with pytest.raises(BadRunFolder, match="the client table .* is damaged"):
-        undrift.run(out=tmp_path, resume=True, rounds=5)
+        undrift.run(out=tmp_path / "run", resume=True)
     assert before == {p: p.read_bytes() for p in tmp_path.rglob("*") if p.is_file()}
 
 
@@ -248,16 +290,15 @@ def test_a_run_whose_table_is_damaged_is_refused(harm: str, tmp_path: Path) -> N
 
 def test_only_rows_that_were_written_take_blocks(tmp_path: Path) -> None:
     clients, row = 50_000, 20_000
-    table = DiskTable(tmp_path / "table", tmp_path / "undo", clients, 0)
+    table = DiskTable(tmp_path, clients, 0)
     ids = torch.from_numpy(np.random.default_rng(0).choice(clients, 60, replace=False))
     for part in ids.split(20):
         table.write(part, Kept(torch.ones(20, row // 4), torch.ones(20, 1), torch.zeros(20, 0)))
     table.tensors()
-    found = os.stat(tmp_path / "table")
+    found = os.stat(tmp_path / "clients.table")
     table.close()
-    assert found.st_size > clients * row
+    assert found.st_size >= clients * row
     assert 60 * row <= 512 * found.st_blocks < 60 * (row + 3 * 4096)
-    assert os.stat(tmp_path / "undo").st_size < 1000  # rows that were not there are remembered by their names
 
 
 def test_the_log_holds_a_row_once_between_checkpoints(tmp_path: Path) -> None:
@@ -267,9 +308,9 @@ def test_the_log_holds_a_row_once_between_checkpoints(tmp_path: Path) -> None:
         if value == 3:
             table.saved(3)
         table.write(torch.tensor([1, 2]), kept([1, 2], value))
-        sizes.append((tmp_path / "undo").stat().st_size)
+        sizes.append(sum(log.stat().st_size for log in tmp_path.glob("checkpoint/*.undo")))
     table.close()
-    assert sizes[0] == sizes[1] == sizes[2] < sizes[3] == sizes[4] == sizes[5]
+    assert sizes[0] == sizes[1] == sizes[2] == 0 < sizes[3] == sizes[4] == sizes[5]
 
 
 def test_auto_takes_the_disk_where_memory_would_fill_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

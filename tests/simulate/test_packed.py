@@ -22,6 +22,7 @@ from undrift import cli
 from undrift.core import stopping
 from undrift.core.errors import BadSetting
 from undrift.core.names import names
+from undrift.core.seals import write_sealed
 from undrift.data.federation import Federation, federate
 from undrift.jobs import packs
 from undrift.jobs.config import RunConfig, from_mapping
@@ -237,7 +238,7 @@ def same_run(config: RunConfig, folder: Path) -> None:
     """The folder holds what the run alone gives."""
     alone, stored = run(config), RunFolder(folder)
     assert stored.finished() and stored.reached() == alone.records[-1]["round"]
-    for a, b in zip(alone.records, stored.records(), strict=True):
+    for a, b in zip(alone.records, small.read_rounds(folder), strict=True):
         assert a.keys() == b.keys()
         for name in a.keys() - {"seconds"}:
             value = None if isinstance(a[name], float) and math.isnan(a[name]) else a[name]
@@ -288,7 +289,7 @@ def test_a_pack_that_a_signal_stops_loses_nothing(when: int, tmp_path: Path) -> 
     assert said == ["stopped by SIGTERM"] and signal.getsignal(signal.SIGTERM) == before
     reached = [RunFolder(tmp_path / str(config.seed)).reached() for config in chosen]
     assert (
-        reached == [len(RunFolder(tmp_path / str(config.seed)).records()) for config in chosen] and min(reached) >= when
+        reached == [len(small.read_rounds(tmp_path / str(config.seed))) for config in chosen] and min(reached) >= when
     )
     for config, folder in zip(chosen, packed_run(chosen, tmp_path), strict=True):
         same_run(config, folder)
@@ -299,13 +300,13 @@ def test_runs_that_leave_a_pack_go_on_as_alone(tmp_path: Path, stretches: list[i
     chosen = configs("fedavg", model="mlp", partition="iid", dtype="float32", stop_at="accuracy=0.2")
     chosen[0] = dataclasses.replace(chosen[0], set={"lr": 1e29})
     folders = packed_run(chosen, tmp_path)
-    assert RunFolder(folders[0]).records()[-1]["dropped"] == 4
+    assert small.read_rounds(folders[0])[-1]["dropped"] == 4
     rounds = [RunFolder(folder).reached() for folder in folders]
     assert rounds[0] == 7 and len(set(rounds)) > 1, "the case is of no use unless a run ends early"
     assert stretches[0] == 3 and 2 in stretches
     for config, folder in zip(chosen, folders, strict=True):
         alone = run(config)
-        found = RunFolder(folder).records()
+        found = small.read_rounds(folder)
         assert [r["accuracy"] for r in found] == [r["accuracy"] for r in alone.records]
 
 
@@ -369,8 +370,9 @@ def test_the_estimate_of_time_is_of_the_rounds_that_are_left(tmp_path: Path, mon
     timed = iter([9.0, 2.0, 3.0, 4.0])  # the first ones may be slow
     monkeypatch.setattr(packs, "time_round", lambda simulation: next(timed))
     jobs = [Job(f"run{n}", dataclasses.replace(config, rounds=6)) for n, config in enumerate(configs()[:2])]
-    (tmp_path / "run0/checkpoint").mkdir(parents=True)
-    (tmp_path / "run0/checkpoint/latest.json").write_text('{"round": 5}')
+    small.write_run(tmp_path / "run0", {}, [], run="it")
+    (tmp_path / "run0/checkpoint").mkdir()
+    write_sealed(tmp_path / "run0/checkpoint/round-000005.json", {"round": 5, "run": "it"})
     assert "in one program, " in (said := _programs(tmp_path, 1, jobs, print)[1])
     assert said.endswith(" 14 s if run one after another"), "one round and six, of two seconds each"
 

@@ -51,7 +51,7 @@ def finished(process: subprocess.Popen[str], seconds: float = 100) -> tuple[int,
 
 def records(folder: Path) -> list[dict[str, Any]]:
     lines = [json.loads(line) for line in (folder / "rounds.jsonl").read_text().splitlines()]
-    return [{k: v for k, v in line.items() if k != "seconds"} for line in lines]
+    return [{k: v for k, v in line.items() if k not in ("seconds", "check")} for line in lines]
 
 
 def relative(found: torch.Tensor, expected: torch.Tensor) -> float:

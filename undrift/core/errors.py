@@ -42,6 +42,10 @@ class BadRunFolder(UndriftError):
     """A run folder that holds another run or a damaged one."""
 
 
+class CannotWrite(UndriftError):
+    """A run's folder that can no longer be written: full, read-only, removed or taken by another run."""
+
+
 class OtherRankFailed(UndriftError):
     """Another process of the same run reported an error."""
 

@@ -1,9 +1,16 @@
-"""Durable writes: data that survives a power failure."""
+"""Durable writes: data that survives a power failure, and errors in one line where it cannot be written."""
 
 from __future__ import annotations
 
+import contextlib
 import os
+from collections.abc import Iterator
+from io import FileIO
 from pathlib import Path
+
+from safetensors import SafetensorError
+
+from undrift.core.errors import CannotWrite
 
 
 def sync(path: Path) -> None:
@@ -13,3 +20,43 @@ def sync(path: Path) -> None:
         os.fsync(handle)
     finally:
         os.close(handle)
+
+
+def make_folder(path: Path) -> None:
+    """Make a folder, and those above it, if they are not there."""
+    if not path.is_dir():
+        make_folder(path.parent)
+        path.mkdir(exist_ok=True)
+        sync(path.parent)
+
+
+@contextlib.contextmanager
+def replaced(path: Path) -> Iterator[Path]:
+    """A temporary file to be written, which then replaces `path`."""
+    temporary = path.with_name(f".{path.name}")
+    try:
+        yield temporary
+        sync(temporary)
+        os.replace(temporary, path)
+    except Exception:
+        with contextlib.suppress(OSError):
+            temporary.unlink(missing_ok=True)  # on a full disk it would only be in the way
+        raise
+    sync(path.parent)
+
+
+def write_all(file: FileIO, content: bytes | memoryview) -> None:
+    """Write to an unbuffered file, which may take a part only."""
+    rest = memoryview(content).cast("B")
+    while len(rest):
+        rest = rest[file.write(rest) :]
+
+
+@contextlib.contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """Turn what a full, read-only or missing disk raises into one line."""
+    try:
+        yield
+    except (OSError, SafetensorError) as error:
+        why = error.strerror if isinstance(error, OSError) else " ".join(str(error).split())
+        raise CannotWrite(f"cannot write {path}: {why}; once that is mended, go on with --resume") from error

@@ -21,7 +21,7 @@ def read_user_file(path: Path, masks: bool, part: str = "train") -> Arrays:
     both = (f"x_{part}", f"y_{part}")
     arrays = read_arrays(path)
     if arrays.keys() >= set(both):
-        x, y = pair(*(arrays[key] for key in both))
+        x, y = pair(arrays[both[0]], arrays[both[1]])
     elif {"x", "y"} <= arrays.keys():
         x, y = pair(arrays["x"], arrays["y"])
         if "split" in arrays:

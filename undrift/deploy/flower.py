@@ -16,7 +16,7 @@ from undrift.core.errors import UndriftError, UnknownName
 from undrift.deploy.messages import Encoded, Fact, Letter, Refused
 from undrift.deploy.node import build_client, name_of
 from undrift.deploy.run import deploy
-from undrift.deploy.settings import Plan
+from undrift.deploy.settings import REFUSED, Plan
 from undrift.deploy.site_files import Report, check_fits, read_report, site_path
 
 NPY = "numpy.ndarray"  # Flower's name for a .npy file
@@ -139,6 +139,9 @@ def server_app() -> ServerApp:
                 deploy(plan, post, lambda: post.meet(plan.names, plan.deploy.wait), post.samples, say)
         except stopping.Stopped as stopped:
             signal.raise_signal(stopped.number)  # now for Flower, which tells the SuperLink and ends the process
+        except UndriftError as error:
+            say(f"{REFUSED}{error}")  # Flower prints a traceback too
+            raise
 
     return app
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import shutil
 import signal
 import socket
@@ -23,7 +24,7 @@ from undrift.core import stopping
 from undrift.core.errors import BadSetting, UndriftError
 from undrift.deploy.app import write_app
 from undrift.deploy.keys import write_keys
-from undrift.deploy.settings import Plan
+from undrift.deploy.settings import REFUSED, Plan
 from undrift.jobs.folder import RunFolder
 
 HOST = "127.0.0.1"
@@ -208,12 +209,16 @@ def run_local(plan: Plan, secure: bool, home: Path | None, say: Callable[[str], 
                 parts.stop_run()
             ended = process.poll() is not None or (stopped is not None and not parts.server_apps())
             text = parts.log("run")
-            for line in text[shown:].splitlines():
+            for line in text[shown:].splitlines() if REFUSED not in text[:shown] else ():
+                if line.startswith(REFUSED):  # Flower's traceback follows
+                    break
                 if not line.startswith(("INFO", "\x1b")) or "round" in line:
                     say(line)
             shown = len(text)
         if stopped is not None:
             raise stopped
+        if refused := re.search(f"^{REFUSED}(.*)$", text, re.MULTILINE):
+            raise Failed(refused[1])
         if not RunFolder(Path(plan.deploy.out)).finished():
             raise Failed(f"the run did not come to its end:\n{tail(text)}\n{tail(parts.log('superlink'))}")
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import json
+import itertools
+import os
 import secrets
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -11,6 +12,9 @@ from typing import Any
 
 from undrift.core.device import pick_device
 from undrift.core.errors import BadRunFolder
+from undrift.core.files import replaced, writing
+from undrift.core.run_files import DEPLOYED, VISITS, Checkpoint
+from undrift.core.seals import Place, append_lines, read_lines, read_sealed, write_sealed
 from undrift.data.load import load_dataset
 from undrift.deploy.client import CLOSE
 from undrift.deploy.privacy import check_private, epsilon, make_private
@@ -55,9 +59,8 @@ def deploy(
     @contextlib.contextmanager
     def serve(simulation: Simulation) -> Iterator[Deployment]:
         """Open the deployment; at its end, send the clients their last replies."""
-        token, visits = run_token(out, plan.deploy.resume), out / "clients.jsonl"
-        kept, reached = read_visits(visits), RunFolder(out).reached()
-        visits.write_text("".join(json.dumps(v) + "\n" for v in kept if v["round"] <= reached))
+        token, last = run_token(out, plan.deploy.resume), RunFolder(out).latest()
+        visits = Visits(out / VISITS, last)
         say(f"{meet()} of {config.clients} clients are there; run {token}")
         remote = Remote(post, plan.names, token, plan.deploy.min_replies, say)
         if private:
@@ -67,37 +70,53 @@ def deploy(
             rate, deploy = config.cohort / config.clients, plan.deploy
             return {"epsilon": epsilon(rate, deploy.privacy_noise, rounds, deploy.privacy_delta)} if private else {}
 
-        def keep(new: list[Visit]) -> None:
-            with visits.open("a") as file:
-                file.writelines(json.dumps(visit._asdict()) + "\n" for visit in new)
-
-        deployment = Deployment(simulation, remote, keep, spend, samples if plan.site_files else None)
-        yield deployment
-        closed = [v for v in read_visits(visits) if v["exchange"] == CLOSE and v["outcome"] == "answered"]
-        deployment.close({(v["client"], v["round"]) for v in closed})
+        deployment = Deployment(simulation, remote, visits.keep, spend, samples if plan.site_files else None)
+        with contextlib.closing(visits.file):
+            yield deployment
+            deployment.close(visits.closed())
 
     result = start(config, {}, build, out, plan.deploy.resume, show)
     say(f"{len(result.records)} rounds; stopped by {result.stopped}; written to {out}")
     return result
 
 
+class Visits:
+    """clients.jsonl: who answered what. Of a resumed run, what was written up to its checkpoint `last`, and closings."""
+
+    def __init__(self, file: Path, last: Checkpoint | None) -> None:
+        place, reached = (last.lines(VISITS), last.round) if last else (None, 0)
+        kept = list(read_lines(file, "", place, further=False))
+        if place is not None:
+            with contextlib.suppress(BadRunFolder):  # a power failure may leave anything after the checkpoint
+                for visit in itertools.islice(read_lines(file, "", place), len(kept), None):
+                    kept += [visit] if visit["round"] <= reached else []
+        self.path, self.kept = file, kept
+        with writing(file):
+            with replaced(file) as temporary, temporary.open("wb", buffering=0) as new:
+                self.end = append_lines(new, Place(0, ""), *kept)
+            self.file = file.open("ab", buffering=0)  # stays open: another run may take the folder, but not this file
+
+    def keep(self, new: list[Visit]) -> None:
+        """Write down further visits."""
+        visits = [visit._asdict() for visit in new]
+        with writing(self.path):
+            self.end = append_lines(self.file, self.end, *visits)
+            os.fsync(self.file.fileno())
+        self.kept += visits
+
+    def closed(self) -> set[tuple[str, int]]:
+        """The names and rounds of those who got the reply to their last round."""
+        return {(v["client"], v["round"]) for v in self.kept if v["exchange"] == CLOSE and v["outcome"] == "answered"}
+
+
 def run_token(out: Path, resume: bool) -> str:
     """The token of this run in letters and clients' states; a resumed run keeps it."""
-    file = out / "deploy.json"
+    file = out / DEPLOYED
     if resume:
-        try:
-            return str(json.loads(file.read_text())["token"])
-        except (OSError, ValueError, KeyError) as error:
-            raise BadRunFolder(f"{out} holds no deployed run ({file.name}: {error}); choose another --out") from error
+        if not file.exists():
+            raise BadRunFolder(f"{out} holds no deployed run (no {DEPLOYED}); choose another --out")
+        return str(read_sealed(file)["token"])
     token = secrets.token_hex(8)
-    file.write_text(json.dumps({"token": token}))
+    with writing(file):
+        write_sealed(file, {"token": token})
     return token
-
-
-def read_visits(file: Path) -> list[dict[str, Any]]:
-    """Read clients.jsonl."""
-    visits = []
-    for line in file.read_text().splitlines() if file.exists() else ():
-        with contextlib.suppress(ValueError):  # a kill may leave the last line half written
-            visits.append(json.loads(line))
-    return visits

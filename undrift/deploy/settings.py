@@ -19,6 +19,7 @@ NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,63}")  # of a client or a run,
 OWN = "own"  # the dataset, and the partition, of a run whose clients each read a file
 SIMULATED = ("dropout_rate", "slow", "bandwidth", "latency")  # real clients are slow, and fail, by themselves
 HERE_ONLY = (*SIMULATED, "chunk", "client_state", "compress")  # have no flag
+REFUSED = "undrift: "  # begins the line of the server's log that says why a run ended
 UNUSED = (*HERE_ONLY, "execution", "replay", "compile", "checkpoint_every")
 RENAMED = {"dp_clip": "privacy_clip", "dp_noise": "privacy_noise", "dp_delta": "privacy_delta"}
 

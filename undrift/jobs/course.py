@@ -67,6 +67,7 @@ class Course(Generic[R, C]):
                 except (KeyError, ValueError, RuntimeError) as error:
                     raise BadRunFolder(f"the checkpoint in {folder.path} is of another run: {error}") from error
                 self.elapsed = facts["seconds"]
+            folder.cut_back()
             ranks.all_well()  # every rank has read the checkpoint, and rank 0 has cut the records back to it
             self.records = folder.records()
             folder.write_settings(self.toml())
@@ -127,10 +128,11 @@ class Course(Generic[R, C]):
         run, folder, stopped = self.run, self.folder, self.reached or "rounds"
         model = run.model()
         if folder is not None and ranks.first_rank_says(self.saved < run.t or not folder.finished()):
-            folder.write_model(model)
+            self.save(folder, {"finished": False})  # a model without a checkpoint could not be resumed
+            model_sum = folder.write_model(model)
             if (extras := run.extras(self.config.as_toml(), self.records)) is not None:
                 folder.write_super(*extras)
-            self.save(folder, {"finished": True, "stopped": stopped})
+            self.save(folder, {"finished": True, "stopped": stopped, "model": model_sum})
         about = run.about() | run.choices()
         return Result(self.records, model, self.config, folder.path if folder else None, stopped, about)
 

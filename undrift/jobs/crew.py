@@ -16,6 +16,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 
 from undrift.core import stopping
+from undrift.core.errors import UndriftError
 
 T = TypeVar("T")
 PAUSE = 0.2  # seconds between two looks for a signal
@@ -61,8 +62,8 @@ class Crew:
     ) -> Iterator[tuple[T, Any]]:
         """Yield each task with what function(task, tell) returned, or Died. `hear` is given all that it tells.
 
-        `waiting` may be added to meanwhile. A signal that asks this process to stop is passed on, and Stopped is raised when
-        all have stopped.
+        `waiting` may be added to meanwhile. An error for the user is raised here too. A signal that asks this process to stop is
+        passed on, and Stopped is raised when all have stopped.
         """
         stopped = None
         while waiting or self.busy():
@@ -88,6 +89,8 @@ class Crew:
                     hear(content)
                     continue
                 task, member.task = member.task, None
+                if isinstance(content, UndriftError):
+                    raise content
                 if stopped is None or not isinstance(content, Died):
                     yield task, content
         if stopped is not None:
@@ -118,7 +121,11 @@ def _work(pipe: Connection, size: int) -> None:
     with contextlib.suppress(stopping.Stopped, EOFError, BrokenPipeError), stopping.heeded(lambda text: None):
         while True:
             function, task = pipe.recv()
-            pipe.send((True, function(task, lambda news: pipe.send((False, news)))))
+            try:
+                result = function(task, lambda news: pipe.send((False, news)))
+            except UndriftError as error:
+                result = error
+            pipe.send((True, result))
 
 
 def cores() -> int:

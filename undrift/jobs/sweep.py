@@ -16,7 +16,7 @@ import torch
 
 from undrift.algorithms.checks import check_algorithm
 from undrift.core.device import pick_device
-from undrift.core.errors import BadRunFolder, BadSetting, MissingData, UndriftError
+from undrift.core.errors import BadRunFolder, BadSetting, CannotWrite, MissingData, UndriftError
 from undrift.core.names import module_of
 from undrift.data.load import load_dataset
 from undrift.data.partition import PARTITIONS
@@ -212,6 +212,11 @@ def _programs(out: Path, processes: int, group: list[Job], tell: Any) -> tuple[l
         torch.cuda.empty_cache()
 
 
+def go_on_with_sweep(error: CannotWrite) -> CannotWrite:
+    """The same error, with what to do in a sweep."""
+    return CannotWrite(str(error).replace("go on with --resume", "the same command goes on"))
+
+
 def _run_program(out: Path, program: list[Job], tell: Tell) -> tuple[dict[str, str], str]:
     """Run jobs in a worker process, packed if there are several; return messages of failed jobs and of a failed pack."""
     failed, note = {}, ""
@@ -219,6 +224,8 @@ def _run_program(out: Path, program: list[Job], tell: Tell) -> tuple[dict[str, s
         configs: list[Any] = [job.config for job in program]
         try:
             packs.run_packed(configs, [out / job.name for job in program], [_progress(job, tell) for job in program])
+        except CannotWrite as error:
+            raise go_on_with_sweep(error) from error
         except Exception as error:
             note = f"{len(program)} runs could not be packed ({_message(error)}) and were run one by one: {program[0].name}, ..."
         gc.collect()  # frees what the pack held on the device
@@ -229,6 +236,8 @@ def _run_program(out: Path, program: list[Job], tell: Tell) -> tuple[dict[str, s
             if not _finished(job, folder):
                 KINDS[job.kind].run(job.config, out=folder.path, resume=folder.exists(), progress=progress)
             tell((job.name, job.config.rounds, job.config.rounds))
+        except CannotWrite as error:  # nor could the other runs
+            raise go_on_with_sweep(error) from error
         except Exception as error:
             failed[job.name] = _message(error)
     return failed, note

@@ -9,8 +9,6 @@ from __future__ import annotations
 import base64
 import importlib.util
 import io
-import json
-import os
 from pathlib import Path
 from typing import Any
 
@@ -21,11 +19,12 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from undrift.core.errors import BadSetting
+from undrift.core.run_files import FIGURES
+from undrift.core.seals import write_sealed
 from undrift.data.federation import HeldOut, federate
 from undrift.data.load import load_dataset
 from undrift.oracle.segmentation import dice_loss, overlap, structures_of
 from undrift.personal.supermodel import SuperModel, overlay
-from undrift.report.drawings import FIGURES
 
 MOST_MAPPED = 600  # samples
 DIRECTIONS = 10  # random directions of the loss surface
@@ -44,10 +43,8 @@ def look(folder: Path) -> Path:
         figures["map"] = feature_map(model, test)
     if model.facts["masks"]:
         figures["gallery"] = gallery(model, test)
-    temporary, out = folder / f".{FIGURES}.{os.getpid()}", folder / FIGURES
-    temporary.write_text(json.dumps(figures))
-    os.replace(temporary, out)
-    return out
+    write_sealed(folder / FIGURES, figures)
+    return folder / FIGURES
 
 
 def feature_map(model: SuperModel, test: HeldOut) -> list[list[float]]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import csv
-import json
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,12 +16,13 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from undrift.core.errors import BadData, BadRunFolder, BadSetting, UnknownName
+from undrift.core.run_files import SUPER, checksum, read_super
+from undrift.core.seals import write_sealed
 from undrift.data._formats import open_picture
 from undrift.data._image_files import SUFFIXES
 from undrift.data.augment import Transform
 from undrift.data.federation import federate
 from undrift.data.load import load_dataset
-from undrift.jobs.folder import SUPER
 from undrift.jobs.registry import build_model
 from undrift.oracle.segmentation import dice_scores
 from undrift.personal.choosing import best_gamma, choose
@@ -152,7 +152,7 @@ def read(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
             "such as undrift run --algorithm fedsm"
         )
     try:
-        return checked(json.loads(facts.read_text(encoding="utf-8"))), load_file(tensors)
+        return checked(read_super(folder)), load_file(tensors)
     except (ValueError, RecursionError, SafetensorError) as error:
         raise BadRunFolder(f"the super model in {folder} is damaged: {error}") from error
 
@@ -206,7 +206,7 @@ def tune(folder: Path) -> str:
     personal, shared = scores(chosen), scores(model.predict(pictures, gamma=1.0))
     weight = 1.0 / torch.bincount(val.owners).float()[val.owners]
     before, gamma = model.gamma, best_gamma(torch.from_numpy(chosen.confidence), personal, shared, weight)
-    (folder / SUPER[1]).write_text(json.dumps(model.facts | {"gamma": gamma}, indent=1))
+    write_sealed(folder / SUPER[1], model.facts | {"gamma": gamma, "sha256": checksum(folder / SUPER[0])})
     return (
         f"gamma {gamma:g} (was {before:g}), tuned on {len(val.rows)} validation samples; stored in {folder / SUPER[1]}"
     )

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import json
 import re
 from html import escape
 from typing import Any
 
 import numpy as np
 
+from undrift.core.run_files import FIGURES
+from undrift.core.seals import read_sealed
 from undrift.report.charts import Curve, chart, colour, scatter
 from undrift.report.load import Group, Run
-
-FIGURES = "figures.json"
 
 
 def draw_groups(groups: list[Group], name: str) -> str:
@@ -26,11 +25,7 @@ def draw_groups(groups: list[Group], name: str) -> str:
 
 
 def read(run: Run) -> dict[str, Any] | None:
-    try:
-        content = json.loads((run.folder / FIGURES).read_text())
-    except (OSError, ValueError):
-        return None
-    return content if isinstance(content, dict) and isinstance(content.get("sites"), list) else None
+    return read_sealed(run.folder / FIGURES) if (run.folder / FIGURES).exists() else None
 
 
 def draw(content: dict[str, Any], name: str) -> str:

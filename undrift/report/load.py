@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from undrift.core.errors import BadRunFolder
+from undrift.core.run_files import ROUNDS, SETTINGS, last_checkpoint, read_settings
 from undrift.report.records import Records, read_records
 
 DEPTH = 2  # levels below a given path that are searched for run folders
@@ -49,6 +50,11 @@ class Group(NamedTuple):
 
 def load(paths: list[Path]) -> list[Run]:
     """Read the runs in the given paths, each a run folder or a folder that holds some."""
+    return [_load_one(folder) for folder in find(paths)]
+
+
+def find(paths: list[Path]) -> list[Path]:
+    """The run folders in the given paths."""
     folders: dict[Path, Path] = {}
     for path in paths:
         if not path.exists():
@@ -58,7 +64,7 @@ def load(paths: list[Path]) -> list[Run]:
     if not folders:
         where = ", ".join(map(str, paths)) or "the given paths"
         raise BadRunFolder(f"no run folder (one with a run.toml) in {where}; make one with undrift run --out")
-    return [_load_one(folder) for folder in folders.values()]
+    return list(folders.values())
 
 
 def sweep_target(paths: list[Path]) -> float | None:
@@ -113,7 +119,7 @@ def varying_settings(runs: list[Run]) -> list[str]:
 
 
 def _run_folders(path: Path, depth: int) -> list[Path]:
-    if (path / "run.toml").is_file():
+    if (path / SETTINGS).is_file():
         return [path]
     if depth == 0 or not path.is_dir():
         return []
@@ -122,18 +128,18 @@ def _run_folders(path: Path, depth: int) -> list[Path]:
 
 
 def _load_one(folder: Path) -> Run:
-    settings = _toml(folder / "run.toml")
+    settings, run = read_settings(folder)
     fields, made = settings.pop("set", {}), settings.pop("made", {})
     if not isinstance(fields, dict) or not isinstance(made, dict):
-        raise BadRunFolder(f"{folder / 'run.toml'} is damaged: [set] and [made] must be tables")
+        raise BadRunFolder(f"{folder / SETTINGS} is damaged: [set] and [made] must be tables")
     command = str(settings.pop("command", "dp" if "method" in settings else "run"))
     if command == "dp":
         settings = {"algorithm": settings.pop("method"), **settings}
     if not isinstance(settings.get("algorithm"), str):
-        raise BadRunFolder(f"{folder / 'run.toml'} names no algorithm; is it the file of a run?")
+        raise BadRunFolder(f"{folder / SETTINGS} names no algorithm; is it the file of a run?")
     made = {name: settings.pop(name) for name in HOW if name in settings} | made  # [made] knows the real device
     fields = {f"set.{name}" if name in settings else name: value for name, value in fields.items()}
-    return Run(folder, settings | fields, read_records(folder / "rounds.jsonl"), made, frozenset(fields), command)
+    return Run(folder, settings | fields, _records(folder, run), made, frozenset(fields), command)
 
 
 def _toml(path: Path) -> dict[str, Any]:
@@ -143,6 +149,12 @@ def _toml(path: Path) -> dict[str, Any]:
         raise BadRunFolder(f"cannot read {path}: {error.strerror}") from error
     except (ValueError, RecursionError) as error:  # not UTF-8, not TOML, or nested a thousand times
         raise BadRunFolder(f"{path} is not valid TOML: {error}") from error
+
+
+def _records(folder: Path, run: str) -> Records:
+    """The rounds, also those after the last checkpoint: the run may go on, or was killed."""
+    last = last_checkpoint(folder, run)
+    return read_records(folder / ROUNDS, run, last.lines(ROUNDS) if last else None)
 
 
 def _group(members: list[Run], firsts: list[Run]) -> Group:

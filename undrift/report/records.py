@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from undrift.core.errors import BadRunFolder
+from undrift.core.seals import Place, read_placed_lines
 
 Floats = NDArray[np.float64]
 
@@ -46,47 +47,28 @@ class Records:
         """A whole round, counted from 0."""
         with self.path.open("rb") as file:
             file.seek(self.starts[place])
-            return dict(json.loads(file.readline()))
+            record = dict(json.loads(file.readline()))
+        del record["check"]
+        return record
 
     @functools.cached_property
     def last_with_sites(self) -> dict[str, Any] | None:
         return self.read(self.with_sites[-1]) if self.with_sites else None
 
 
-def read_records(path: Path) -> Records:
-    """The rounds of a file. A last line that is cut off is skipped: the run goes on, or was killed."""
+def read_records(path: Path, run: str, least: Place | None = None) -> Records:
+    """The rounds of that run in a file, which must reach `least`."""
     starts = array("q")
     with_sites: list[int] = []
     columns: dict[str, array[float]] = {}
-    start, broken = 0, False
-    try:
-        with path.open("rb") as file:
-            for line in file:
-                if broken:
-                    raise BadRunFolder(f"{path} is damaged in line {len(starts) + 1}: not the JSON of a round")
-                record = parse(line)
-                if record is None:
-                    broken = True  # which only the last line may be
-                    continue
-                if isinstance(record.get("sites"), dict):
-                    with_sites.append(len(starts))
-                append(columns, record, len(starts))
-                starts.append(start)
-                start += len(line)
-    except FileNotFoundError:
-        pass
-    except OSError as error:
-        raise BadRunFolder(f"cannot read {path}: {error.strerror}") from error
+    for start, record in read_placed_lines(path, run, least):
+        if type(record.get("round")) is not int:
+            raise BadRunFolder(f"{path} is damaged in line {len(starts) + 1}: it names no round")
+        if isinstance(record.get("sites"), dict):
+            with_sites.append(len(starts))
+        append(columns, record, len(starts))
+        starts.append(start)
     return Records(path, starts, {key: finished(column, len(starts)) for key, column in columns.items()}, with_sites)
-
-
-def parse(line: bytes) -> dict[str, Any] | None:
-    """The record in a line, with a whole number as its round; None if there is none."""
-    try:
-        record = json.loads(line)
-        return record | {"round": int(record["round"])} if isinstance(record, dict) else None
-    except (ValueError, TypeError, KeyError, OverflowError, RecursionError):
-        return None
 
 
 def append(columns: dict[str, array[float]], record: dict[str, Any], place: int) -> None:
