@@ -1,5 +1,6 @@
 # Everything runs in .venv, made on first use. `make help` lists the targets.
 PYTHON ?= python3
+SEED ?= 0
 VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/installed
@@ -41,8 +42,8 @@ doctest: $(INSTALLED)
 unit: $(INSTALLED)
 	$(BIN)/pytest -q -n 2 -m "not system" --durations=8
 
-system: $(INSTALLED) ## slow checks of the whole system (many kill -9 and resume, real federations)
-	$(BIN)/pytest -q -m system
+system: $(INSTALLED) ## slow checks of the whole system (many kill -9 and resume, real federations); SEED=n draws others
+	$(BIN)/pytest -q -m system --minutes 85 --seed $(SEED) -rs --durations=20
 
 cuda: $(INSTALLED) ## the tests that need a GPU; writes benchmarks/results/cuda-tests.json
 	$(BIN)/pytest -q -m cuda

@@ -15,4 +15,13 @@ torch.set_num_threads(1)
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # before any kernel is defined
 
-from tests.cuda_record import pytest_collection_modifyitems, pytest_terminal_summary  # noqa: E402, F401
+import pytest  # noqa: E402
+
+from tests import cuda_record, sample  # noqa: E402
+from tests.cuda_record import pytest_terminal_summary  # noqa: E402, F401
+from tests.sample import pytest_addoption, pytest_runtest_setup  # noqa: E402, F401
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    cuda_record.skip_without_gpu(items)
+    sample.draw_order(config, items)

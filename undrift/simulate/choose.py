@@ -54,6 +54,10 @@ class Counting(TorchDispatchMode):
     convolved = 0
     operations = 0
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # to skip it imports PyTorch's compiler, which takes seconds
+
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = function(*args, **(kwargs or {}))
         self.operations += 1
