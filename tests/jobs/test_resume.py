@@ -123,8 +123,9 @@ def test_kill_9_many_times_and_resume(name: str, tmp_path: Path, pytestconfig: p
 
 @contextlib.contextmanager
 def busy_machine(processes: int) -> Iterator[None]:
-    """Processes that keep all cores busy, and at times their memory's bandwidth."""
-    spin = "import numpy as np\nwhile True: np.random.rand(300, 300) @ np.random.rand(300, 300)"
+    """Processes that keep all cores busy."""
+    # They end with their parent, also where that is killed.
+    spin = "import os, numpy as np\nparent, a = os.getppid(), np.random.rand(300, 300)\nwhile os.getppid() == parent: a @ a"
     busy = [subprocess.Popen([sys.executable, "-c", spin]) for _ in range(processes)]
     try:
         yield
@@ -170,10 +171,10 @@ def test_killed_and_resumed_on_a_busy_machine(tmp_path: Path) -> None:
 
 
 @pytest.mark.system
-@pytest.mark.parametrize("model", ["mlp", "gradma-nn", "small-cnn", "resnet20-gn"])
-@pytest.mark.parametrize("name", ["scaffold", "gradma-s", "moon"])
+@pytest.mark.parametrize("name", ["scaffold", "gradma-s"])
+@pytest.mark.parametrize("model", ["mlp", "gradma-nn", "small-cnn"])
 def test_killed_and_resumed_on_a_very_busy_machine(name: str, model: str, tmp_path: Path) -> None:
-    check_under_load(tmp_path, f"--algorithm {name} --model {model} --batch 8", load=20, kills=2)
+    check_under_load(tmp_path, f"--algorithm {name} --model {model} --batch 8", load=8, kills=2, rounds=14)
 
 
 def test_resume_says_when_the_functions_in_c_are_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
