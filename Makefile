@@ -1,5 +1,6 @@
 # Everything runs in .venv, made on first use. `make help` lists the targets.
 PYTHON ?= python3
+SEED ?= 0
 VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/installed
@@ -41,9 +42,9 @@ doctest: $(INSTALLED)
 unit: $(INSTALLED)
 	$(BIN)/pytest -q -n 2 -m "not system" --durations=8
 
-system: $(INSTALLED) ## slow checks of the whole system (kills, damages, fuzzing, real federations); writes docs/reliability.md
+system: $(INSTALLED) ## slow checks of the whole system (kills, damages, fuzzing, real federations); writes docs/reliability.md; SEED=n draws others
 	@rm -f build/reliability.json
-	$(BIN)/pytest -q -m system; code=$$?; $(BIN)/python tests/reliability.py; exit $$code
+	$(BIN)/pytest -q -m system --minutes 85 --seed $(SEED) -rs --durations=20; code=$$?; $(BIN)/python tests/reliability.py; exit $$code
 
 cuda: $(INSTALLED) ## the tests that need a GPU; writes benchmarks/results/cuda-tests.json
 	$(BIN)/pytest -q -m cuda

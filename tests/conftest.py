@@ -19,9 +19,14 @@ from typing import Any  # noqa: E402
 
 import pytest  # noqa: E402
 
-from tests import cuda_record, reliability  # noqa: E402
-from tests.cuda_record import pytest_collection_modifyitems  # noqa: E402, F401
+from tests import cuda_record, reliability, sample  # noqa: E402
 from tests.reliability import count  # noqa: E402, F401
+from tests.sample import pytest_addoption, pytest_runtest_setup  # noqa: E402, F401
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    cuda_record.skip_without_gpu(items)
+    sample.draw_order(config, items)
 
 
 def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:

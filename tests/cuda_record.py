@@ -29,7 +29,7 @@ def git(*words: str) -> str | None:
     return done.stdout.strip() if done.returncode == 0 else None
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def skip_without_gpu(items: list[pytest.Item]) -> None:
     if not torch.cuda.is_available():
         for item in items:
             if item.get_closest_marker("cuda"):

@@ -116,16 +116,16 @@ def test_kill_9_and_resume(name: str, tmp_path: Path) -> None:
 
 @pytest.mark.system
 @pytest.mark.parametrize("name", [*names("algorithms"), f"scaffold {DISK}", f"moon {DISK}"])
-@pytest.mark.parametrize("attempt", range(2))
-def test_kill_9_many_times_and_resume(name: str, attempt: int, tmp_path: Path) -> None:
-    draw = random.Random(attempt)
+def test_kill_9_many_times_and_resume(name: str, tmp_path: Path, pytestconfig: pytest.Config) -> None:
+    draw = random.Random(f"{name} {pytestconfig.getoption('seed')}")
     check_kills(name, tmp_path, [draw.uniform(0, 0.5) for _ in range(4)])
 
 
 @contextlib.contextmanager
 def busy_machine(processes: int) -> Iterator[None]:
-    """Processes that keep all cores busy, and at times their memory's bandwidth."""
-    spin = "import numpy as np\nwhile True: np.random.rand(300, 300) @ np.random.rand(300, 300)"
+    """Processes that keep all cores busy."""
+    # They end with their parent, also where that is killed.
+    spin = "import os, numpy as np\nparent, a = os.getppid(), np.random.rand(300, 300)\nwhile os.getppid() == parent: a @ a"
     busy = [subprocess.Popen([sys.executable, "-c", spin]) for _ in range(processes)]
     try:
         yield
@@ -135,24 +135,26 @@ def busy_machine(processes: int) -> Iterator[None]:
             process.wait()
 
 
-def check_under_load(folder: Path, settings: str, load: int, kills: int) -> None:
+def check_under_load(folder: Path, settings: str, load: int, kills: int, rounds: int = 20) -> None:
     """A run on a quiet machine equals one with the same command that is killed and resumed on a busy one."""
     env = {
         name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"
     }  # all cores, as users have it
     command, models = [sys.executable, "-m", "undrift", "run"], []
-    arguments = f"{settings} --clients 20 --cohort 6 --steps 2 --checkpoint-every 3 --eval-every 8 --rounds 20".split()
+    arguments = (
+        f"{settings} --clients 20 --cohort 6 --steps 2 --checkpoint-every 3 --eval-every 8 --rounds {rounds}".split()
+    )
     subprocess.run([*command, *arguments, "--out", str(folder / "whole")], check=True, capture_output=True, env=env)
     cut = [*command, "--out", str(folder / "cut")]
-    rounds = folder / "cut/rounds.jsonl"
+    written = folder / "cut/rounds.jsonl"
     with busy_machine(load):
         for n in range(kills):
             process = subprocess.Popen([*cut, *(["--resume"] if n else arguments)], stdout=subprocess.DEVNULL, env=env)
-            while process.poll() is None and not (rounds.exists() and rounds.read_text().count("\n") >= 6 * n + 4):
+            while process.poll() is None and not (written.exists() and written.read_text().count("\n") >= 6 * n + 4):
                 time.sleep(0.01)
             process.kill()
             process.wait()
-        assert rounds.read_text().count("\n") < 20, "the run must be killed before it ends"
+        assert written.read_text().count("\n") < rounds, "the run must be killed before it ends"
         done = subprocess.run([*cut, "--resume"], check=True, capture_output=True, text=True, env=env)
     assert "last digits" not in done.stderr
     records = []
@@ -160,19 +162,19 @@ def check_under_load(folder: Path, settings: str, load: int, kills: int) -> None
         records.append([json.loads(line) for line in (folder / run / "rounds.jsonl").read_text().splitlines()])
         models.append((folder / run / "model.safetensors").read_bytes())
     chosen = [tomllib.loads((folder / run / "run.toml").read_text())["execution"] for run in ("whole", "cut")]
-    assert chosen[0] == chosen[1] and len(records[0]) == 20 and timeless(records[0]) == timeless(records[1])
+    assert chosen[0] == chosen[1] and len(records[0]) == rounds and timeless(records[0]) == timeless(records[1])
     assert models[0] == models[1]
 
 
 def test_killed_and_resumed_on_a_busy_machine(tmp_path: Path) -> None:
-    check_under_load(tmp_path, "--algorithm scaffold --model mlp --sampling bernoulli", load=4, kills=1)
+    check_under_load(tmp_path, "--algorithm scaffold --model mlp --sampling bernoulli", load=2, kills=1, rounds=12)
 
 
 @pytest.mark.system
-@pytest.mark.parametrize("model", ["mlp", "gradma-nn", "small-cnn", "resnet20-gn"])
-@pytest.mark.parametrize("name", ["scaffold", "gradma-s", "moon"])
+@pytest.mark.parametrize("name", ["scaffold", "gradma-s"])
+@pytest.mark.parametrize("model", ["mlp", "gradma-nn", "small-cnn"])
 def test_killed_and_resumed_on_a_very_busy_machine(name: str, model: str, tmp_path: Path) -> None:
-    check_under_load(tmp_path, f"--algorithm {name} --model {model} --batch 8", load=20, kills=2)
+    check_under_load(tmp_path, f"--algorithm {name} --model {model} --batch 8", load=8, kills=2, rounds=14)
 
 
 def test_resume_says_when_the_functions_in_c_are_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
