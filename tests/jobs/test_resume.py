@@ -18,6 +18,7 @@ import torch
 from safetensors.torch import load_file
 
 import undrift
+from tests.reliability import counted
 from tests.small import QUICK, timeless
 from undrift import cli
 from undrift.core.errors import BadSetting
@@ -114,9 +115,10 @@ def test_kill_9_and_resume(name: str, tmp_path: Path) -> None:
 @pytest.mark.system
 @pytest.mark.parametrize("name", [*names("algorithms"), f"scaffold {DISK}", f"moon {DISK}"])
 @pytest.mark.parametrize("attempt", range(2))
-def test_kill_9_many_times_and_resume(name: str, attempt: int, tmp_path: Path) -> None:
+def test_kill_9_many_times_and_resume(name: str, attempt: int, tmp_path: Path, count: Any) -> None:
     draw = random.Random(attempt)
-    check_kills(name, tmp_path, [draw.uniform(0, 0.5) for _ in range(4)])
+    with counted(count, "kill -9 and resume", 4):
+        check_kills(name, tmp_path, [draw.uniform(0, 0.5) for _ in range(4)])
 
 
 def test_resume_of_a_finished_run_changes_nothing_and_can_be_lengthened(tmp_path: Path) -> None:
