@@ -228,7 +228,8 @@ RECORD_NAMES = (
 json_values = st.recursive(
     st.none() | st.booleans() | st.integers(-3, 10**20) | st.floats() | st.text(max_size=4),
     lambda inner: (
-        st.lists(inner, max_size=2) | st.dictionaries(st.sampled_from(["test", "global", "dice", "unseen"]), inner)
+        st.lists(inner, max_size=2)
+        | st.dictionaries(st.sampled_from(["test", "global", "dice", "loss", "unseen"]), inner)
     ),
     max_leaves=6,
 )
@@ -287,8 +288,8 @@ def toml_files(draw: st.DrawFn) -> Case:
 def damage(draw: st.DrawFn, content: bytes) -> bytes:
     """Truncated, with changed, added or removed bytes, or something else entirely."""
     how = draw(st.sampled_from(["cut", "flip", "flip", "write", "insert", "remove", "empty", "other", "whole"]))
-    at = draw(st.integers(0, max(len(content) - 1, 0)))
-    at = at if draw(st.booleans()) else min(at, 128)  # headers are at the beginning
+    share, near = draw(st.floats(0, 1)), draw(st.integers(0, 128))  # headers are at the beginning
+    at = min(near if draw(st.booleans()) else int(share * len(content)), max(len(content) - 1, 0))
     if how == "cut":
         return content[:at]
     if how == "flip" and content:

@@ -10,9 +10,10 @@ or cost more than the rounds since the last checkpoint; `silent` gave something 
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -35,6 +36,17 @@ def count(request: pytest.FixtureRequest) -> Callable[..., None]:
         request.node.user_properties.append(("count", row))
 
     return record
+
+
+@contextlib.contextmanager
+def counted(count: Callable[..., None], name: str, tried: int) -> Iterator[None]:
+    """Count a check of several tries that holds for all of them or for none: where it fails, all count as lost."""
+    try:
+        yield
+    except BaseException:
+        count(name, tried=tried, survived=0, lost=tried, silent=0)
+        raise
+    count(name, tried=tried, survived=tried, lost=0, silent=0)
 
 
 def pytest_terminal_summary(terminalreporter: Any) -> None:

@@ -20,6 +20,7 @@ import torch
 from safetensors.torch import load_file
 
 import undrift
+from tests.reliability import counted
 from tests.small import QUICK, timeless
 from undrift import cli
 from undrift.core.errors import BadSetting
@@ -116,9 +117,10 @@ def test_kill_9_and_resume(name: str, tmp_path: Path) -> None:
 
 @pytest.mark.system
 @pytest.mark.parametrize("name", [*names("algorithms"), f"scaffold {DISK}", f"moon {DISK}"])
-def test_kill_9_many_times_and_resume(name: str, tmp_path: Path, pytestconfig: pytest.Config) -> None:
+def test_kill_9_many_times_and_resume(name: str, tmp_path: Path, pytestconfig: pytest.Config, count: Any) -> None:
     draw = random.Random(f"{name} {pytestconfig.getoption('seed')}")
-    check_kills(name, tmp_path, [draw.uniform(0, 0.5) for _ in range(4)])
+    with counted(count, "kill -9 and resume", 4):
+        check_kills(name, tmp_path, [draw.uniform(0, 0.5) for _ in range(4)])
 
 
 @contextlib.contextmanager

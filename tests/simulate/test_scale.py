@@ -5,11 +5,13 @@ from __future__ import annotations
 import tracemalloc
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+import undrift
 from tests.small import CPU, simulation
 from undrift.algorithms.fedavg import FedAvg
 from undrift.data.federation import federate
@@ -80,3 +82,16 @@ def test_a_checkpoint_grows_with_those_who_took_part_and_not_with_all() -> None:
         assert (again.position == run.position).all() and 10 < again.position.sum() <= 15
         assert torch.equal(again.round() and again.state.x, run.round() and run.state.x)
     assert abs(sizes[0] - sizes[1]) < 200  # a client may be drawn twice
+
+
+@pytest.mark.system
+def test_gradma_s_remembers_ten_thousand_clients(count: Any) -> None:
+    """A memory of 10,000 rows fills up, and each round's programme with all of them is solved."""
+    result = undrift.run(
+        algorithm="gradma-s", model="logreg", partition="resample:20", clients=12_000, cohort=7_000, rounds=3, steps=2,
+        eval_every=3, execution="stacked", set={"slots": 10_000},
+    )  # fmt: skip
+    last = result.records[-1]
+    solved = len(result.records) - int(last["qp_failed"])
+    count("GradMA-S with 10,000 slots: programmes solved", tried=3, survived=solved, lost=3 - solved, silent=0)
+    assert last["qp_failed"] == 0 and last["evictions"] > 0 and last["accuracy"] > 0.5

@@ -37,9 +37,9 @@ def describe(kind: str, name: str) -> str:
 def check_text(what: str, text: str) -> None:
     """Raise BadSetting for text that cannot be a path, or a line of a message or a file: it has control characters.
 
-    >>> check_text("out", "a\nb")
+    >>> check_text("out", "a" + chr(0))
     Traceback (most recent call last):
-    undrift.core.errors.BadSetting: out must be text without control characters, not 'a\nb'
+    undrift.core.errors.BadSetting: out must be text without control characters, not 'a\\x00'
     """
     if any(unicodedata.category(character) in ("Cc", "Cs") for character in text):
         raise BadSetting(f"{what} must be text without control characters, not {text!r}")

@@ -10,7 +10,7 @@ from typing import Any
 
 from undrift.core.errors import BadSetting, UnknownName
 from undrift.deploy.settings import Plan, split_names
-from undrift.jobs.config import RunConfig
+from undrift.jobs.config import RunConfig, as_type
 
 ACTIONS = ("init", "local", "keys")
 
@@ -21,7 +21,7 @@ def deploy(
     """Carry out one of the actions."""
     if action not in ACTIONS:
         raise UnknownName("deploy action", action, ACTIONS)
-    clients = int(settings.get("clients", len(split_names(str(settings.get("names", "")))) or 4))
+    clients = as_type("clients", settings.get("clients", len(split_names(str(settings.get("names", "")))) or 4), int)
     cohort = settings.get("cohort", min(clients, RunConfig.cohort))
     plan = Plan.of({"clients": clients, "cohort": cohort} | dict(settings))
     if importlib.util.find_spec("flwr") is None:

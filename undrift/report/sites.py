@@ -7,10 +7,16 @@ from __future__ import annotations
 import statistics
 from typing import Any, NamedTuple
 
+from undrift.core.errors import BadRunFolder
 from undrift.report.load import Group, Run, number
 from undrift.report.scores import Metric, best_place, metric_of
 
 KINDS = ("global", "personal", "super")
+SCORES = {"*": {"*": [float]}}  # by model and measure, one for each site
+FORM = {  # of the table of sites in a record
+    "test": SCORES, "val": SCORES, "unseen": SCORES, "crossed": {"*": [[float]]}, "chosen": {"*": [[float]]},
+    "unseen_thresholds": {"*": {"gamma": float, "chosen": [float], "scores": {"*": float}}},
+}  # fmt: skip
 ENDS = ("local", "centralized")  # shown first and last: bounds for the other methods
 
 
@@ -152,7 +158,7 @@ def unseen_sites(tasks: list[list[Group]]) -> Part | None:
 
 
 def _last_record(run: Run) -> dict[str, Any] | None:
-    return run.records.last_with_sites
+    return _checked(run, run.records.last_with_sites)
 
 
 def _last_sites(run: Run) -> dict[str, Any]:
@@ -164,7 +170,37 @@ def _last_sites(run: Run) -> dict[str, Any]:
 def _validation_record(run: Run, metric: Metric) -> dict[str, Any] | None:
     place = best_place(run, metric, metric.validation)
     record = {} if place is None else run.records.read(place)
-    return record if isinstance(record.get("sites"), dict) else None
+    return _checked(run, record) if isinstance(record.get("sites"), dict) else None
+
+
+def _checked(run: Run, record: dict[str, Any] | None) -> dict[str, Any] | None:
+    """The record, if it has test scores of sites; they must have the form that a run writes."""
+    if record is None or "test" not in record["sites"]:
+        return None
+    if not (_fits(record["sites"], FORM) and _of_one_length(record["sites"])):
+        raise BadRunFolder(f"the scores of sites in {run.records.path} are damaged, in round {record['round']}")
+    return record
+
+
+def _fits(value: Any, form: Any) -> bool:
+    """Whether a value has a form: `float`, a list or a table of one form, or a table with a form for each name."""
+    if form is float:
+        return isinstance(value, int | float)
+    if isinstance(form, list):
+        return isinstance(value, list) and all(_fits(each, form[0]) for each in value)
+    if not isinstance(value, dict):
+        return False
+    return all(
+        _fits(each, form.get(name, form.get("*"))) for name, each in value.items() if name in form or "*" in form
+    )
+
+
+def _of_one_length(sites: dict[str, Any]) -> bool:
+    """Whether the test scores of every model are those of the same measures, the loss among them, and of the same sites."""
+    models = list(sites.get("test", {}).values())
+    measures = {frozenset(model) for model in models}
+    lengths = {len(values) for model in models for values in model.values()}
+    return len(measures) == len(lengths) == 1 and "loss" in next(iter(measures)) and lengths != {0}
 
 
 def _crossed_scores(run: Run, name: str) -> Any:

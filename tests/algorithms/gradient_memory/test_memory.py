@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 import torch
 
@@ -9,6 +11,7 @@ from tests.small import data, path, simulation
 from undrift.algorithms.fedavg import FedAvg
 from undrift.algorithms.fedavgm import FedAvgM
 from undrift.algorithms.gradient_memory.cone import gram
+from undrift.algorithms.gradient_memory.memory import Memory, mem_red
 from undrift.algorithms.gradma_s import GradMAS
 from undrift.data.federation import federate
 
@@ -123,3 +126,15 @@ def test_an_absent_clients_constraint_never_fades() -> None:
         if old.equal(state.memory.rows[0]):
             assert (old @ state.m) / old.norm() / state.m.norm() > -1e-5
     assert state.memory.age.max() > 400
+
+
+def test_many_newcomers_find_a_row_in_a_full_memory_at_once() -> None:
+    full = Memory.empty(4000, torch.zeros(1), 0)
+    full, place = mem_red(full, torch.arange(4000))
+    assert place.tolist() == list(range(4000))
+    full, _ = mem_red(full, torch.arange(1000, 4000))  # 0 .. 999 are the least used
+    begin = time.process_time()
+    after, place = mem_red(full, torch.arange(5000, 7000))
+    assert time.process_time() - begin < 2  # looking through all rows for each took a minute
+    assert place.tolist() == list(range(2000)) and int(after.evictions) == 2000
+    assert after.since[:2000].tolist() == list(range(4001, 6001)) and after.uses[:2000].tolist() == [1] * 2000

@@ -65,19 +65,22 @@ class Memory(NamedTuple):
 def mem_red(memory: Memory, clients: Tensor) -> tuple[Memory, Tensor]:
     """Give every client [S] a row, in the order given, if necessary that of the least used absent client. Also their rows [S]."""
     ids, age, uses, since = (t.tolist() for t in (memory.ids, memory.age, memory.uses, memory.since))
-    invited, evictions = clients.tolist(), 0
+    invited, evictions, newest = clients.tolist(), 0, max(since)
+    place, stay = {id: row for row, id in enumerate(ids) if id >= 0}, {*clients.tolist()}
+    free = iter([row for row, id in enumerate(ids) if id < 0])
+    # argmin c(j) over those not in the cohort, the earliest let in first: who is next does not change while others come
+    leaving = iter(sorted((row for id, row in place.items() if id not in stay), key=lambda r: (uses[r], since[r])))
     for i in invited:
-        if i not in ids:
-            row = ids.index(-1) if -1 in ids else -1
-            if row < 0:  # argmin c(j) over those not in the cohort, the earliest let in first
-                row = min((r for r in range(len(ids)) if ids[r] not in invited), key=lambda r: (uses[r], since[r]))
-                evictions += 1
-            ids[row], age[row], uses[row] = i, -1, 0
-            since[row] = max(since) + 1
-        uses[ids.index(i)] += 1
+        if i not in place:
+            row = next(free, None)
+            if row is None:
+                row, evictions = next(leaving), evictions + 1
+            newest += 1
+            place[i], ids[row], age[row], uses[row], since[row] = row, i, -1, 0, newest
+        uses[place[i]] += 1
     as_tensor = memory.ids.new_tensor
     kept = memory._replace(ids=as_tensor(ids), age=as_tensor(age), uses=as_tensor(uses), since=as_tensor(since))
-    return kept._replace(evictions=memory.evictions + evictions), as_tensor([ids.index(i) for i in invited])
+    return kept._replace(evictions=memory.evictions + evictions), as_tensor([place[i] for i in invited])
 
 
 @plain(in_place=True)
