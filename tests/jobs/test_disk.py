@@ -211,9 +211,10 @@ def test_a_real_disk(name: str, harm: str, tmp_path: Path, capsys: pytest.Captur
             shutil.rmtree(out, ignore_errors=True)  # the run may put a file there meanwhile
             shutil.rmtree(out, ignore_errors=True)
         else:
-            with contextlib.suppress(OSError), (place / "filler").open("wb", buffering=0) as file:
-                while True:
-                    file.write(bytes(4096))
+            with (place / "filler").open("wb", buffering=0) as file:
+                while process.poll() is None:  # the run frees some room by what it removes
+                    with contextlib.suppress(OSError):
+                        file.write(bytes(4096))
         _, err = process.communicate(timeout=200)
         assert process.returncode == 2 and err.count("\n") == 1, err
         if harm == "removed":

@@ -325,9 +325,9 @@ def test_numbers_that_are_none_are_left_out(value: str, tmp_path: Path) -> None:
     "test", [5, {}, {"global": 5}, {"global": {"dice": [0.5]}}, {"global": {"loss": []}}, {"global": {"loss": ["x"]}}]
 )
 def test_damaged_scores_of_sites_are_said_to_be_so(test: Any, tmp_path: Path) -> None:
-    rounds = make_run(tmp_path / "a", "fedavg", 0, [0.5]) / "rounds.jsonl"
     line = {"round": 2, "accuracy": 0.5, "loss": 1.0, "own_dice": 0.5, "sites": {"test": test}}
-    rounds.write_text(json.dumps(line) + "\n")
+    folder = make_run(tmp_path / "a", "fedavg", 0, [0.5])
+    write_run(folder, read_settings(folder)[0], [line])
     with pytest.raises(BadRunFolder, match="scores of sites in .* are damaged, in round 2"):
         write([tmp_path], tmp_path / "page.html")
 

@@ -37,7 +37,7 @@ def seal(facts: Mapping[str, Any], before: str = "", indent: int | None = None) 
     """A JSON object, not an empty one, with its checksum at its end; `before` is a text that it follows.
 
     >>> seal({"round": 1})
-    b'{"round": 1, "check": "72b2dc38"}\\n'
+    b'{"round": 1, "check": "2d338db2"}\\n'
     """
     content = json.dumps(facts, indent=indent).encode()[:-1].rstrip()
     return content + BEFORE + check(content, before).encode() + AFTER + b"\n"
