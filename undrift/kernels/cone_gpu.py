@@ -1,7 +1,7 @@
 """Projection on cones of up to 128 constraints on a GPU, one for each segment of a vector, without waiting for the host.
 
-One program solves one dual problem as `cone.lawson_hanson` does, on a table in its registers: w = Gz + b with unit columns and
-unit p, where an exchange of w_k and z_k lets column k in or out. Products are float64, so that columns down to 1e-6 apart can be
+One program solves one dual problem as `cone.lawson_hanson` does, on a table in the cache: w = Gz + b with unit columns and unit
+p, where an exchange of w_k and z_k lets column k in or out. Products are float64, so that columns down to 1e-6 apart can be
 told from dependent ones. Such nearly dependent columns cost the table digits, which come back from the columns themselves if
 the segment is short (biases); in a long segment they are left to the host.
 """
@@ -18,7 +18,7 @@ from undrift.kernels.gram_gpu import grams_gpu
 from undrift.kernels.launch import allocate, launch, tl, triton
 from undrift.kernels.segments import blocks, bounds
 
-MOST = 128  # constraints: their table fits the registers of one multiprocessor
+MOST = 128  # constraints: their table fits the cache of one multiprocessor
 SHORT = 4096  # entries of a segment whose columns may be read again by one program
 
 
@@ -67,7 +67,7 @@ if triton is not None:
 
     @triton.jit  # type: ignore[untyped-decorator]
     def _pivots(  # type: ignore[no-untyped-def]
-        products, along, length, counts, guess, rho, p, rows, apart, edges, z, solved, m,
+        products, along, length, counts, guess, rho, p, rows, apart, edges, table, z, solved, m,
         tolerance, allowed, smallest, smallest_long,
         SIZE: tl.constexpr, SHORT: tl.constexpr, WIDTH: tl.constexpr,
     ):  # fmt: skip
@@ -82,8 +82,11 @@ if triton is not None:
         inverse = tl.where(counted, 1.0 / tl.sqrt(tl.where(counted, diagonal, 1.0)), 0.0)
         with_p = tl.load(along + i, mask=real, other=0.0)
         b = tl.where(counted, with_p * inverse / tl.where(long > 0.0, long, 1.0) - margin, 0.0)
-        table = _unit(products, counts, inverse, i, i, m)
-        check = tl.sum((tl.sum(table, 1) + diagonal + with_p + long) * 0.0, 0)
+        cells = table + part * SIZE * SIZE + i[:, None] * SIZE + i[None, :]
+        unit = _unit(products, counts, inverse, i, i, m)
+        tl.store(cells, unit)
+        tl.debug_barrier()
+        check = tl.sum((tl.sum(unit, 1) + diagonal + with_p + long) * 0.0, 0)
         finite = (check == 0.0).to(tl.int32)
 
         value = b  # w of the columns outside, the z of those inside that makes their w zero
@@ -117,16 +120,19 @@ if triton is not None:
             k = tl.where(first < SIZE, first, tl.where(leaving < SIZE, leaving, coming))
             hoped = tl.where(i == k, 0, hoped)
 
-            row = tl.sum(tl.where((i == k)[:, None], table, 0.0), 0)
+            row = tl.load(table + part * SIZE * SIZE + tl.minimum(k, SIZE - 1) * SIZE + i)
             pivot = tl.sum(tl.where(i == k, row, 0.0), 0)
             goes = tl.sum(tl.where(i == k, inside, 0), 0)
             enough = tl.where(first < SIZE, 1e-6, smallest)
             if (k < SIZE) & ((goes > 0) | (pivot > enough)):
-                column = tl.sum(tl.where((i == k)[None, :], table, 0.0), 1)
+                column = tl.where(inside == goes, row, -row)  # the table is symmetric but for signs
                 share = tl.where(i == k, 1.0, row) / pivot
-                moved = table - column[:, None] * share[None, :]
+                moved = tl.load(cells) - column[:, None] * share[None, :]
                 moved = tl.where((i == k)[None, :], (column / pivot)[:, None], moved)
-                table = tl.where((i == k)[:, None], tl.where(i == k, share, -share)[None, :], moved)
+                moved = tl.where((i == k)[:, None], tl.where(i == k, share, -share)[None, :], moved)
+                tl.debug_barrier()  # no thread may read the row after it is written
+                tl.store(cells, moved)
+                tl.debug_barrier()
                 at_k = tl.sum(tl.where(i == k, value, 0.0), 0) / pivot
                 value = tl.where(i == k, -at_k, value - column * at_k)
                 inside = tl.where(i == k, 1 - inside, inside)
@@ -150,7 +156,7 @@ if triton is not None:
                 )
             tl.debug_barrier()
             if turn < 2:
-                change = tl.sum(table * tl.where(inside > 0, w, 0.0)[None, :], 1)
+                change = tl.sum(tl.load(cells) * tl.where(inside > 0, w, 0.0)[None, :], 1)
                 point = tl.where(inside > 0, tl.maximum(point - change, 0.0), 0.0)
         if short & (least < 1e-8):
             for turn in range(0, 4):
@@ -164,7 +170,7 @@ if triton is not None:
                     u += tl.sum(unit * point[:, None], 0)
                     w += tl.sum(unit * u[None, :], 1)
                 if turn < 3:
-                    change = tl.sum(table * tl.where(inside > 0, w, 0.0)[None, :], 1)
+                    change = tl.sum(tl.load(cells) * tl.where(inside > 0, w, 0.0)[None, :], 1)
                     point = tl.where(inside > 0, tl.maximum(point - change, 0.0), 0.0)
         off = tl.where(counted, tl.where(inside > 0, tl.abs(w), -w), 0.0)
         sure = tl.where((turns < 12 * SIZE) & (tl.max(off, 0) <= allowed), finite, 0)
@@ -182,9 +188,10 @@ if triton is not None:
         rows = rows if rows.stride(1) == 1 else rows.contiguous()
         size, single = triton.next_power_of_2(max(m, 16)), p.dtype != torch.float64
         whole, _ = blocks(edges, edges[-1], p)  # one block is one segment
+        table = z.new_empty(parts, size, size)
         launch(
             _pivots, (parts,), products.double().contiguous(), along.double().contiguous(), length, counts.to(torch.int8),
-            guess.to(torch.int8).contiguous(), z.new_full((1,), rho), p, rows, rows.stride(0), whole, z, solved, m,
+            guess.to(torch.int8).contiguous(), z.new_full((1,), rho), p, rows, rows.stride(0), whole, table, z, solved, m,
             *((1e-9, 1e-6, 1e-12, 1e-10) if single else (1e-12, 1e-9, 1e-9, 1e-9)),
             SIZE=size, SHORT=SHORT, WIDTH=32, num_warps=16 if size == MOST else 4,
         )  # fmt: skip
