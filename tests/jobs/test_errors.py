@@ -61,6 +61,8 @@ BAD_COMMANDS = [
     ("pipe five.toml", "set must be a table"),
     ("sweep five.toml --out s", "set must be a table"),
     ("deploy init d --config five.toml", "set must be a table"),
+    ("deploy init d --config table.toml", "clients must be int"),
+    ("sweep table.toml --out s", "dataset must be str"),
     ("run nul.toml", "dataset must be text without control characters"),
     ("run deep.toml", "not valid TOML"),
     ("run --epochs 1e18", "use fewer steps or epochs"),
@@ -88,6 +90,7 @@ def test_bad_input_is_one_clear_line_and_exit_code_2(
     (tmp_path / "unknown.toml").write_text("round = 3")
     (tmp_path / "swept.toml").write_text("[sweep]\nseds = [1]")
     (tmp_path / "five.toml").write_text("set = 5")
+    (tmp_path / "table.toml").write_text('dataset = {}\nclients = {}\n[sweep]\nelse_dataset = "digits"')
     (tmp_path / "nul.toml").write_text('dataset = "imagefolder:a\\u0000b"')
     (tmp_path / "deep.toml").write_text("lr = " + "[" * 5000)
     before = sorted(tmp_path.rglob("*"))
