@@ -61,18 +61,20 @@ BAD_COMMANDS = [
     ("pipe five.toml", "set must be a table"),
     ("sweep five.toml --out s", "set must be a table"),
     ("deploy init d --config five.toml", "set must be a table"),
+    ("deploy init d --config table.toml", "clients must be int"),
+    ("sweep table.toml --out s", "dataset must be str"),
     ("run nul.toml", "dataset must be text without control characters"),
     ("run deep.toml", "not valid TOML"),
     ("run --epochs 1e18", "use fewer steps or epochs"),
-    ("run --epochs 1e300", "epochs must be a number of at least 0 and below 1e+30"),
+    ("run --epochs 1e300", "use fewer steps or epochs"),
     ("run --steps 1000000000000000000", "steps must be at most"),
     ("run --steps 2000000000", "use fewer steps or epochs"),
-    ("run --lr-decay 1e300", "lr_decay must be a number above 0 and below 1e+30"),
+    ("run --lr-decay 1e300", "too large within 100 rounds"),
     ("run --lr-decay 10", "too large within 100 rounds"),
     ("run --lr-drops 1,2 --lr-drop 1e29", "too large within 100 rounds"),
     ("run --set lr=" + "[" * 3000, "lr must be float"),
-    ("pipe --schedule 1000000000000", "1 to 1000 batches"),
-    ("pipe --queues 999999999999,0;999999999999,0 --schedule 3", "may be above 1000"),
+    ("pipe --schedule 1000000000000", "print fewer batches"),
+    ("pipe --queues 1,0;999999999999,0 --schedule 3", "queues of at most 100000"),
     ("pipe --blocks 1000000 --schedule 3", "blocks must be at most 1000"),
     ("data show --seed -1", "seed must be at least 0"),
 ]
@@ -88,6 +90,7 @@ def test_bad_input_is_one_clear_line_and_exit_code_2(
     (tmp_path / "unknown.toml").write_text("round = 3")
     (tmp_path / "swept.toml").write_text("[sweep]\nseds = [1]")
     (tmp_path / "five.toml").write_text("set = 5")
+    (tmp_path / "table.toml").write_text('dataset = {}\nclients = {}\n[sweep]\nelse_dataset = "digits"')
     (tmp_path / "nul.toml").write_text('dataset = "imagefolder:a\\u0000b"')
     (tmp_path / "deep.toml").write_text("lr = " + "[" * 5000)
     before = sorted(tmp_path.rglob("*"))

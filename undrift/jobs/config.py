@@ -16,7 +16,7 @@ from undrift.core.rates import RateSchedule
 from undrift.jobs.registry import algorithm_class
 
 MOST = 2**31 - 1  # of a whole number
-HUGE = 10**30  # of any other number
+LARGEST_GROWTH = 1e30  # of the learning rate
 
 
 def setting(default: Any, about: str) -> Any:
@@ -63,7 +63,7 @@ class JobConfig:
             raise BadSetting(f"val_fraction must lie in [0, 1), not {self.val_fraction}")
         check_choices(self, JOB_CHOICES)
         parse_stop(self.stop_at)
-        if not self.schedule.largest(self.rounds) < HUGE:
+        if not self.schedule.largest(self.rounds) < LARGEST_GROWTH:
             raise BadSetting(
                 f"lr_decay and lr_drop make the learning rate too large within {self.rounds} rounds; lower them"
             )
@@ -164,9 +164,9 @@ def check_numbers(
             raise BadSetting(f"{name} must be at most {MOST}, not {getattr(settings, name)}")
     for name in (*not_negative, *positive):
         value, zero = getattr(settings, name), name in not_negative
-        if not (0.0 <= value < HUGE and (value or zero)):
+        if not (0.0 <= value < float("inf") and (value or zero)):
             bound = "of at least 0" if zero else "above 0"
-            raise BadSetting(f"{name} must be a number {bound} and below {HUGE:g}, not {value}")
+            raise BadSetting(f"{name} must be a finite number {bound}, not {value}")
 
 
 def check_known(what: str, names: Iterable[str], known: Collection[str]) -> None:
@@ -248,9 +248,10 @@ def read_toml(path: Path) -> dict[str, Any]:
 def as_type(name: str, value: Any, kind: Any) -> Any:
     """Check the type of a value; an int becomes a float where that is asked for."""
     if kind is float and isinstance(value, int) and not isinstance(value, bool):
-        if abs(value) > HUGE:
-            raise BadSetting(f"{name} must be a number below {HUGE:g}, not {value}")
-        return float(value)
+        try:
+            return float(value)
+        except OverflowError:
+            raise BadSetting(f"{name} must be a finite number, not {value}") from None
     if isinstance(value, bool) != (kind is bool) or not isinstance(value, kind):
         raise BadSetting(f"{name} must be {kind.__name__}, not {value!r}")
     if kind is str:

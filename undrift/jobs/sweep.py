@@ -27,6 +27,7 @@ from undrift.jobs.config import (
     RESUMABLE,
     JobConfig,
     RunConfig,
+    as_type,
     build_algorithm,
     check_known,
     from_mapping,
@@ -71,7 +72,7 @@ def plan(path: Path) -> tuple[list[Job], dict[str, Any]]:
     check_known("key of [sweep]", sweep, KEYS)
     if "else_dataset" in sweep:
         try:
-            load_dataset(settings.get("dataset", FIELDS["dataset"].default))
+            load_dataset(as_type("dataset", settings.get("dataset", FIELDS["dataset"].default), str))
         except MissingData:
             settings["dataset"] = sweep["else_dataset"]
     what = "method" if "methods" in sweep or "method" in settings else "algorithm"

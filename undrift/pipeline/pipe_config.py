@@ -10,7 +10,7 @@ from undrift.core.errors import BadSetting
 from undrift.dataparallel.parallel_config import MethodConfig
 from undrift.jobs.config import JOB_CHOICES, check_choices, check_numbers, fields_of, setting, typed, with_own_fields
 from undrift.pipeline.engines import METHODS
-from undrift.pipeline.schedule import LONGEST, Schedule
+from undrift.pipeline.schedule import MOST_BLOCKS, Schedule
 
 STORED = ("queues", "blocks", "cuts", "micro")  # the fields under [set] in run.toml
 # Fields of the method, which --set takes too.
@@ -38,8 +38,8 @@ class PipeConfig(MethodConfig):
         super().__post_init__()
         check_numbers(self, least=dict(blocks=0, micro=1, replicas=1))
         check_choices(self, CHOICES)
-        if self.blocks > LONGEST:
-            raise BadSetting(f"blocks must be at most {LONGEST}, not {self.blocks}")
+        if self.blocks > MOST_BLOCKS:
+            raise BadSetting(f"blocks must be at most {MOST_BLOCKS}, not {self.blocks}")
         if self.execution != "auto":
             raise BadSetting(f"blocks are neither stacked nor pooled; leave --execution at auto, not {self.execution}")
         if self.compile == "on":

@@ -13,9 +13,9 @@ from undrift.core.errors import BadSetting
 from undrift.pipeline.engines import METHODS, schedule_of
 from undrift.pipeline.feed import Feed
 from undrift.pipeline.pipe_config import PipeConfig
-from undrift.pipeline.schedule import LONGEST
 from undrift.pipeline.split import balance_model
 
+MOST_CELLS = 1_000_000  # of a printed timeline
 TIMED = 32  # samples to time layers on: enough for their proportions
 
 
@@ -59,8 +59,11 @@ def parse_cuts(text: str) -> list[int | str]:
 
 def timeline(config: PipeConfig, batches: int) -> str:
     """The work of each block at each timestamp for so many batches, as text."""
-    if not 1 <= batches <= LONGEST:
-        raise BadSetting(f"schedule must be 1 to {LONGEST} batches, not {batches}")
+    if batches < 1:
+        raise BadSetting(f"schedule must be at least 1 batch, not {batches}")
     if config.method in ("gpipe", "1f1b"):
         raise BadSetting(f"{config.method} follows PyTorch's own schedule, which has no timeline; try another method")
-    return schedule_of(config.method, count_blocks(config), config.queues).text(batches)
+    schedule = schedule_of(config.method, count_blocks(config), config.queues)
+    if (batches + schedule.m[0]) * schedule.blocks > MOST_CELLS:
+        raise BadSetting(f"the timeline of {batches} batches has more than {MOST_CELLS} cells; print fewer batches")
+    return schedule.text(batches)

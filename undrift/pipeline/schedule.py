@@ -16,7 +16,8 @@ from typing import NamedTuple
 
 from undrift.core.errors import BadSetting
 
-LONGEST = 1000  # queue; also the most blocks, and the most batches of a printed timeline
+MOST_BLOCKS = 1000
+LONGEST = 100_000  # queue
 
 
 class BlockWork(NamedTuple):
@@ -56,8 +57,9 @@ class Schedule:
             if not hasattr(length, "__index__"):
                 raise BadSetting(f"queue lengths are whole numbers, not {length!r}")
         if broken := broken_rule(self.p, self.m):
-            wanted = [tuple(min(length, LONGEST) for length in lengths[:LONGEST]) for lengths in (self.p, self.m)]
-            raise BadSetting(f"the queue lengths {self} cannot work: {broken}; nearest: {nearest(*wanted)}")
+            raise BadSetting(f"the queue lengths {self} cannot work: {broken}; nearest: {nearest(self.p, self.m)}")
+        if self.blocks > MOST_BLOCKS or max(*self.p, *self.m) > LONGEST:
+            raise BadSetting(f"there are at most {MOST_BLOCKS} blocks, and queues of at most {LONGEST}")
 
     @classmethod
     def parse(cls, text: str) -> Schedule:
@@ -141,8 +143,6 @@ def broken_rule(p: tuple[int, ...], m: tuple[int, ...]) -> str:
         return f"there are {len(p)} output queues p and {len(m)} input queues m; give one of each for every block"
     if min(*p, *m, 0) < 0:
         return "no length may be negative"
-    if max(*p, *m, len(m)) > LONGEST:
-        return f"no length, and not the number of blocks, may be above {LONGEST}"
     if p[-1] != 0:
         return f"the last block sends no output, so its p must be 0, not {p[-1]}"
     lowest = 1 if any(p) else 0  # of p and q
