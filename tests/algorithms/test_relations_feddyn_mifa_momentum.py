@@ -267,14 +267,14 @@ class Seen:
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         self.calls: list[tuple[Tensor, Tensor, Tensor]] = []
-        solve = gradma_w.project_three
+        solve = gradma_w.project_three_parts
 
-        def record(p: Tensor, M: list[Tensor], rho: float = 0.0) -> tuple[Tensor, Tensor]:
-            u, active = solve(p, M, rho)
+        def record(p: Tensor, M: list[Tensor], segments: list[slice], rho: float = 0.0) -> tuple[Tensor, Tensor]:
+            u, active = solve(p, M, segments, rho)
             self.calls.append((p, torch.stack(M, -2), u))
             return u, active
 
-        patch.setattr(gradma_w, "project_three", record)
+        patch.setattr(gradma_w, "project_three_parts", record)
 
     def last_round(self, run: Simulation, steps: int) -> list[tuple[Tensor, Tensor, Tensor]]:
         run.round()

@@ -16,6 +16,7 @@ import undrift
 from tests.data.test_sites import write_site
 from undrift.cli import main
 from undrift.core.errors import BadData, BadRunFolder
+from undrift.core.seals import read_sealed, write_sealed
 from undrift.data.load import load_dataset
 from undrift.jobs.folder import SUPER
 from undrift.oracle.segmentation import dice_loss, dice_scores
@@ -41,11 +42,11 @@ def test_a_formula_in_a_name_is_text_in_the_table(trained: Path, tmp_path: Path)
 def test_a_super_model_with_damaged_facts_is_refused(trained: Path, tmp_path: Path, changed: dict[str, Any]) -> None:
     for name in SUPER:
         (tmp_path / name).write_bytes((trained / name).read_bytes())
-    facts = json.loads((tmp_path / SUPER[1]).read_text())
-    (tmp_path / SUPER[1]).write_text(json.dumps(facts | changed))
+    facts = read_sealed(tmp_path / SUPER[1])
+    write_sealed(tmp_path / SUPER[1], facts | changed)
     with pytest.raises(BadRunFolder, match="damaged"):
         undrift.SuperModel.load(tmp_path)
-    (tmp_path / SUPER[1]).write_text(json.dumps(facts | {"outputs": 5}))
+    write_sealed(tmp_path / SUPER[1], facts | {"outputs": 5})
     with pytest.raises(BadRunFolder, match="do not fit"):
         undrift.SuperModel.load(tmp_path)
 

@@ -21,6 +21,7 @@ from undrift.algorithms.scaffold import Scaffold
 from undrift.core.errors import BadSetting, UnknownName
 from undrift.core.layout import MODEL, Vec
 from undrift.core.names import names
+from undrift.core.run_files import CHECKPOINTS
 from undrift.core.trees import Nothing, leaves
 from undrift.jobs.config import from_mapping
 from undrift.jobs.registry import algorithm_class
@@ -112,7 +113,7 @@ def test_every_method_with_every_compressor_across_a_phase(name: str, spec: str,
     for number, fields in enumerate([{}, *FIELDS.get(name, [])]):
         whole, plain_ = crossing(name, fields, compress=spec), crossing(name, fields)
         folder = tmp_path / str(number)
-        folder.mkdir()
+        (folder / CHECKPOINTS).mkdir(parents=True)
         parts = [crossing(name, fields, compress=spec, client_state="disk") for _ in range(2)]
         parts[0].place(folder, {}, 0)
         for t in range(5):
