@@ -158,9 +158,15 @@ SMALL = {
 }
 
 
-def flags_of(name: str) -> list[str]:
+# A whole number just below the limit would be a legal run that takes years.
+WHOLE = ["0", "1", "2", "3", "7", "40", "-1", "2147483648", "9223372036854775808", "9" * 30]
+REAL = ["0", "0.5", "0.999", "1", "1.5", "3", "-1", "1e-320", "1e-9", "1e18", "1e29", "1e300", "1e308", "inf", "nan"]
+
+
+def flags_of(name: str) -> dict[str, Any]:
+    """The flags of a command, and the type of each."""
     given = next(arguments for n, (_, _, arguments, aliases) in cli.COMMANDS.items() if name in (n, *aliases))
-    return [flag for flag, _ in given if flag.startswith("-")]
+    return {flag: options.get("type") for flag, options in given if flag.startswith("-")}
 
 
 @st.composite
@@ -176,8 +182,9 @@ def arguments(draw: st.DrawFn) -> Case:
         words.append(draw(texts))
     known = flags_of(name)
     for _ in range(draw(st.integers(0, 3))):
-        flag = draw(st.sampled_from(known)) if known and draw(st.integers(0, 19)) else draw(texts)
-        value = draw(values)
+        flag = draw(st.sampled_from(sorted(known))) if known and draw(st.integers(0, 19)) else draw(texts)
+        fitting = {int: WHOLE, float: REAL}.get(known.get(flag))
+        value = draw(st.sampled_from(fitting)) if fitting and draw(st.integers(0, 3)) else draw(values)
         if flag == "--set" and draw(st.booleans()):
             value = f"{draw(st.sampled_from(['lr', 'momentum', 'clip', 'optimizer', 'mu', 'slots', 'blocks']))}={value}"
         words += [f"{flag}={value}"] if draw(st.booleans()) else [flag, value]
