@@ -153,17 +153,17 @@ def test_a_killed_process_of_a_sweep_is_replaced_and_its_run_goes_on(tmp_path: P
 
 def test_a_run_whose_process_dies_again_and_again_is_given_up_and_others_go_on(tmp_path: Path) -> None:
     (tmp_path / "s.toml").write_text(SWEEP)
-    jobs, deaths = plan(tmp_path / "s.toml")[0][:3], []
+    jobs, killed = plan(tmp_path / "s.toml")[0][:3], set[int | None]()
 
     def kill(name: str, done: int, rounds: int) -> None:
-        if name == jobs[1].name and len(deaths) < 9:
+        if name == jobs[1].name:
             for child in multiprocessing.active_children():
                 child.kill()
-                deaths.append(name)
+                killed.add(child.pid)  # once, though several of its messages may come
 
     jobs[1] = jobs[1]._replace(config=dataclasses.replace(jobs[1].config, rounds=1000000))
     failed = run_all(jobs, tmp_path / "o", 1, kill, print)
-    assert list(failed) == [jobs[1].name] and len(deaths) == 3
+    assert list(failed) == [jobs[1].name] and len(killed) == 3
     assert "died 3 times" in failed[jobs[1].name] and "the same command again goes on" in failed[jobs[1].name]
     assert all((tmp_path / "o" / job.name / "model.safetensors").exists() for job in (jobs[0], jobs[2]))
 
