@@ -202,7 +202,7 @@ def wait_for(file: Path) -> None:
 def test_a_real_disk(name: str, harm: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A small file system that is filled or emptied in the middle of a run, and is read-only for a while."""
     kind, place = name.split()[0], tmp_path / "disk"
-    with mounted(place, "8m"):
+    with mounted(place, "64m"):
         out = place / "run"
         command = [kind, *COMMANDS[name].split(), "--rounds", "100000", "--checkpoint-every", "2", "--out", str(out)]
         process = started(command)
@@ -213,8 +213,11 @@ def test_a_real_disk(name: str, harm: str, tmp_path: Path, capsys: pytest.Captur
         else:
             with (place / "filler").open("wb", buffering=0) as file:
                 while process.poll() is None:  # the run frees some room by what it removes
-                    with contextlib.suppress(OSError):
-                        file.write(bytes(4096))
+                    try:
+                        file.write(bytes(1 << 20))
+                    except OSError:
+                        with contextlib.suppress(OSError):
+                            file.write(bytes(4096))
         _, err = process.communicate(timeout=200)
         assert process.returncode == 2 and err.count("\n") == 1, err
         if harm == "removed":
