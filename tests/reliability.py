@@ -50,7 +50,7 @@ def counted(count: Callable[..., None], name: str, tried: int) -> Iterator[None]
 
 
 def pytest_terminal_summary(terminalreporter: Any) -> None:
-    """Keep the counts of this session's system tests, also of those that failed."""
+    """Keep the counts of the system tests that were run, also of those that failed."""
     reports = [r for n in ("passed", "failed") for r in terminalreporter.stats.get(n, []) if "system" in r.keywords]
     counted = {r.nodeid: [row for n, row in r.user_properties if n == "count"] for r in reports}
     if any(counted.values()):

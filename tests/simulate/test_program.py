@@ -87,6 +87,21 @@ def test_a_stretch_with_an_answer_that_is_not_finite_is_taken_back() -> None:
     agree(runs[0], records[0], runs[1], records[1])
 
 
+@pytest.mark.parametrize("most", [1, 2, 3, 12])
+def test_only_a_round_with_such_an_answer_is_run_by_itself(most: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However many rounds are asked for at a time: that depends on how fast the machine is."""
+    alone, run = [], small.simulation(algorithm_class("fedavg")(lr=0.2), cohort=2, eval_every=100)
+    real, run.replays = run.round, True
+    spoilt = run.data.members[run.data.start[1] : run.data.start[1] + run.data.sizes[1]]
+    assert run.data.train.held is not None
+    run.data.train.held[spoilt] = torch.nan
+    monkeypatch.setattr(run, "round", lambda last=False: (alone.append(run.t), real(last))[1])
+    records: list[RoundRecord] = []
+    while run.t < 12:
+        records += run.rounds(min(most, 12 - run.t))
+    assert alone == [n for n, record in enumerate(records) if record.dropped] and 0 < len(alone) < 8
+
+
 def test_a_restored_run_goes_on_with_the_same_numbers() -> None:
     whole, first, second = (small.simulation(algorithm_class("feddyn")(), eval_every=3) for _ in range(3))
     for run, until in ((whole, 9), (first, 5)):

@@ -17,9 +17,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 SIGNALS = tuple(getattr(signal, name) for name in ("SIGTERM", "SIGHUP", "SIGINT") if hasattr(signal, name))
 GRACE = 10.0  # seconds to finish a round
-ECHO = (
-    1.0  # signals within so many seconds are one: a terminal sends it to a process, and so does the one that started it
-)
+ECHO = 1.0  # seconds within which signals are one: a terminal sends it to a process, and so may the process's parent
 
 _asked = 0  # the signal that came
 _noticed = threading.Event()

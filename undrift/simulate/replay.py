@@ -323,7 +323,8 @@ class Replay:
     def rounds(self, most: int) -> list[list[RoundRecord]] | None:
         """Play the next rounds of each run and return their records, without scores and times.
 
-        A run with an answer that was not finite gets no records and does not change. None: a run's next round has nobody, or
+        They end before the first with an answer that was not finite, or with a problem for the host. A run that begins with such
+        a round gets no records and does not change. None: a run's next round has nobody, or
         more clients than there is room for.
         """
         first, block = self.runs[0], self.due()
@@ -361,6 +362,12 @@ class Replay:
             stretch.write(program, replace(program.cost, down=self.part(program.cost.down, r)))
         numbers = {name: values.view(count, -1).T.tolist() for name, values in program.numbers(at, count).items()}
         good, self.last = numbers.pop("good"), [stretch.parts[-1] for stretch in stretches]
+        whole = min([*map(bool, mine), False].index(False) for mine in good)
+        if 0 < whole < count:  # only those before the first bad one: then the number asked for does not matter
+            for stretch in stretches:
+                stretch.take_back()
+            self.block = self.following = None
+            return self.rounds(whole)
         records: list[list[RoundRecord]] = []
         for r, stretch in enumerate(stretches):
             if not all(good[r]):
