@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch.autograd import forward_ad
 
-from undrift.kernels.conv_gpu import only_stacked, suits
+from undrift.kernels.conv_gpu import suits
+from undrift.kernels.launch import only_stacked
 
 
 @pytest.mark.parametrize(

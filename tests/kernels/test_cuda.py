@@ -229,7 +229,7 @@ def test_a_narrow_convolution_of_stacked_clients_is_the_plain_one(sizes: tuple[i
 
     def of(form: Any, x: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         w, b = v[:entries].view(filters, C, k, k), v[entries : entries + filters] if biased else None
-        assert conv_gpu.suits(x.shape, w.shape, padding) and conv_gpu.only_stacked()
+        assert conv_gpu.suits(x.shape, w.shape, padding) and launch.only_stacked()
         return form(x, w, b)
 
     def fast(x: torch.Tensor, w: torch.Tensor, b: torch.Tensor | None) -> torch.Tensor:

@@ -21,7 +21,7 @@ if torch.cuda.is_available():
 
 import undrift
 from undrift.core.forms import plain_forms
-from undrift.kernels import devices, launch
+from undrift.kernels import conv_stacked_gpu, devices, launch
 from undrift.simulate import graphs
 from undrift.simulate.simulation import Simulation
 
@@ -69,7 +69,10 @@ def run(model: str, **settings: Any) -> dict[str, Tensor]:
     data = undrift.Dataset("random", images, targets, images[:20], targets[:20], 4, (0.5,) * 3, (0.5,) * 3)
     torch.manual_seed(0)
     dense = [nn.Flatten(), nn.Linear(192, 9), nn.ReLU(), nn.Linear(9, 4)]
-    layers = dense if model == "dense" else [nn.Conv2d(3, 6, 3), nn.ReLU(), nn.Flatten(), nn.Linear(216, 4)]
+    narrow = [nn.Conv2d(3, 6, 3), nn.ReLU(), nn.Flatten(), nn.Linear(216, 4)]
+    wide = [nn.Conv2d(3, 16, 3), nn.Conv2d(16, 32, 3, 2, 1), nn.BatchNorm2d(32), nn.ReLU(), nn.Conv2d(32, 16, 1)]
+    wide += [nn.GroupNorm(4, 16), nn.ReLU(), nn.Flatten(), nn.Linear(144, 4)]
+    layers = {"dense": dense, "wide": wide}.get(model, narrow)
     own = {"loss": nn.BCELoss()} if model == "marks" else {}
     module = nn.Sequential(*layers, *([nn.Sigmoid()] if own else []))
     return undrift.run(SETTINGS | settings, data=data, model=module, **own).model
@@ -81,6 +84,11 @@ def run(model: str, **settings: Any) -> dict[str, Tensor]:
         ("narrow", {"algorithm": "fedavg", "steps": 2}, {"_forward", "_filters", "_spread"}),
         ("narrow", {"algorithm": "mime", "epochs": 1.0}, {"_forward", "_filters", "_spread"}),
         ("narrow", {"algorithm": "moon", "steps": 1}, {"_forward", "_filters", "_spread"}),
+        (
+            "wide",
+            {"algorithm": "fedavg", "clients": 16, "cohort": 1, "batch": 3, "epochs": 1.0, "rounds": 1, "eval_every": 1},
+            {"_turn", "_outputs", "_inputs", "_entries", "_gather", "_group_norm", "_group_norm_back", "_moments", "_sums"},
+        ),
         ("narrow", {"algorithm": "fedsm", "steps": 1}, {"_forward", "_filters", "_spread"}),
         (
             "marks",  # a loss that ends the program where it is not given probabilities
@@ -105,6 +113,9 @@ def test_a_run_with_the_kernels_for_a_gpu(
     with plain_forms():
         plain = run(model, **settings)
     pretend(monkeypatch)
+    if model == "wide":
+        monkeypatch.setattr(conv_stacked_gpu, "half_precision", lambda device: True)
+        monkeypatch.setattr(conv_stacked_gpu, "HALF", torch.float32)  # the interpreter has no products in bfloat16
     fast = run(model, **settings)
     asked = rehearse(monkeypatch)
     rehearsed = run(model, **settings)

@@ -17,9 +17,18 @@ def pick_device(name: str) -> torch.device:
     return torch.device("cuda" if name != "cpu" and torch.cuda.is_available() else "cpu")
 
 
+_half = False  # whether models compute in bfloat16 on a GPU, as set by `arithmetic`
+
+
+def half_precision(device: torch.device) -> bool:
+    """Whether convolutions multiply in bfloat16, and their outputs are kept so."""
+    return _half and device.type == "cuda"
+
+
 @contextlib.contextmanager
 def arithmetic(precision: str, deterministic: bool) -> Iterator[None]:
-    """Set PyTorch's switches for GPU arithmetic, and restore them at the end."""
+    """Set PyTorch's switches for GPU arithmetic and our own, and restore them at the end."""
+    global _half
     products, convolutions = torch.backends.cuda.matmul, torch.backends.cudnn.conv  # type: ignore[attr-defined]
     torch.set_num_threads(torch.get_num_threads())  # also tells MKL not to choose a number by itself
     before = torch.are_deterministic_algorithms_enabled(), torch.backends.cudnn.benchmark
@@ -27,11 +36,13 @@ def arithmetic(precision: str, deterministic: bool) -> Iterator[None]:
     if deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True)
-    products.fp32_precision = convolutions.fp32_precision = "tf32" if precision == "tf32" else "ieee"
+    products.fp32_precision = convolutions.fp32_precision = "ieee" if precision == "fp32" else "tf32"
+    halved, _half = _half, precision == "bf16"
     torch.backends.cudnn.benchmark = not deterministic  # time the convolutions and take the fastest
     try:
         yield
     finally:
+        _half = halved
         if deterministic:  # to ask for it imports torch._inductor, which takes seconds
             torch.use_deterministic_algorithms(before[0])
         torch.backends.cudnn.benchmark = before[1]

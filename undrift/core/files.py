@@ -30,6 +30,11 @@ def make_folder(path: Path) -> None:
         sync(path.parent)
 
 
+def cache_folder() -> Path:
+    """The user's folder for what can be made again; it may be missing."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "undrift"
+
+
 @contextlib.contextmanager
 def replaced(path: Path) -> Iterator[Path]:
     """A temporary file to be written, which then replaces `path`."""

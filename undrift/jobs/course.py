@@ -20,6 +20,7 @@ from undrift.core.version import __version__
 from undrift.jobs.config import JobConfig, parse_stop
 from undrift.jobs.folder import RunFolder
 from undrift.jobs.protocol import Run
+from undrift.kernels import choices
 from undrift.kernels.native import library
 from undrift.round.record import RoundRecord
 
@@ -55,6 +56,7 @@ class Course(Generic[R, C]):
         self.run, self.config, self.folder, self.progress = run, config, folder, progress
         self.stop, self.elapsed = parse_stop(config.stop_at), 0.0
         self.records: list[dict[str, Any]] = []
+        self.kernels = choices.made()
         checkpoint = folder.load(config.rounds) if folder is not None and resume else None
         tensors, facts = checkpoint or ({}, {"round": 0, "seconds": 0.0})
         run.place(folder.path if folder else None, tensors, facts["round"])
@@ -70,7 +72,7 @@ class Course(Generic[R, C]):
             folder.cut_back()
             ranks.all_well()  # every rank has read the checkpoint, and rank 0 has cut the records back to it
             self.records = folder.records()
-            folder.write_settings(self.toml())
+            self.write_settings(folder)
         self.began = time.perf_counter() - self.elapsed
         self.saved, self.seconds_saving = run.t, 0.0
         self.seconds = stopping.GRACE  # of a round; unknown at first
@@ -97,7 +99,7 @@ class Course(Generic[R, C]):
                 self.reached = "diverged"
             if folder is not None:
                 if record["round"] == 1:
-                    folder.write_settings(self.toml())  # now the execution is chosen
+                    self.write_settings(folder)  # now the execution is chosen
                 folder.append(record)
             if self.progress is not None and ranks.rank() == 0:
                 self.progress(record, self.config.rounds)
@@ -106,9 +108,16 @@ class Course(Generic[R, C]):
         if folder is not None and due:
             self.save(folder, {"finished": False})
 
+    def write_settings(self, folder: RunFolder) -> None:
+        """Write run.toml with what is chosen by now."""
+        self.kernels = choices.made()
+        folder.write_settings(self.toml())
+
     def save(self, folder: RunFolder, facts: dict[str, Any]) -> None:
         """Write a checkpoint, and let the run know."""
         began = time.perf_counter()
+        if choices.made() != self.kernels:  # for sizes that came up since
+            self.write_settings(folder)
         folder.save(self.run.tensors(), {"round": self.run.t, "seconds": self.elapsed} | facts)
         self.run.saved()
         self.saved, self.seconds_saving = self.run.t, time.perf_counter() - began
@@ -153,6 +162,8 @@ class Course(Generic[R, C]):
         } | self.run.about()  # fmt: skip
         if self.run.device.type == "cpu":
             made["native"] = library() is not None  # whether the C kernels were built
+        if self.kernels:
+            made["kernels"] = self.kernels
         return settings | {"set": settings.pop("set", {}), "made": made}
 
 

@@ -19,6 +19,7 @@ from undrift.jobs.config import RESUMABLE, JobConfig, from_toml
 from undrift.jobs.course import C, Course, Progress, Result, drive
 from undrift.jobs.folder import ReadOnlyFolder, RunFolder
 from undrift.jobs.protocol import Run
+from undrift.kernels import choices
 from undrift.kernels.native import library
 
 REPAID = 50_000  # steps: compiling takes 10 to 20 s, and saves 0.1 to 0.5 ms in a step of a small model
@@ -89,6 +90,8 @@ def merge_stored(
                 f"{folder.path} was run on {made[what]} {what}, now there are {now}: the last digits may differ",
                 stacklevel=5,  # outside the command's function and `ranks.joined`
             )
+    if isinstance(kernels := made.get("kernels"), Mapping):
+        choices.take(kernels)
     if "native" in made and made["native"] != (library() is not None) and ranks.rank() == 0:
         then, today = ("with", "without") if made["native"] else ("without", "with")
         warnings.warn(

@@ -12,9 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from undrift.core.device import half_precision
 from undrift.core.forms import faster
 from undrift.kernels import devices
-from undrift.kernels.launch import allocate, current, launch, take_part, tl, triton
+from undrift.kernels.launch import allocate, current, launch, only_stacked, take_part, tl, triton
 from undrift.oracle.net import StackedConv2d, conv2d
 
 CHANNELS, OUTPUTS, TAPS = 8, 64, 256  # limits: channels of the inputs, filters, and entries of a filter
@@ -24,7 +25,7 @@ aten: Any = torch.ops.aten
 
 def serves(layer: StackedConv2d, x: Tensor) -> bool:
     """Whether the kernels serve a layer of stacked clients and inputs x [B, C, H, W] of one of them."""
-    if not (layer.current.stacked and x.dim() == 4 and devices.gpu(x.device)):
+    if not (layer.current.stacked and x.dim() == 4 and devices.gpu(x.device)) or half_precision(x.device):
         return False
     w, padding = layer.weight, layer.padding
     simple = (layer.stride, layer.dilation, layer.groups, layer.padding_mode) == ((1, 1), (1, 1), 1, "zeros")
@@ -43,13 +44,6 @@ def suits(x: torch.Size, w: torch.Size, padding: int) -> bool:
     OH, OW = H + 2 * padding - k + 1, W + 2 * padding - k + 1
     narrow = C == channels <= CHANNELS and filters <= OUTPUTS and C * k * k <= TAPS and k == across
     return narrow and min(OH, OW) > 0 and B * OH * OW <= 65535 * BLOCK  # the largest grid of a GPU
-
-
-def only_stacked() -> bool:
-    """Whether vmap is the only active transform: torch.func.grad and jvp inside a model would bypass the operator."""
-    levels = torch._C._functorch.get_interpreter_stack() or []
-    under_vmap = all(level.key() == torch._C._functorch.TransformType.Vmap for level in levels)
-    return under_vmap and torch.autograd.forward_ad._current_level < 0
 
 
 def convolution(x: Tensor, w: Tensor, b: Tensor | None, padding: int) -> Tensor:

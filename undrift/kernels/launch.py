@@ -25,6 +25,13 @@ except ImportError:  # without Triton the plain forms serve
     triton = tl = None
 
 
+def only_stacked() -> bool:
+    """Whether vmap is the only active transform: torch.func.grad and jvp inside a model would bypass the operator."""
+    levels = torch._C._functorch.get_interpreter_stack() or []
+    under_vmap = all(level.key() == torch._C._functorch.TransformType.Vmap for level in levels)
+    return under_vmap and torch.autograd.forward_ad._current_level < 0
+
+
 class Rehearsal:
     """The kernels requested so far, which are being compiled."""
 

@@ -21,6 +21,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from undrift.core.files import cache_folder
+
 SOURCES = [Path(__file__).with_name(name) for name in ("dense_cpu.c", "conv_cpu.c", "memory_cpu.c")]
 HEADERS = [Path(__file__).with_name(name) for name in ("lanes.h", "conv_cpu.h")]
 FLAGS = ["-std=gnu11", "-O3", "-march=native", "-fno-math-errno", "-fopenmp", "-fPIC", "-shared"]
@@ -60,7 +62,7 @@ def warn_of(error: Exception) -> None:
 
 def load_cached(gcc: str) -> ctypes.CDLL | None:
     """Load the library from the cache folder, compiling it if necessary; None if gcc fails."""
-    folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "undrift"
+    folder = cache_folder()
     folder.mkdir(parents=True, exist_ok=True)
     flags = next((line for line in Path("/proc/cpuinfo").read_bytes().splitlines() if line.startswith(b"flags")), b"")
     name = digest(b"\0".join([*(file.read_bytes() for file in SOURCES + HEADERS), " ".join(FLAGS).encode(), flags]))

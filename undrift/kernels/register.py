@@ -6,6 +6,7 @@ from undrift.kernels import (  # noqa: F401
     cone_gpu,
     consistency_gpu,
     conv_gpu,
+    conv_stacked_gpu,
     cross_entropy_gpu,
     dense_step_gpu,
     gram_gpu,
@@ -13,6 +14,7 @@ from undrift.kernels import (  # noqa: F401
     mean,
     memory_cpu,
     memory_gpu,
+    norm_stacked_gpu,
     pictures_gpu,
     wide_cpu,
 )

@@ -6,6 +6,7 @@ share the rest. BatchNorm ignores padded samples, and Dropout draws from counter
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import threading
 from collections.abc import Callable
@@ -14,11 +15,15 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch._ops import OpOverload, OpOverloadPacket
 from torch.func import functional_call
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.dropout import _DropoutNd
 from torch.nn.modules.instancenorm import _InstanceNorm
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves, tree_map_only
 
+from undrift.core.device import half_precision
 from undrift.core.errors import BadSetting
 from undrift.core.forms import plain
 from undrift.core.layout import MODEL, Layout
@@ -62,25 +67,10 @@ class MaskedBatchNorm(_BatchNorm):
         context = None if self.frozen else self.current.context
         if context is None and running_mean is not None:
             return F.batch_norm(x, running_mean, running_var, self.weight, self.bias, False, 0.0, self.eps)
-        across = [0, *range(2, x.dim())]
-        wide = (1, -1) + (1,) * (x.dim() - 2)
-        if context is None or context.real is None:
-            n = torch.full((), float(x.numel() // x.shape[1]), dtype=x.dtype, device=x.device)
-            mean = x.mean(across)
-            centred = x - mean.view(wide)
-            var = centred.square().mean(across)
-        else:
-            real = context.real.to(x.dtype)
-            if len(x) % len(real):
-                raise BadSetting(f"BatchNorm sees {len(x)} rows for {len(real)} samples: padding is not recognisable")
-            real = real.repeat_interleave(len(x) // len(real)).view((-1,) + (1,) * (x.dim() - 1))
-            n = real.sum() * (x.numel() // (x.shape[0] * x.shape[1]))
-            mean = (x * real).sum(across) / n.clamp(min=1)
-            centred = x - mean.view(wide)
-            var = (centred.square() * real).sum(across) / n.clamp(min=1)
-        out = centred * (var + self.eps).rsqrt().view(wide)
-        if self.weight is not None:
-            out = out * self.weight.view(wide) + self.bias.view(wide)
+        real = None if context is None else context.real
+        if real is not None and len(x) % len(real):
+            raise BadSetting(f"BatchNorm sees {len(x)} rows for {len(real)} samples: padding is not recognisable")
+        out, mean, var, n = batch_norm(self, x, real)
         if context is not None and running_mean is not None and running_var is not None:
             self.track(mean.detach(), (var * (n / (n - 1).clamp(min=1))).detach())  # the unbiased variance
         return out
@@ -115,6 +105,15 @@ class StreamDropout(_DropoutNd):
         return x * keep.to(x.dtype) * (1.0 / (1.0 - self.p) if self.p < 1.0 else 0.0)
 
 
+class StackedGroupNorm(nn.GroupNorm):
+    """A GroupNorm that knows whether its clients are stacked."""
+
+    current: _Pass
+
+    def forward(self, x: Tensor) -> Tensor:
+        return group_norm(self, x)
+
+
 class StackedLinear(nn.Linear):
     """A linear layer that knows whether its clients are stacked."""
 
@@ -133,6 +132,24 @@ class StackedConv2d(nn.Conv2d):
         return conv2d(self, x)
 
 
+STACKED: dict[type[nn.Module], type[nn.Module]] = {
+    nn.GroupNorm: StackedGroupNorm,
+    nn.Linear: StackedLinear,
+    nn.Conv2d: StackedConv2d,
+}
+
+
+class Promotion(TorchFunctionMode):
+    """Casts bfloat16 to float32 wherever both meet, as PyTorch does by itself in sums and products of single entries."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        given = args, kwargs or {}
+        kinds = {t.dtype for t in tree_leaves(given) if isinstance(t, Tensor)}
+        if {torch.bfloat16, torch.float32} <= kinds and not isinstance(func, OpOverload | OpOverloadPacket):
+            given = tree_map_only(Tensor, lambda t: t.float() if t.dtype is torch.bfloat16 else t, given)
+        return func(*given[0], **given[1])
+
+
 @plain
 def linear(layer: StackedLinear, x: Tensor) -> Tensor:
     """Apply a linear layer to x."""
@@ -142,7 +159,47 @@ def linear(layer: StackedLinear, x: Tensor) -> Tensor:
 @plain
 def conv2d(layer: StackedConv2d, x: Tensor) -> Tensor:
     """Apply a convolution to x."""
-    return nn.Conv2d.forward(layer, x)
+    if not half_precision(x.device):
+        return nn.Conv2d.forward(layer, x)
+    bias = None if layer.bias is None else layer.bias.bfloat16()
+    out: Tensor = layer._conv_forward(x.bfloat16(), layer.weight.bfloat16(), bias)
+    return out
+
+
+@plain
+def group_norm(layer: StackedGroupNorm, x: Tensor) -> Tensor:
+    """Apply a GroupNorm to x."""
+    return nn.GroupNorm.forward(layer, x)
+
+
+@plain
+def batch_norm(layer: MaskedBatchNorm, x: Tensor, real: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Normalise x [B', C, *] by its own statistics over the real samples [B]; also their mean, variance [C] and number []."""
+    return normalise(x, real, layer.weight, layer.bias, layer.eps)
+
+
+def normalise(
+    x: Tensor, real: Tensor | None, weight: Tensor | None, bias: Tensor | None, eps: float
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """`batch_norm` as a function of its tensors."""
+    dtype, x = x.dtype, x.float() if x.dtype is torch.bfloat16 else x
+    across = [0, *range(2, x.dim())]
+    wide = (1, -1) + (1,) * (x.dim() - 2)
+    if real is None:
+        n = torch.full((), float(x.numel() // x.shape[1]), dtype=x.dtype, device=x.device)
+        mean = x.mean(across)
+        centred = x - mean.view(wide)
+        var = centred.square().mean(across)
+    else:
+        real = real.to(x.dtype).repeat_interleave(len(x) // len(real)).view((-1,) + (1,) * (x.dim() - 1))
+        n = real.sum() * (x.numel() // (x.shape[0] * x.shape[1]))
+        mean = (x * real).sum(across) / n.clamp(min=1)
+        centred = x - mean.view(wide)
+        var = (centred.square() * real).sum(across) / n.clamp(min=1)
+    out = centred * (var + eps).rsqrt().view(wide)
+    if weight is not None and bias is not None:
+        out = out * weight.view(wide) + bias.view(wide)
+    return out.to(dtype), mean, var, n
 
 
 class _Holder(nn.Module):
@@ -247,11 +304,15 @@ class Net:
         self.current.context, self.current.stacked = context, stacked
         self.current.statistics, self.current.drops = {}, 0
         tensors = self.layout.split(x) | self.buffer_layout.split(buffers)
-        holder = _Holder(self.module(context is not None))
+        named = {f"module.{name}": tensor for name, tensor in tensors.items()}
+        holder, half = _Holder(self.module(context is not None)), half_precision(x.device)
         try:
-            outputs = functional_call(holder, {f"module.{name}": tensor for name, tensor in tensors.items()}, (use,))
+            with Promotion() if half else contextlib.nullcontext():
+                outputs = functional_call(holder, named, (use,))
         finally:
             self.current.context, self.current.stacked = None, False
+        if half:
+            outputs = tree_map_only(Tensor, lambda t: t.to(self.dtype), outputs)
         if context is None or not self.buffer_layout.names:
             return outputs, buffers
         new = tensors | self.current.statistics  # unused and frozen layers keep their old ones
@@ -346,7 +407,7 @@ def plain_cross_entropy(loss: Loss) -> bool:
 
 
 def _prepare(module: nn.Module, name: str, current: _Pass, training: bool, done: set[int]) -> None:
-    """Replace the forward of every BatchNorm, Dropout, Linear and Conv2d; hooks and tensors stay the same objects."""
+    """Replace the forward of every BatchNorm, Dropout, GroupNorm, Linear and Conv2d; hooks and tensors stay the same objects."""
     if id(module) in done:  # a part that is used in several places
         return
     done.add(id(module))
@@ -354,8 +415,8 @@ def _prepare(module: nn.Module, name: str, current: _Pass, training: bool, done:
     if isinstance(module, _BatchNorm):
         module.__class__ = MaskedBatchNorm
         vars(module).update(name=name, current=current, frozen=frozen)
-    elif type(module) in (nn.Linear, nn.Conv2d):
-        module.__class__ = StackedLinear if type(module) is nn.Linear else StackedConv2d
+    elif type(module) in STACKED:
+        module.__class__ = STACKED[type(module)]
         vars(module).update(current=current)
     elif isinstance(module, nn.AlphaDropout | nn.FeatureAlphaDropout):
         raise BadSetting(f"{type(module).__name__} cannot be drawn from seeded streams; use nn.Dropout or remove it")

@@ -1,0 +1,378 @@
+"""GroupNorm and BatchNorm over stacked clients on a GPU, with channels last in memory as `conv_stacked_gpu` leaves them.
+
+Each reads its inputs once from memory for the statistics, and once more to normalise; sums are in float32. A variance is taken
+around the mean, not as a difference of squares. BatchNorm's statistics cover the real samples only.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from undrift.core.forms import faster
+from undrift.kernels import conv_stacked_gpu, devices
+from undrift.kernels.conv_stacked_gpu import first, last
+from undrift.kernels.launch import allocate, current, launch, only_stacked, take_part, tl, triton
+from undrift.oracle.net import MaskedBatchNorm, StackedGroupNorm, batch_norm, group_norm, normalise
+
+BLOCK = 8192  # entries that a program holds at once
+
+
+def serves(layer: StackedGroupNorm | MaskedBatchNorm, x: Tensor) -> bool:
+    """Whether the kernels serve a layer of stacked clients and inputs x [B, C, H, W] of one of them, with channels last."""
+    if not (layer.current.stacked and x.dim() == 4 and devices.gpu(x.device)):
+        return False
+    known = x.dtype == conv_stacked_gpu.HALF and layer.weight is not None and layer.weight.dtype == torch.float32
+    return known and x.stride(1) == 1 and layer.bias is not None and x.shape[1] % 16 == 0 and only_stacked()
+
+
+def serves_groups(layer: StackedGroupNorm, x: Tensor) -> bool:
+    wide = layer.num_channels // layer.num_groups
+    return serves(layer, x) and wide & (wide - 1) == 0 and wide <= BLOCK
+
+
+@faster(group_norm, when=serves_groups)
+def group_norm_stacked(layer: StackedGroupNorm, x: Tensor) -> Tensor:
+    out: Tensor = torch.ops.undrift.group_norm(x, layer.weight, layer.bias, layer.num_groups, layer.eps)
+    return out
+
+
+@faster(batch_norm, when=lambda layer, x, real: serves(layer, x) and (real is None or len(real) == len(x)))
+def batch_norm_stacked(layer: MaskedBatchNorm, x: Tensor, real: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    found: tuple[Tensor, Tensor, Tensor, Tensor] = torch.ops.undrift.batch_norm(
+        x, real, layer.weight, layer.bias, layer.eps
+    )
+    return found
+
+
+if triton is not None:
+
+    @triton.jit  # type: ignore[untyped-decorator]
+    def _over_groups(v, GROUPS: tl.constexpr, WIDE: tl.constexpr):  # type: ignore[no-untyped-def]
+        """Each channel's sum over its group, for channels [GROUPS * WIDE]."""
+        sums = tl.sum(tl.reshape(v, [GROUPS, WIDE]), 1)
+        return tl.reshape(tl.broadcast_to(sums[:, None], [GROUPS, WIDE]), [GROUPS * WIDE])
+
+    @triton.jit(do_not_specialize=["w_apart", "b_apart"], do_not_specialize_on_alignment=["w", "b"])  # type: ignore[untyped-decorator]
+    def _group_norm(  # type: ignore[no-untyped-def]
+        x, w, b, out, means, scales, w_apart, b_apart, samples, EPS: tl.constexpr, PLACES: tl.constexpr, C: tl.constexpr,
+        GROUPS: tl.constexpr, WIDE: tl.constexpr, ROWS: tl.constexpr,
+    ):  # fmt: skip
+        """GROUPS groups of WIDE channels of one sample."""
+        n, c = tl.program_id(0).to(tl.int64), tl.program_id(1) * (GROUPS * WIDE) + tl.arange(0, GROUPS * WIDE)
+        client = n // samples
+        x, out, row = x + n * (PLACES * C), out + n * (PLACES * C), tl.arange(0, ROWS)
+        total = tl.zeros([ROWS, GROUPS * WIDE], tl.float32)
+        for begin in range(0, PLACES, ROWS):
+            at = (begin + row)[:, None] * C + c[None, :]
+            total += tl.load(x + at, mask=(begin + row < PLACES)[:, None], other=0.0).to(tl.float32)
+        mean = _over_groups(tl.sum(total, 0), GROUPS, WIDE) / (PLACES * WIDE)
+        total = tl.zeros([ROWS, GROUPS * WIDE], tl.float32)
+        for begin in range(0, PLACES, ROWS):
+            at = (begin + row)[:, None] * C + c[None, :]
+            h = tl.load(x + at, mask=(begin + row < PLACES)[:, None], other=0.0).to(tl.float32) - mean[None, :]
+            total += tl.where((begin + row < PLACES)[:, None], h * h, 0.0)
+        scale = 1.0 / tl.sqrt(_over_groups(tl.sum(total, 0), GROUPS, WIDE) / (PLACES * WIDE) + EPS)
+        tl.store(means + n * C + c, mean)
+        tl.store(scales + n * C + c, scale)
+        times, plus = tl.load(w + client * w_apart + c), tl.load(b + client * b_apart + c)
+        for begin in range(0, PLACES, ROWS):
+            at, inside = (begin + row)[:, None] * C + c[None, :], (begin + row < PLACES)[:, None]
+            h = tl.load(x + at, mask=inside, other=0.0).to(tl.float32) - mean[None, :]
+            tl.store(out + at, (h * (scale * times)[None, :] + plus[None, :]).to(out.dtype.element_ty), mask=inside)
+
+    @triton.jit(do_not_specialize=["apart"], do_not_specialize_on_alignment=["w"])  # type: ignore[untyped-decorator]
+    def _group_norm_back(  # type: ignore[no-untyped-def]
+        x, d, w, means, scales, out, dw, db, apart, samples, PLACES: tl.constexpr, C: tl.constexpr, GROUPS: tl.constexpr,
+        WIDE: tl.constexpr, ROWS: tl.constexpr,
+    ):  # fmt: skip
+        """The gradients of the inputs, and of each sample's share of w and b."""
+        n, c = tl.program_id(0).to(tl.int64), tl.program_id(1) * (GROUPS * WIDE) + tl.arange(0, GROUPS * WIDE)
+        x, d, out, row = x + n * (PLACES * C), d + n * (PLACES * C), out + n * (PLACES * C), tl.arange(0, ROWS)
+        mean, scale = tl.load(means + n * C + c), tl.load(scales + n * C + c)
+        times = tl.load(w + n // samples * apart + c)
+        plain, turned = tl.zeros([ROWS, GROUPS * WIDE], tl.float32), tl.zeros([ROWS, GROUPS * WIDE], tl.float32)
+        for begin in range(0, PLACES, ROWS):
+            at, inside = (begin + row)[:, None] * C + c[None, :], (begin + row < PLACES)[:, None]
+            back = tl.load(d + at, mask=inside, other=0.0).to(tl.float32)
+            h = (tl.load(x + at, mask=inside, other=0.0).to(tl.float32) - mean[None, :]) * scale[None, :]
+            plain, turned = plain + back, turned + back * h
+        by_plain, by_turned = tl.sum(plain, 0), tl.sum(turned, 0)
+        tl.store(db + n * C + c, by_plain)
+        tl.store(dw + n * C + c, by_turned)
+        level = _over_groups(by_plain * times, GROUPS, WIDE) / (PLACES * WIDE)
+        slope = _over_groups(by_turned * times, GROUPS, WIDE) / (PLACES * WIDE)
+        for begin in range(0, PLACES, ROWS):
+            at, inside = (begin + row)[:, None] * C + c[None, :], (begin + row < PLACES)[:, None]
+            back = tl.load(d + at, mask=inside, other=0.0).to(tl.float32)
+            h = (tl.load(x + at, mask=inside, other=0.0).to(tl.float32) - mean[None, :]) * scale[None, :]
+            new = scale[None, :] * (back * times[None, :] - level[None, :] - h * slope[None, :])
+            tl.store(out + at, new.to(out.dtype.element_ty), mask=inside)
+
+    @triton.jit  # type: ignore[untyped-decorator]
+    def _moments(  # type: ignore[no-untyped-def]
+        x, real, counts, means, squares, samples, share, PLACES: tl.constexpr, C: tl.constexpr, MASKED: tl.constexpr,
+        ROWS: tl.constexpr, SOME: tl.constexpr,
+    ):  # fmt: skip
+        """Over a share of one client's rows (places of all samples): their number, mean, and squares around that mean."""
+        client, part, c = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2) * SOME + tl.arange(0, SOME)
+        x, real, row = x + client * (samples * PLACES * C), real + client * samples, tl.arange(0, ROWS)
+        end = min((part + 1) * share, samples * PLACES)
+        total, number = tl.zeros([ROWS, SOME], tl.float32), tl.zeros([ROWS], tl.float32)
+        for begin in range(part * share, end, ROWS):
+            counted = (begin + row < end).to(tl.float32)
+            if MASKED:
+                counted *= tl.load(real + (begin + row) // PLACES, mask=begin + row < end, other=0.0)
+            valid = (counted > 0)[:, None] & (c < C)[None, :]
+            total += tl.load(x + (begin + row)[:, None] * C + c[None, :], mask=valid, other=0.0).to(tl.float32)
+            number += counted
+        n = tl.sum(number, 0)
+        mean = tl.sum(total, 0) / tl.maximum(n, 1.0)
+        total = tl.zeros([ROWS, SOME], tl.float32)
+        for begin in range(part * share, end, ROWS):
+            counted = (begin + row < end).to(tl.float32)
+            if MASKED:
+                counted *= tl.load(real + (begin + row) // PLACES, mask=begin + row < end, other=0.0)
+            valid = (counted > 0)[:, None] & (c < C)[None, :]
+            h = (
+                tl.load(x + (begin + row)[:, None] * C + c[None, :], mask=valid, other=0.0).to(tl.float32)
+                - mean[None, :]
+            )
+            total += tl.where(valid, h * h, 0.0)
+        at = client * tl.num_programs(1) + part
+        tl.store(counts + at, n)
+        tl.store(means + at * C + c, mean, mask=c < C)
+        tl.store(squares + at * C + c, tl.sum(total, 0), mask=c < C)
+
+    @triton.jit  # type: ignore[untyped-decorator]
+    def _scale(x, out, means, scales, shifts, rows, C: tl.constexpr, ROWS: tl.constexpr, SOME: tl.constexpr):  # type: ignore[no-untyped-def]
+        """(x - mean) * scale + shift for some rows of one client."""
+        client, c = tl.program_id(0).to(tl.int64), tl.program_id(2) * SOME + tl.arange(0, SOME)
+        row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
+        at, valid = client * rows * C + row[:, None] * C + c[None, :], (row < rows)[:, None] & (c < C)[None, :]
+        mean = tl.load(means + client * C + c, mask=c < C, other=0.0)
+        scale, shift = (
+            tl.load(scales + client * C + c, mask=c < C, other=0.0),
+            tl.load(shifts + client * C + c, mask=c < C, other=0.0),
+        )
+        h = tl.load(x + at, mask=valid, other=0.0).to(tl.float32)
+        new = (h - mean[None, :]) * scale[None, :] + shift[None, :]
+        tl.store(out + at, new.to(out.dtype.element_ty), mask=valid)
+
+    @triton.jit  # type: ignore[untyped-decorator]
+    def _sums(  # type: ignore[no-untyped-def]
+        x, d, means, scales, plain, turned, rows, share, C: tl.constexpr, ROWS: tl.constexpr, SOME: tl.constexpr
+    ):
+        """Over a share of one client's rows: the sums of d and of d * (x - mean) * scale."""
+        client, part, c = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2) * SOME + tl.arange(0, SOME)
+        x, d, row, end = x + client * rows * C, d + client * rows * C, tl.arange(0, ROWS), min((part + 1) * share, rows)
+        mean = tl.load(means + client * C + c, mask=c < C, other=0.0)
+        scale = tl.load(scales + client * C + c, mask=c < C, other=0.0)
+        one, other = tl.zeros([ROWS, SOME], tl.float32), tl.zeros([ROWS, SOME], tl.float32)
+        for begin in range(part * share, end, ROWS):
+            at, valid = (begin + row)[:, None] * C + c[None, :], (begin + row < end)[:, None] & (c < C)[None, :]
+            back = tl.load(d + at, mask=valid, other=0.0).to(tl.float32)
+            h = (tl.load(x + at, mask=valid, other=0.0).to(tl.float32) - mean[None, :]) * scale[None, :]
+            one, other = one + back, other + back * h
+        at = (client * tl.num_programs(1) + part) * C + c
+        tl.store(plain + at, tl.sum(one, 0), mask=c < C)
+        tl.store(turned + at, tl.sum(other, 0), mask=c < C)
+
+    @triton.jit  # type: ignore[untyped-decorator]
+    def _scale_back(  # type: ignore[no-untyped-def]
+        x, d, real, out, means, slopes, levels, factors, rows, samples, PLACES: tl.constexpr, C: tl.constexpr,
+        MASKED: tl.constexpr, ROWS: tl.constexpr, SOME: tl.constexpr,
+    ):  # fmt: skip
+        """d * factor - real * (level + (x - mean) * slope) for some rows of one client."""
+        client, c = tl.program_id(0).to(tl.int64), tl.program_id(2) * SOME + tl.arange(0, SOME)
+        row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
+        at, valid = client * rows * C + row[:, None] * C + c[None, :], (row < rows)[:, None] & (c < C)[None, :]
+        mean = tl.load(means + client * C + c, mask=c < C, other=0.0)
+        slope = tl.load(slopes + client * C + c, mask=c < C, other=0.0)
+        level = tl.load(levels + client * C + c, mask=c < C, other=0.0)
+        factor = tl.load(factors + client * C + c, mask=c < C, other=0.0)
+        back = tl.load(d + at, mask=valid, other=0.0).to(tl.float32)
+        by_mean = (
+            level[None, :] + (tl.load(x + at, mask=valid, other=0.0).to(tl.float32) - mean[None, :]) * slope[None, :]
+        )
+        if MASKED:
+            counted = tl.load(real + client * samples + row // PLACES, mask=row < rows, other=0.0)
+            by_mean = tl.where((counted > 0)[:, None], by_mean, 0.0)
+        tl.store(out + at, (back * factor[None, :] - by_mean).to(out.dtype.element_ty), mask=valid)
+
+    def tile(C: int) -> tuple[int, int]:
+        """Rows and channels of a block."""
+        some = min(128, max(16, triton.next_power_of_2(C)))
+        return BLOCK // 2 // some, some
+
+    def group_tile(places: int, C: int, groups: int) -> dict[str, int]:
+        """A program takes as many groups as make 32 channels, and as many places as it can hold."""
+        wide = C // groups
+        many = min(groups, max(1, 32 // wide))
+        while groups % many:
+            many //= 2
+        rows = min(triton.next_power_of_2(places), max(1, BLOCK // (many * wide)))
+        return dict(
+            PLACES=places, C=C, GROUPS=many, WIDE=wide, ROWS=rows, num_warps=8 if rows * many * wide > 2048 else 4
+        )
+
+    @torch.library.custom_op("undrift::stacked_group_norm", mutates_args=())
+    def to_groups(x: Tensor, w: Tensor, b: Tensor, groups: int, eps: float) -> tuple[Tensor, Tensor, Tensor]:
+        """GroupNorm of x [S, B, C, H, W] with w and b [S, C]; and the mean and the scale of each channel [S, B, C]."""
+        x, (w, b) = last(x), (t if t.stride(1) == 1 else t.contiguous() for t in (w, b))
+        S, B, high, wide, C = x.shape
+        n = group_tile(high * wide, C, groups)
+        out = allocate(x, *x.shape)
+        means, scales = (allocate(x, S, B, C, dtype=torch.float32) for _ in range(2))
+        grid = S * B, C // (n["GROUPS"] * n["WIDE"])
+        launch(_group_norm, grid, x, w, b, out, means, scales, w.stride(0), b.stride(0), B, EPS=eps, **n)
+        return first(out), means, scales
+
+    @torch.library.custom_op("undrift::stacked_group_norm_back", mutates_args=())
+    def from_groups(
+        x: Tensor, d: Tensor, w: Tensor, means: Tensor, scales: Tensor, groups: int
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """The gradients of x, w and b for the outputs' gradient d."""
+        x, d, w = last(x), last(d), w if w.stride(1) == 1 else w.contiguous()
+        S, B, high, wide, C = x.shape
+        n = group_tile(high * wide, C, groups)
+        out = allocate(x, *x.shape)
+        dw, db = (allocate(x, S, B, C, dtype=torch.float32) for _ in range(2))
+        grid = S * B, C // (n["GROUPS"] * n["WIDE"])
+        launch(_group_norm_back, grid, x, d, w, means, scales, out, dw, db, w.stride(0), B, **n)
+        return first(out), dw.sum(1), db.sum(1)
+
+    def cut(rows: int, clients: int, pieces: int, step: int) -> tuple[int, int]:
+        """Into how many parts the rows of a client are cut, and how long a part is: enough programs for a GPU."""
+        parts = max(1, min(1024 // max(1, clients * pieces), rows // (4 * step)))
+        share = triton.cdiv(triton.cdiv(rows, parts), step) * step
+        return triton.cdiv(rows, share), share
+
+    @torch.library.custom_op("undrift::stacked_batch_norm", mutates_args=())
+    def to_batch(
+        x: Tensor, real: Tensor | None, w: Tensor, b: Tensor, eps: float
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """BatchNorm of x [S, B, C, H, W] by its real samples [S, B]; and their mean, variance [S, C] and number [S, 1]."""
+        x, real = last(x), None if real is None else real.float().contiguous()
+        (S, B, H, W, C), (rows, some) = x.shape, tile(x.shape[4])
+        places, pieces = B * H * W, triton.cdiv(C, some)
+        parts, share = cut(places, S, pieces, rows)
+        means, squares = (allocate(x, S, parts, C, dtype=torch.float32) for _ in range(2))
+        counts = allocate(x, S, parts, 1, dtype=torch.float32)
+        n = dict(PLACES=H * W, C=C, MASKED=real is not None, ROWS=rows, SOME=some)
+        launch(_moments, (S, parts, pieces), x, x if real is None else real, counts, means, squares, B, share, **n)
+        number = counts.sum(1)
+        mean = (means * counts).sum(1) / number.clamp(min=1)
+        var = (squares + (means - mean.unsqueeze(1)).square() * counts).sum(1) / number.clamp(min=1)
+        scale, shift = (var + eps).rsqrt() * w, b.contiguous()
+        out = allocate(x, *x.shape)
+        n = dict(C=C, ROWS=rows, SOME=some)
+        launch(_scale, (S, triton.cdiv(places, rows), pieces), x, out, mean, scale.contiguous(), shift, places, **n)
+        return first(out), mean, var, number
+
+    @torch.library.custom_op("undrift::stacked_batch_norm_back", mutates_args=())
+    def from_batch(
+        x: Tensor, d: Tensor, real: Tensor | None, w: Tensor, mean: Tensor, var: Tensor, number: Tensor, eps: float
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """The gradients of x, w and b for the outputs' gradient d."""
+        x, d, real = last(x), last(d), None if real is None else real.float().contiguous()
+        (S, B, H, W, C), (rows, some) = x.shape, tile(x.shape[4])
+        places, pieces, scale = B * H * W, triton.cdiv(C, some), (var + eps).rsqrt()
+        parts, share = cut(places, S, pieces, rows)
+        plain, turned = (allocate(x, S, parts, C, dtype=torch.float32) for _ in range(2))
+        n = dict(C=C, ROWS=rows, SOME=some)
+        launch(_sums, (S, parts, pieces), x, d, mean, scale, plain, turned, places, share, **n)
+        db, dw = plain.sum(1), turned.sum(1)
+        factor, out = scale * w, allocate(x, *x.shape)
+        level, slope = factor * db / number.clamp(min=1), factor * scale * dw / number.clamp(min=1)
+        launch(
+            _scale_back, (S, triton.cdiv(places, rows), pieces),
+            x, d, x if real is None else real, out, mean, slope, level, factor, places, B,
+            PLACES=H * W, MASKED=real is not None, **n,
+        )  # fmt: skip
+        return first(out), dw, db
+
+    def _like(x: Tensor) -> Tensor:
+        return first(x.new_empty(*x.shape[:2], *x.shape[3:], x.shape[2]))
+
+    def _floats(x: Tensor, *shape: int) -> Tensor:
+        return x.new_empty(shape, dtype=torch.float32)
+
+    to_groups.register_fake(lambda x, *_: (_like(x), _floats(x, *x.shape[:3]), _floats(x, *x.shape[:3])))
+    to_batch.register_fake(
+        lambda x, *_: (_like(x), _floats(x, len(x), x.shape[2]), _floats(x, len(x), x.shape[2]), _floats(x, len(x), 1))
+    )
+    for op in (from_groups, from_batch):
+        op.register_fake(lambda x, *_: (_like(x), _floats(x, len(x), x.shape[2]), _floats(x, len(x), x.shape[2])))
+
+    def _keep_groups(ctx: Any, inputs: Any, output: Any) -> None:
+        x, w, b, ctx.groups, ctx.eps = inputs
+        ctx.rehearsal = current.get()
+        ctx.mark_non_differentiable(*output[1:])
+        ctx.save_for_backward(x, w, b, *output[1:])
+
+    def _groups_backward(ctx: Any, d: Tensor, *_: Any) -> Any:
+        x, w, b, means, scales = ctx.saved_tensors
+        if torch.is_grad_enabled():  # the gradient is to be differentiated again
+            plain = torch.vmap(lambda x, w, b: torch.nn.functional.group_norm(x, ctx.groups, w, b, ctx.eps))
+            return *torch.autograd.grad(plain(x, w, b), (x, w, b), d, create_graph=True), None, None
+        with take_part(ctx.rehearsal):
+            return *from_groups(x, d, w, means, scales, ctx.groups), None, None
+
+    to_groups.register_autograd(_groups_backward, setup_context=_keep_groups)
+
+    def _keep_batch(ctx: Any, inputs: Any, output: Any) -> None:
+        x, real, w, b, ctx.eps = inputs
+        ctx.rehearsal = current.get()
+        ctx.mark_non_differentiable(*output[1:])
+        ctx.save_for_backward(x, real, w, b, *output[1:])
+
+    def _batch_backward(ctx: Any, d: Tensor, *_: Any) -> Any:
+        x, real, w, b, mean, var, number = ctx.saved_tensors
+        if torch.is_grad_enabled():
+            plain = torch.vmap(
+                lambda x, real, w, b: normalise(x, real, w, b, ctx.eps)[0], (0, None if real is None else 0, 0, 0)
+            )
+            dx, dw, db = torch.autograd.grad(plain(x, real, w, b), (x, w, b), d, create_graph=True)
+        else:
+            with take_part(ctx.rehearsal):
+                dx, dw, db = from_batch(x, d, real, w, mean, var, number, ctx.eps)
+        return dx, None, dw, db, None
+
+    to_batch.register_autograd(_batch_backward, setup_context=_keep_batch)
+
+    def stacked(info: Any, dims: Any, *given: Tensor | None) -> list[Tensor | None]:
+        """The arguments of an operator under vmap with the clients first."""
+        return [
+            t if t is None else t.expand(info.batch_size, *t.shape) if dim is None else t.movedim(dim, 0)
+            for t, dim in zip(given, dims, strict=False)
+        ]
+
+    @torch.library.custom_op("undrift::group_norm", mutates_args=())
+    def _group_norm_op(x: Tensor, w: Tensor, b: Tensor, groups: int, eps: float) -> Tensor:
+        return torch.nn.functional.group_norm(x, groups, w.to(x.dtype), b.to(x.dtype), eps)
+
+    _group_norm_op.register_fake(lambda x, w, b, groups, eps: torch.empty_like(x))
+
+    @_group_norm_op.register_vmap
+    def _(info: Any, dims: Any, x: Tensor, w: Tensor, b: Tensor, groups: int, eps: float) -> tuple[Tensor, int]:
+        return to_groups(*stacked(info, dims, x, w, b), groups, eps)[0], 0
+
+    @torch.library.custom_op("undrift::batch_norm", mutates_args=())
+    def _batch_norm_op(
+        x: Tensor, real: Tensor | None, w: Tensor, b: Tensor, eps: float
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        return normalise(x, real, w, b, eps)
+
+    _batch_norm_op.register_fake(
+        lambda x, real, w, b, eps: (
+            torch.empty_like(x),
+            *(x.new_empty(n, dtype=torch.float32) for n in (len(w), len(w), 1)),
+        )
+    )
+
+    @_batch_norm_op.register_vmap
+    def _(info: Any, dims: Any, x: Tensor, real: Tensor | None, w: Tensor, b: Tensor, eps: float) -> Any:
+        return to_batch(*stacked(info, dims, x, real, w, b), eps), (0, 0, 0, 0)
