@@ -21,49 +21,73 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from undrift.data.dataset import Dataset
-from undrift.models import lenet5, mlp
+from undrift.models import gradma_lenet5, gradma_nn, lenet5, mlp, resnet20_gn, unet
+from undrift.oracle.segmentation import dice_loss
 
 CLIENTS, COHORT, STEPS, BATCH, SAMPLES, LR = 100, 10, 5, 64, 320, 0.1  # 320 = 5 * 64: one pass is one round
-MODELS = {"mlp, 1x28x28": (mlp.build, (1, 28, 28)), "lenet5, 3x32x32": (lenet5.build, (3, 32, 32))}
+MODELS = {
+    "mlp, 1x28x28": (mlp.build, (1, 28, 28)),
+    "lenet5, 3x32x32": (lenet5.build, (3, 32, 32)),
+    "gradma-nn, 1x28x28": (gradma_nn.build, (1, 28, 28)),
+    "gradma-lenet5, 3x32x32": (gradma_lenet5.build, (3, 32, 32)),
+    "resnet20-gn, 3x32x32": (resnet20_gn.build, (3, 32, 32)),
+    "unet, 3x32x32": (unet.build, (3, 32, 32)),
+}
 Rounds = Callable[[int], list[float]]  # run that many rounds; seconds of each
+Loss = Callable[[Tensor, Tensor], Tensor]
 
 
-def federated_data(shape: tuple[int, int, int]) -> Dataset:
+def segments(model: str) -> bool:
+    """Whether a model draws masks of a disc and a cup."""
+    return model.startswith("unet")
+
+
+def loss_of(model: str) -> Loss:
+    """The loss of each sample."""
+    return dice_loss if segments(model) else F.cross_entropy
+
+
+def federated_data(model: str) -> Dataset:
     random = np.random.default_rng(0)
-    channels, height, width = shape
+    channels, height, width = MODELS[model][1]
     x = random.integers(0, 256, (CLIENTS * SAMPLES, height, width, channels), dtype=np.uint8)
+    means = ((0.5,) * channels, (0.25,) * channels)
+    if segments(model):
+        y, sites = random.integers(0, 3, (CLIENTS * SAMPLES, height, width)), np.repeat(np.arange(CLIENTS), SAMPLES)
+        return Dataset("random", x, y, x[:100], y[:100], 2, *means, sites=sites, structures=("disc", "cup"))
     y = random.integers(0, 10, CLIENTS * SAMPLES)
-    return Dataset("random", x, y, x[:100], y[:100], 10, (0.5,) * channels, (0.25,) * channels)
+    return Dataset("random", x, y, x[:100], y[:100], 10, *means)
 
 
 @functools.cache
 def ready(model: str) -> tuple[Tensor, Tensor]:
     """Every client's inputs [N, n, *shape] as floats, and labels [N, n]."""
     _, shape = MODELS[model]
-    data = federated_data(shape)
+    data = federated_data(model)
     x = torch.from_numpy(np.asarray(data.x_train[np.arange(CLIENTS * SAMPLES)])).permute(0, 3, 1, 2).float()
     x = ((x / 255 - 0.5) / 0.25).contiguous().view(CLIENTS, SAMPLES, *shape)
-    return x, torch.from_numpy(np.asarray(data.y_train, dtype=np.int64)).view(CLIENTS, SAMPLES)
+    y = torch.from_numpy(np.asarray(data.y_train, dtype=np.int64))
+    return x, y.view(CLIENTS, SAMPLES, *y.shape[1:])
 
 
 @functools.cache
 def built(model: str) -> nn.Module:
     build, shape = MODELS[model]
     torch.manual_seed(0)
-    return build(shape, 10)
+    return build(shape, 2 if segments(model) else 10)
 
 
-def train(module: nn.Module, x: Tensor, y: Tensor, order: Tensor) -> None:
+def train(module: nn.Module, x: Tensor, y: Tensor, order: Tensor, loss: Loss = F.cross_entropy) -> None:
     """A client's local steps as people write them."""
     optimizer = torch.optim.SGD(module.parameters(), lr=LR)
     for k in range(STEPS):
         batch = order[k * BATCH : (k + 1) * BATCH]
         optimizer.zero_grad()
-        F.cross_entropy(module(x[batch]), y[batch]).backward()
+        loss(module(x[batch]), y[batch]).mean().backward()
         optimizer.step()
 
 
-def plain_rounds(module: nn.Module, x: Tensor, y: Tensor) -> Rounds:
+def plain_rounds(module: nn.Module, x: Tensor, y: Tensor, loss: Loss = F.cross_entropy) -> Rounds:
     """The loop that people write by hand: load the global model, train each client in turn, average."""
     random = np.random.default_rng(0)
 
@@ -75,7 +99,8 @@ def plain_rounds(module: nn.Module, x: Tensor, y: Tensor) -> Rounds:
             with torch.no_grad():
                 for n, p in module.named_parameters():
                     p.copy_(start[n])
-            train(module, x[client], y[client], torch.from_numpy(random.permutation(SAMPLES)).to(x.device))
+            order = torch.from_numpy(random.permutation(SAMPLES)).to(x.device)
+            train(module, x[client], y[client], order, loss)
             for n, p in module.named_parameters():
                 total[n] += p.detach() / COHORT
         with torch.no_grad():

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 import tomllib
 from pathlib import Path
 
@@ -35,6 +37,30 @@ def test_list_cite_and_data(
     assert np.load(tmp_path / "digits.npz")["x_train"].shape == (1438, 8, 8, 1)
     assert cli.main(["data", "prepare", "digits", "--out", str(tmp_path / "digits.npz")]) == 2
     assert "exists already" in capsys.readouterr().err
+
+
+QUICK = """
+import sys
+from undrift import cli
+
+for command in sys.argv[1:]:
+    try:
+        code = cli.main(command.split())
+    except SystemExit as end:  # argparse's own
+        code = end.code
+    print(">", command, code, sorted({"torch", "numpy", "rich"} & {*sys.modules}))
+"""
+
+
+def test_help_lists_and_citations_import_neither_pytorch_nor_numpy() -> None:
+    helps = [f"{name} --help" for name, (_, _, _, aliases) in cli.COMMANDS.items() for name in (name, *aliases)]
+    lists = [f"list {kind}{json}" for kind in cli.KINDS for json in ("", " --json")]
+    commands = ["--help", "--version", *helps, *lists, "cite gradma-s", "cite def+gradma", "list models"]
+    wrong = ["cite gradme", "list algorithm", "run --algoritm fedavg", "ruin"]
+    done = subprocess.run([sys.executable, "-c", QUICK, *commands, *wrong], capture_output=True, text=True, check=True)
+    said = [line for line in done.stdout.splitlines() if line.startswith(">")]
+    assert said == [f"> {command} {2 if command in wrong else 0} []" for command in (*commands, *wrong)]
+    assert "did you mean 'gradma'?" in done.stderr and "did you mean '--algorithm'?" in done.stderr
 
 
 def test_flags_override_the_file(tmp_path: Path) -> None:

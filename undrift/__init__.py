@@ -1,29 +1,31 @@
 """Federated and distributed training that does not drift."""
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from undrift.core.errors import UndriftError
+from undrift.core.exports import exports
 from undrift.core.version import __version__
-from undrift.data.dataset import Dataset
-from undrift.jobs.config import RunConfig
-from undrift.jobs.course import Result
-from undrift.jobs.run import run
-from undrift.personal.supermodel import SuperModel
 
 if TYPE_CHECKING:
+    from undrift.data.dataset import Dataset
     from undrift.dataparallel.optimizer import DEF, EF, EF21, SAEF, PSync
-
+    from undrift.jobs.config import RunConfig
+    from undrift.jobs.course import Result
+    from undrift.jobs.run import run
+    from undrift.personal.supermodel import SuperModel
+else:
+    __getattr__, __dir__ = exports(
+        __name__,
+        {
+            "Dataset": "undrift.data.dataset",
+            "Result": "undrift.jobs.course",
+            "RunConfig": "undrift.jobs.config",
+            "SuperModel": "undrift.personal.supermodel",
+            "run": "undrift.jobs.run",
+            **dict.fromkeys(("DEF", "EF", "EF21", "PSync", "SAEF"), "undrift.dataparallel.optimizer"),
+        },
+    )
 
 __all__ = [
     "DEF", "EF", "EF21", "SAEF", "Dataset", "PSync", "Result", "RunConfig", "SuperModel", "UndriftError", "__version__", "run",
 ]  # fmt: skip
-OPTIMIZERS = ("DEF", "EF", "EF21", "PSync", "SAEF")
-
-
-def __getattr__(name: str) -> Any:
-    """The optimizers are imported when they are asked for."""
-    if name in OPTIMIZERS:
-        import undrift.dataparallel.optimizer
-
-        return getattr(undrift.dataparallel.optimizer, name)
-    raise AttributeError(f"module 'undrift' has no attribute {name!r}")

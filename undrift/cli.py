@@ -22,8 +22,9 @@ from undrift import __version__
 from undrift.algorithms.checks import looks_at_single_uploads
 from undrift.core import ranks, stopping
 from undrift.core.errors import BadSetting, LostRank, UndriftError, UnknownName
-from undrift.core.names import check_text
-from undrift.dataparallel import command as parallel
+from undrift.core.names import algorithms_of, check_text, describe, names, outline_of
+from undrift.core.outline import outline
+from undrift.dataparallel import parallel_config as parallel
 from undrift.deploy import settings as deployment
 from undrift.jobs import config as federated
 from undrift.pipeline import pipe_config as pipeline
@@ -221,7 +222,9 @@ def deploy_command(arguments: argparse.Namespace) -> None:
     "dataparallel", "train one model with compressed data-parallel workers", *make_arguments(parallel), aliases=["dp"]
 )
 def dataparallel_command(arguments: argparse.Namespace) -> None:
-    train(arguments, parallel.FIELDS, parallel.run_parallel)
+    from undrift.dataparallel.command import run_parallel
+
+    train(arguments, parallel.FIELDS, run_parallel)
 
 
 @command(
@@ -402,19 +405,15 @@ def list_command(arguments: argparse.Namespace) -> None:
 
 def list_kind(kind: str) -> list[dict[str, Any]]:
     """The entries that `undrift list KIND --json` prints."""
-    from undrift.core.names import describe, names
-    from undrift.data.partition import PARTITIONS
-    from undrift.dataparallel.methods import FILES
-    from undrift.jobs.registry import algorithm_class
-
     if kind not in KINDS:
         raise UnknownName("kind of list", kind, KINDS)
     if kind in ("methods", "partitions"):
-        documented: Mapping[str, Any] = FILES if kind == "methods" else PARTITIONS
+        methods, rules = outline("undrift.dataparallel.methods"), outline("undrift.data.partition")
+        documented: Mapping[str, Any] = methods.FILES if kind == "methods" else rules.PARTITIONS
         return [{"name": n, "about": (inspect.getdoc(o) or "").splitlines()[0]} for n, o in documented.items()]
     entries: list[dict[str, Any]] = [{"name": n, "about": describe(kind, n)} for n in names(kind)]
     for entry in entries if kind == "algorithms" else ():
-        alg = algorithm_class(entry["name"])
+        (alg,) = algorithms_of(outline_of(kind, entry["name"]))
         entry["server_needs"] = "single updates" if looks_at_single_uploads(alg) else "their sum"
         entry["fields"] = {f.name: f.default for f in dataclasses.fields(alg)}
     return entries

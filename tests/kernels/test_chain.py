@@ -8,8 +8,8 @@ from torch import Tensor, nn
 
 from tests.small import CPU, federation, path, simulation
 from undrift.algorithms.fedavg import FedAvg
-from undrift.kernels.chain import HALVES, Chain, chain_of, fitting_chain, halve
-from undrift.models import lenet5, logreg, mlp
+from undrift.kernels.chain import Chain, chain_of, fitting_chain
+from undrift.models import gradma_lenet5, gradma_nn, lenet5, logreg, mlp
 from undrift.oracle.net import Net
 from undrift.oracle.oracle import Batch, Oracle, task_loss
 from undrift.simulate.here import Pool
@@ -72,13 +72,79 @@ def test_the_written_out_gradient_is_autograds(
     assert asked.calls == 2
 
 
-@pytest.mark.parametrize("shape", [(3, 2, 6, 10), (1, 1, 2, 2), (2, 4, 4, 254)])
-def test_pooling_by_halves_is_torchs_also_among_equals(shape: tuple[int, ...]) -> None:
+def test_a_relu_before_pooling_is_computed_after_it_with_the_same_bits() -> None:
     torch.manual_seed(0)
-    h = torch.randint(-1, 3, shape).double()  # many of the four are equal
-    expected, places = torch.ops.aten.max_pool2d_with_indices.default(h, *HALVES)
-    found, where = halve(h)
-    assert torch.equal(found, expected) and torch.equal(where, places)
+    module = nn.Sequential(nn.Conv2d(2, 3, 3), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten(), nn.Linear(27, 4))
+    chain, other = Chain.of(module), Chain.of(module)
+    assert chain is not None and other is not None
+    assert [type(layer).__name__ for layer in chain.layers[:3]] == ["Conv2d", "MaxPool2d", "ReLU"]
+    other.layers[1:3] = reversed(other.layers[1:3])
+    x, targets = torch.randn(chain.entries, dtype=WIDE), torch.randint(0, 4, (5,))
+    inputs = torch.randint(-1, 2, (5, 2, 8, 8)).to(WIDE)  # many of the four are equal
+    found, expected = (each.gradient(x, inputs, targets, None) for each in (chain, other))
+    assert torch.equal(found[0], expected[0]) and torch.equal(found[1], expected[1])
+
+
+NORMED = [
+    (lambda: gradma_nn.build((1, 4, 4), 10), (1, 4, 4)),
+    (lambda: gradma_lenet5.build((1, 28, 28), 10), (1, 28, 28)),
+    (lambda: nn.Sequential(nn.Linear(6, 5), nn.BatchNorm1d(5, momentum=0.3), nn.Dropout(0.3), nn.Linear(5, 4)), (6,)),
+    (
+        lambda: nn.Sequential(
+            nn.Conv2d(2, 4, 3, bias=False), nn.BatchNorm2d(4, eps=0.1), nn.Dropout(0.2), nn.Flatten(), nn.Linear(64, 4)
+        ),
+        (2, 6, 6),
+    ),
+]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, WIDE])
+@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize("lead", [(), (3,), (2, 3)])
+@pytest.mark.parametrize("build, shape", NORMED)
+def test_statistics_and_masks_are_those_of_the_plain_layers(
+    build: object, shape: tuple[int, ...], lead: tuple[int, ...], padded: bool, dtype: torch.dtype
+) -> None:
+    """In PyTorch for a client alone without padding, in C for dense layers without dropout; else autograd serves."""
+    torch.manual_seed(0)
+    net = Net(build(), dtype=dtype)  # type: ignore[operator]
+    x0, buffers = net.start()
+    real = None if not padded else (torch.arange(6) < torch.randint(3, 7, (*lead, 1))).to(dtype)
+    key = torch.randint(0, 1 << 40, lead)
+    batch = Batch(torch.randn(*lead, 6, *shape, dtype=dtype), torch.randint(0, 3, (*lead, 6)), real, key)
+    x, before = (
+        x0 + 0.1 * torch.randn(*lead, len(x0), dtype=dtype),
+        buffers + torch.rand(*lead, len(buffers), dtype=dtype),
+    )
+
+    def asked() -> Oracle:
+        return Oracle(net, batch, before.clone())
+
+    chain, ours, plain, stepped = chain_of(net), asked(), asked(), asked()
+    assert chain is not None and not chain.pure
+    if not lead and not padded:
+        assert fitting_chain(ours) is chain
+    g, expected, moved = ours.grad(x), plain.grad(x, task_loss), stepped.step(x, 0.1)
+    close = dict(rtol=1e-9, atol=1e-11) if dtype is WIDE else dict(rtol=1e-3, atol=2e-5)
+    torch.testing.assert_close(g, expected, **close)
+    torch.testing.assert_close(moved, x - 0.1 * expected, **close)
+    for mine in (ours, stepped):
+        torch.testing.assert_close(mine.loss, plain.loss, **close)
+        torch.testing.assert_close(mine.buffers, plain.buffers, **close)
+    assert (ours.buffers - before).abs().max() > 0.1 and g.abs().max() > 1e-3
+    untracked = asked()
+    untracked.grad(x, track=False)
+    assert torch.equal(untracked.buffers, before)
+
+
+def test_a_batch_norm_without_samples_or_variance_is_left_to_autograd() -> None:
+    net = Net(NORMED[3][0]())
+    _, buffers = net.start()
+    one = Batch(torch.randn(1, 2, 6, 6), torch.zeros(1, dtype=torch.int64), None, torch.tensor(0))
+    assert fitting_chain(Oracle(net, one, buffers)) is None
+    frozen = NORMED[3][0]()
+    frozen[1].eval()
+    assert chain_of(Net(frozen)) is None
 
 
 def test_an_untracked_gradient_leaves_the_loss_alone() -> None:
@@ -124,7 +190,10 @@ def tied() -> nn.Module:
         lambda: nn.Sequential(Own(6, 4)),
         lambda: nn.Sequential(nn.Linear(6, 4), nn.Tanh()),
         lambda: nn.Sequential(nn.Linear(6, 4), nn.ReLU()),
-        lambda: nn.Sequential(nn.Linear(6, 4), nn.BatchNorm1d(4), nn.Linear(4, 4)),
+        lambda: nn.Sequential(nn.Linear(6, 4), nn.BatchNorm1d(4, momentum=None), nn.Linear(4, 4)),
+        lambda: nn.Sequential(nn.Linear(6, 4), nn.BatchNorm1d(4, affine=False), nn.Linear(4, 4)),
+        lambda: nn.Sequential(nn.Linear(6, 4), nn.BatchNorm2d(4), nn.Linear(4, 4)),
+        lambda: nn.Sequential(nn.Linear(6, 4), nn.Dropout1d(), nn.Linear(4, 4)),
         lambda: nn.Sequential(nn.Conv2d(2, 3, 2), nn.Linear(6, 4)),
         lambda: nn.Sequential(nn.Flatten(), nn.Conv2d(2, 3, 2), nn.Flatten(), nn.Linear(6, 4)),
         lambda: nn.Sequential(nn.Conv2d(2, 3, 2, padding="same"), nn.Flatten(), nn.Linear(6, 4)),

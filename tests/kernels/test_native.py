@@ -113,6 +113,45 @@ def test_a_dense_gradient_is_that_of_float64(
     assert batch == 1 or expected.abs().max() > 1e-3
 
 
+def normed() -> nn.Module:
+    """BatchNorm with and without a ReLU, a layer without it first, a layer without biases."""
+    return nn.Sequential(
+        nn.Linear(60, 33), nn.ReLU(), nn.Linear(33, 20, bias=False), nn.BatchNorm1d(20, eps=0.01, momentum=0.3), nn.ReLU(),
+        nn.Linear(20, 9), nn.BatchNorm1d(9, eps=0.01), nn.Linear(9, 5),
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize("S, batch", [(4, 64), (5, 17), (3, 4)])
+def test_batch_norms_are_those_of_float64(library: ctypes.CDLL, threads: int, S: int, batch: int, padded: bool) -> None:
+    """Also of a client whose samples are all padding, and of one that has a single sample."""
+    torch.manual_seed(0)
+    gradients, moved, statistics, losses = [], [], [], []
+    for dtype in (torch.float32, torch.float64):
+        torch.manual_seed(0)
+        net = Net(normed(), dtype=dtype)
+        chain = Chain.of(net.original)
+        assert chain is not None
+        x, inputs, targets, real = asked(S, batch, chain, padded)
+        rest = len(net.start()[0]) - chain.entries
+        x, inputs, targets = nn.functional.pad(x[:, :-3], (0, rest)).to(dtype), inputs.to(dtype), targets.clamp(min=0)
+        mini = Batch(inputs, targets, None if real is None else real.to(dtype), torch.zeros(S, dtype=torch.int64))
+        start = net.start()[1] + torch.linspace(0, 1, S, dtype=dtype).unsqueeze(-1)
+        oracle, other = Oracle(net, mini, start), Oracle(net, mini, start)
+        if dtype == torch.float32:
+            assert fitting_chain(oracle) is not None
+        gradients.append(oracle.grad(x).double())
+        moved.append(other.step(x, 0.3).double())
+        losses.append(oracle.loss.double())
+        statistics += [oracle.buffers.double(), other.buffers.double()]
+    torch.testing.assert_close(gradients[0], gradients[1], rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(moved[0], moved[1], rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(losses[0], losses[1], rtol=1e-5, atol=1e-5)
+    for each in statistics[1:]:
+        torch.testing.assert_close(statistics[0], each, rtol=1e-5, atol=1e-5)
+    assert gradients[1].abs().max() > 1e-2
+
+
 def pictures(
     channels: int, outputs: tuple[int, ...], kernel: int, padding: int, side: int, biased: bool = True
 ) -> nn.Module:

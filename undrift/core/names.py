@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from undrift.core.errors import BadSetting, UnknownName
+from undrift.core.outline import PACKAGE, outline
 
 PACKAGES = {"algorithms": "undrift.algorithms", "datasets": "undrift.data", "models": "undrift.models"}
 
@@ -22,16 +23,19 @@ def names(kind: str) -> list[str]:
     >>> "gradma-s" in names("algorithms")
     True
     """
-    package = importlib.import_module(PACKAGES[kind])
-    files = [m.name for m in pkgutil.iter_modules(package.__path__) if not m.name.startswith("_")]
-    known = [f for f in files if _registers(kind, importlib.import_module(f"{PACKAGES[kind]}.{f}"))]
-    return sorted(f.replace("_", "-") for f in known)
+    folder = PACKAGE / PACKAGES[kind].rpartition(".")[2]
+    files = [m.name for m in pkgutil.iter_modules([str(folder)]) if not m.name.startswith("_")]
+    return sorted(f.replace("_", "-") for f in files if _registers(kind, outline_of(kind, f)))
 
 
 def describe(kind: str, name: str) -> str:
     """The first line of a registered file's docstring."""
-    module = importlib.import_module(f"{PACKAGES[kind]}.{name.replace('-', '_')}")
-    return (inspect.getdoc(module) or "").splitlines()[0]
+    return (inspect.getdoc(outline_of(kind, name)) or "").splitlines()[0]
+
+
+def outline_of(kind: str, name: str) -> Any:
+    """What the file of a name defines, without importing it."""
+    return outline(f"{PACKAGES[kind]}.{name.replace('-', '_')}")
 
 
 def check_text(what: str, text: str) -> None:
@@ -125,7 +129,8 @@ def _registers(kind: str, module: Any) -> bool:
 
 
 def algorithms_of(module: Any) -> list[type[Any]]:
-    """The dataclasses of a module that combine a worker and a server."""
-    here = [c for c in vars(module).values() if inspect.isclass(c) and c.__module__ == module.__name__]
+    """The dataclasses of a module, or of its outline, that combine a worker and a server."""
+    defined = [getattr(module, name) for name in dir(module)]
+    here = [c for c in defined if inspect.isclass(c) and c.__module__ == module.__name__]
     parts = [c for c in here if "__dataclass_fields__" in vars(c) and not inspect.isabstract(c)]
     return [c for c in parts if hasattr(c, "local_step") and hasattr(c, "server_step")]

@@ -1,6 +1,7 @@
 """Exchange between the processes of a run that torchrun started.
 
-Every exchange begins with `all_well`, where a failed rank reports its error, so that no other rank waits for it.
+Every exchange begins with `all_well`, where a failed rank reports its error, so that no other rank waits for it. PyTorch is
+imported where something is exchanged: the command line also asks here, and its help must not take seconds.
 """
 
 from __future__ import annotations
@@ -9,17 +10,16 @@ import atexit
 import contextlib
 import importlib
 import os
+import sys
 from collections.abc import Iterator
 from datetime import timedelta
-from typing import Any, TypeVar
-
-import torch
-import torch.distributed as dist
-from torch import Tensor
-from torch.distributed import broadcast as copy_from
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from undrift.core.errors import BadSetting, LostRank, OtherRankFailed, UndriftError
-from undrift.core.trees import map_leaves
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
 
 T = TypeVar("T")
 SILENCE = timedelta(minutes=30)  # a rank that is silent for longer has failed
@@ -37,12 +37,13 @@ def world_size() -> int:
 
 def count() -> int:
     """The number of ranks."""
-    return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+    dist = sys.modules.get("torch.distributed")  # without it this process has joined nobody
+    return int(dist.get_world_size()) if dist and dist.is_available() and dist.is_initialized() else 1
 
 
 def rank() -> int:
     """The number of this process among the ranks."""
-    return dist.get_rank() if count() > 1 else 0
+    return int(sys.modules["torch.distributed"].get_rank()) if count() > 1 else 0
 
 
 def speaks() -> bool:
@@ -54,6 +55,8 @@ def device_of_rank(device: torch.device) -> torch.device:
     """The GPU of this rank, if the run uses GPUs."""
     if device.type != "cuda" or count() == 1:
         return device
+    import torch
+
     local, gpus = int(os.environ.get("LOCAL_RANK", rank())), torch.cuda.device_count()
     if local >= gpus:
         raise BadSetting(
@@ -88,6 +91,9 @@ def join() -> Iterator[None]:
 
 
 def _start() -> None:
+    import torch
+    import torch.distributed as dist
+
     missing = [name for name in ("RANK", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
     if missing:
         raise BadSetting(
@@ -108,6 +114,9 @@ def _start() -> None:
 def wait_for_first_rank() -> None:
     """Wait until rank 0 ends: torchrun ends all ranks as soon as one ends, and rank 0 prints last."""
     if rank():
+        import torch
+        import torch.distributed as dist
+
         with contextlib.suppress(RuntimeError):
             dist.recv(torch.zeros(1), src=0)
 
@@ -116,6 +125,9 @@ def all_well(number: int = 0, failed: str = "") -> int:
     """Return the sum of the ranks' numbers, or raise if a rank failed. Every exchange begins with this."""
     if count() == 1:
         return number
+    import torch
+    import torch.distributed as dist
+
     report = torch.tensor([number, bool(failed)])
     with exchange():
         dist.all_reduce(report)
@@ -158,6 +170,8 @@ def first_rank_says(value: T) -> T:
     all_well()
     values = [value]
     if count() > 1:
+        import torch.distributed as dist
+
         with exchange():
             dist.broadcast_object_list(values, src=0)
     return values[0]
@@ -165,6 +179,10 @@ def first_rank_says(value: T) -> T:
 
 def from_first_rank(state: T) -> T:
     """Return rank 0's tensors on every rank."""
+    import torch
+    from torch.distributed import broadcast as copy_from
+
+    from undrift.core.trees import map_leaves
 
     def receive(leaf: Tensor) -> Tensor:
         leaf = leaf.clone(memory_format=torch.contiguous_format)
@@ -179,6 +197,9 @@ def from_first_rank(state: T) -> T:
 
 def all_rows(leaf: Tensor, sizes: list[int]) -> Tensor:
     """Gather the rows [S, ...] of all ranks."""
+    import torch
+    import torch.distributed as dist
+
     if not leaf.shape[1:].numel():
         return leaf.new_zeros((sum(sizes), *leaf.shape[1:]))
     padded = leaf.new_zeros((max(sizes), *leaf.shape[1:]))  # all ranks send the same number of bytes

@@ -6,8 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, get_type_hints
 
-from undrift.compress import BLOCKS, COMPRESSORS, make_compressor
-from undrift.dataparallel.methods import METHODS, make_method, parse_lam
+from undrift.core.outline import outline
 from undrift.jobs.config import (
     JOB_CHOICES,
     JobConfig,
@@ -39,6 +38,8 @@ class MethodConfig(JobConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_numbers(self, least=dict(batch=1, steps=0), not_negative=("lr", "momentum", "weight_decay"))
+        from undrift.dataparallel.methods import parse_lam
+
         parse_lam(self.lam)  # also where it is not used
 
 
@@ -58,11 +59,18 @@ class ParallelConfig(MethodConfig):
         super().__post_init__()
         check_numbers(self, least=dict(workers=0, average_every=0, statistics=0))
         check_choices(self, CHOICES)
+        from undrift.compress import make_compressor
+        from undrift.dataparallel.methods import make_method
+
         compressor = make_compressor(self.compressor, self.block, self.ratio, self.seed, [1])
         make_method(self.method, self.lam, self.average_every).check(compressor)
 
 
-CHOICES = JOB_CHOICES | {"method": tuple(METHODS), "compressor": COMPRESSORS, "block": BLOCKS}
+CHOICES = JOB_CHOICES | {
+    "method": tuple(outline("undrift.dataparallel.methods").METHODS),
+    "compressor": outline("undrift.compress").COMPRESSORS,
+    "block": outline("undrift.compress").BLOCKS,
+}
 FIELDS = fields_of(ParallelConfig)
 TYPES = get_type_hints(ParallelConfig)
 

@@ -13,7 +13,6 @@ from undrift.core.errors import BadSetting, UnknownName
 from undrift.core.names import check_text
 from undrift.core.names import parse_value as parse_value
 from undrift.core.rates import RateSchedule
-from undrift.jobs.registry import algorithm_class
 
 MOST = 2**31 - 1  # of a whole number
 LARGEST_GROWTH = 1e30  # of the learning rate
@@ -317,6 +316,8 @@ def parse_drops(text: str) -> tuple[int, ...]:
 
 def build_algorithm(config: RunConfig) -> Any:
     """Build the algorithm that a config names."""
+    from undrift.jobs.registry import algorithm_class
+
     return make_algorithm(algorithm_class(config.algorithm), config.algorithm, config.set)
 
 

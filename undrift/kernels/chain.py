@@ -1,14 +1,15 @@
 """The gradient of a chain of layers by explicit backpropagation, without autograd.
 
-A chain is a sequence of Linear, ReLU, Flatten, Conv2d and MaxPool2d with cross-entropy at its end. For small models autograd,
-`functional_call` and copying the layers' gradients into one vector take half of a step on a CPU, and a quarter of an uncompiled
-round on a GPU. Here every layer is called directly and writes its gradient into the vector. The plain form is
+A chain is a sequence of Linear, ReLU, Flatten, Conv2d, MaxPool2d, BatchNorm and Dropout with cross-entropy at its end. For small
+models autograd, `functional_call` and copying the layers' gradients into one vector take half of a step on a CPU, and a quarter
+of an uncompiled round on a GPU. Here every layer is called directly and writes its gradient into the vector. The plain form is
 `oracle.task_gradient`. For clients stacked on a CPU dense chains run in C (dense_cpu.py); on a GPU they have `Chain.step`.
+Images are in channels-last order: on a CPU that makes convolutions of few channels, BatchNorm and pooling several times as fast.
 """
 
 from __future__ import annotations
 
-import functools
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -17,13 +18,25 @@ from torch import Tensor, nn
 
 from undrift.core.forms import faster, plain
 from undrift.kernels import devices
-from undrift.kernels.dense_cpu import Block, Dense
-from undrift.oracle.net import IGNORED, Net
+from undrift.kernels.dense_cpu import Block, Dense, Norm
+from undrift.oracle.net import IGNORED, Net, kept_entries
 from undrift.oracle.oracle import Oracle, stacks_in_a_thread, task_gradient, task_step
 
 aten: Any = torch.ops.aten
 NARROW = 32  # channels: oneDNN is faster for more
 NONE = 0  # no reduction
+
+
+@dataclass
+class Pass:
+    """What a pass needs besides a vector and samples; for layers that keep statistics or draw masks."""
+
+    key: Tensor  # [...] dropout stream
+    dropout: bool
+    buffers: Tensor  # [..., Q] BatchNorm's statistics, written in place
+    drops: int = 0  # masks drawn so far
+    norms: int = 0  # entries of the buffers used so far
+
 
 # `forward` returns a layer's output and what its `backward` needs. `backward` takes the gradient d of the output, writes the
 # gradients of the layer's tensors to `into` and returns the gradient of the input if it is `needed`. h is [B, ...], or
@@ -33,7 +46,7 @@ NONE = 0  # no reduction
 class Linear(NamedTuple):
     biased: bool
 
-    def forward(self, h: Tensor, own: list[Tensor]) -> tuple[Tensor, Any]:
+    def forward(self, h: Tensor, own: list[Tensor], now: Pass) -> tuple[Tensor, Any]:
         if h.dim() == 2:
             return F.linear(h, *own), h
         w = own[0].mT
@@ -52,7 +65,7 @@ class Linear(NamedTuple):
 
 
 class ReLU(NamedTuple):
-    def forward(self, h: Tensor, own: list[Tensor]) -> tuple[Tensor, Any]:
+    def forward(self, h: Tensor, own: list[Tensor], now: Pass) -> tuple[Tensor, Any]:
         out = torch.relu(h)
         return out, out
 
@@ -61,7 +74,7 @@ class ReLU(NamedTuple):
 
 
 class Flatten(NamedTuple):
-    def forward(self, h: Tensor, own: list[Tensor]) -> tuple[Tensor, Any]:
+    def forward(self, h: Tensor, own: list[Tensor], now: Pass) -> tuple[Tensor, Any]:
         return h.flatten(1), h.shape
 
     def backward(self, d: Tensor, shape: torch.Size, own: list[Tensor], into: list[Tensor], needed: bool) -> Any:
@@ -75,14 +88,15 @@ class Conv2d(NamedTuple):
     dilation: tuple[int, ...]
     groups: int
 
-    def forward(self, h: Tensor, own: list[Tensor]) -> tuple[Tensor, Any]:
+    def forward(self, h: Tensor, own: list[Tensor], now: Pass) -> tuple[Tensor, Any]:
+        h, w = channels_last(h), channels_last(own[0])
         b = own[1] if self.biased else None
-        return torch.conv2d(h, own[0], b, self.stride, self.padding, self.dilation, self.groups), h
+        return torch.conv2d(h, w, b, self.stride, self.padding, self.dilation, self.groups), (h, w)
 
-    def backward(self, d: Tensor, h: Tensor, own: list[Tensor], into: list[Tensor], needed: bool) -> Any:
+    def backward(self, d: Tensor, saved: Any, own: list[Tensor], into: list[Tensor], needed: bool) -> Any:
         sizes = [len(own[0])] if self.biased else None
         how = (self.stride, self.padding, self.dilation, False, (0, 0), self.groups, (needed, True, self.biased))
-        before, *gradients = aten.convolution_backward.default(d, h, own[0], sizes, *how)
+        before, *gradients = aten.convolution_backward.default(channels_last(d), *saved, sizes, *how)
         for place, g in zip(into, gradients, strict=False):
             place.copy_(g)
         return before
@@ -91,47 +105,76 @@ class Conv2d(NamedTuple):
 HALVES = ((2, 2), (2, 2), (0, 0), (1, 1), False)
 
 
-def halve(h: Tensor) -> tuple[Tensor, Tensor]:
-    """The largest of every 2 x 2 entries of h [..., H, W], and its index in the plane, the first one of equals."""
-    # PyTorch's own pooling branches unpredictably at every entry; this takes a third of its time.
-    (height, width), left, right = h.shape[-2:], h[..., ::2], h[..., 1::2]
-    rows, to_right = torch.maximum(left, right), (right > left).view(torch.uint8)
-    above, below = rows[..., ::2, :], rows[..., 1::2, :]
-    down = (below > above).view(torch.uint8)
-    step = to_right[..., ::2, :] + down * (to_right[..., 1::2, :] - to_right[..., ::2, :] + width)
-    return torch.maximum(above, below), step.to(torch.int64).add_(corners(height, width))
-
-
-@functools.cache
-def corners(height: int, width: int) -> Tensor:
-    """The index of the first of every 2 x 2 entries in a plane [height, width]."""
-    return 2 * width * torch.arange(height // 2).unsqueeze(-1) + 2 * torch.arange(width // 2)
+def channels_last(t: Tensor) -> Tensor:
+    return t.contiguous(memory_format=torch.channels_last)
 
 
 class MaxPool2d(NamedTuple):
     how: tuple[Any, ...]  # kernel, stride, padding, dilation, ceil mode
 
-    def forward(self, h: Tensor, own: list[Tensor]) -> tuple[Tensor, Any]:
-        halves = self.how == HALVES and not (h.shape[-1] % 2 or h.shape[-2] % 2) and h.shape[-1] < 255
-        out, places = halve(h) if halves else aten.max_pool2d_with_indices.default(h, *self.how)
+    def forward(self, h: Tensor, own: list[Tensor], now: Pass) -> tuple[Tensor, Any]:
+        h = channels_last(h)
+        out, places = aten.max_pool2d_with_indices.default(h, *self.how)
         return out, (h, places)
 
     def backward(self, d: Tensor, saved: Any, own: list[Tensor], into: list[Tensor], needed: bool) -> Any:
-        return aten.max_pool2d_with_indices_backward.default(d, saved[0], *self.how, saved[1])
+        return aten.max_pool2d_with_indices_backward.default(channels_last(d), saved[0], *self.how, saved[1])
 
 
-Layer = Linear | ReLU | Flatten | Conv2d | MaxPool2d
+class BatchNorm(NamedTuple):
+    """For a client alone, without padding."""
+
+    images: bool
+    how: Norm
+
+    def forward(self, h: Tensor, own: list[Tensor], now: Pass) -> tuple[Tensor, Any]:
+        n = len(own[0])
+        mean, var, seen = now.buffers[now.norms : now.norms + 2 * n + 1].split_with_sizes((n, n, 1))
+        now.norms += 2 * n + 1
+        seen += 1
+        out, *scale = aten.native_batch_norm.default(h, *own, mean, var, True, self.how.momentum, self.how.eps)
+        return out, (h, scale)
+
+    def backward(self, d: Tensor, saved: Any, own: list[Tensor], into: list[Tensor], needed: bool) -> Any:
+        h, scale = saved
+        how = (True, self.how.eps, (needed, True, True))
+        before, *gradients = aten.native_batch_norm_backward.default(d, h, own[0], None, None, *scale, *how)
+        for place, g in zip(into, gradients, strict=True):
+            place.copy_(g)
+        return before
+
+
+class Dropout(NamedTuple):
+    """The masks of `oracle.net.StreamDropout`, for a client alone."""
+
+    p: float
+
+    def forward(self, h: Tensor, own: list[Tensor], now: Pass) -> tuple[Tensor, Any]:
+        if not now.dropout:
+            return h, None
+        now.drops += 1
+        kept = kept_entries(now.key + now.drops, h.shape, self.p).to(h.dtype).mul_(1.0 / (1.0 - self.p))
+        return h * kept, kept
+
+    def backward(self, d: Tensor, kept: Any, own: list[Tensor], into: list[Tensor], needed: bool) -> Any:
+        return d if kept is None else d * kept
+
+
+Layer = Linear | ReLU | Flatten | Conv2d | MaxPool2d | BatchNorm | Dropout
 
 
 class Chain:
     """The layers of a module and the shapes of their tensors, in the order of the vector."""
 
     def __init__(self, layers: list[Layer], shapes: list[list[torch.Size]], takes: int | None) -> None:
-        self.layers, self.shapes = layers, shapes
+        self.layers, self.shapes = pooled_first(layers), shapes
         self.sizes = [shape.numel() for own in shapes for shape in own]
         self.entries = sum(self.sizes)  # the vector may be longer: zeros follow
         self.sample = takes  # dimensions of a sample: 1 for vectors, 3 for images, None: inputs are flattened
-        self.stackable = not any(isinstance(layer, Conv2d | MaxPool2d) for layer in layers)
+        self.pure = not any(
+            isinstance(layer, BatchNorm | Dropout) for layer in layers
+        )  # a function of x and samples alone
+        self.stackable = self.pure and not any(isinstance(layer, Conv2d | MaxPool2d) for layer in layers)
         self.first = next(n for n, own in enumerate(shapes) if own)  # no earlier gradient is needed
         self.dense = as_dense(layers, shapes)
 
@@ -144,14 +187,14 @@ class Chain:
         flat: bool | None = None  # whether a sample is a vector at this layer; None: not known yet
         seen: set[nn.Parameter] = set()
         for part in leaves(module):
-            layer, own = as_layer(part), list(part.parameters())
+            layer, own = as_layer(part, module.training), list(part.parameters())
             if layer is None or seen.intersection(own) or not all(p.requires_grad for p in own):
                 return None
             if isinstance(layer, Flatten) and flat is not False:
                 takes, flat = (None if takes == 0 else takes), True
                 continue  # the inputs are flattened before the first layer
-            if not isinstance(layer, ReLU):
-                images = isinstance(layer, Conv2d | MaxPool2d)
+            if not isinstance(layer, ReLU | Dropout):
+                images = layer.images if isinstance(layer, BatchNorm) else isinstance(layer, Conv2d | MaxPool2d)
                 if flat is not None and images == flat and not isinstance(layer, Flatten):
                     return None
                 takes = (3 if images else 1) if takes == 0 else takes
@@ -161,11 +204,16 @@ class Chain:
             shapes.append([p.shape for p in own])
         return cls(layers, shapes, takes) if layers and isinstance(layers[-1], Linear) else None
 
-    def fits(self, inputs: Tensor, targets: Tensor, lead: torch.Size) -> bool:
+    def fits(self, inputs: Tensor, targets: Tensor, lead: torch.Size, real: Tensor | None = None) -> bool:
         """Whether the chain can run on inputs [..., B, *shape] and targets [..., B] of clients `lead`."""
         before = len(lead) + 1
+        in_c = self.in_c(inputs, lead.numel() if lead else 0) is not None
+        if not (self.pure or in_c) and (
+            inputs.device.type != "cpu" or real is not None or targets.shape[-1:].numel() < 2
+        ):
+            return False  # PyTorch's BatchNorm knows no padding, and has no variance of one sample
         sample = self.sample in (None, inputs.dim() - before) and inputs.is_floating_point()
-        stackable = not lead or self.stackable or self.in_c(inputs, lead.numel()) is not None
+        stackable = not lead or self.stackable or in_c
         return sample and stackable and targets.dim() == before and targets.dtype == torch.int64
 
     def tensors(self, x: Tensor) -> list[list[Tensor]]:
@@ -186,22 +234,29 @@ class Chain:
         return self.stackable and self.dense is not None and overflows(clients * self.entries, dtype, device)
 
     def gradient(
-        self, x: Tensor, inputs: Tensor, targets: Tensor, real: Tensor | None, rate: float | Tensor | None = None
+        self,
+        x: Tensor,
+        inputs: Tensor,
+        targets: Tensor,
+        real: Tensor | None,
+        rate: float | Tensor | None = None,
+        now: Pass | None = None,
     ) -> tuple[Tensor, Tensor]:
         """The mean cross-entropy [...] over the real samples at x [..., P], and its gradient g [..., P]; ... is () or (S,).
 
-        With a rate, a number or one for each client [...], it returns x - rate g instead of g; `steps` must hold.
+        With a rate, a number or one for each client [...], it returns x - rate g instead of g; `steps` must hold. `now` is for a
+        chain that is not `pure`.
         """
         h = inputs.flatten(x.dim()) if self.sample is None else inputs
         if (dense := self.in_c(x, len(x) if x.dim() > 1 else 0)) is not None:
-            return dense.gradient(x, h, targets, real, rate)
+            return dense.gradient(x, h, targets, real, rate, None if now is None else now.buffers)
         if rate is not None:
             return self.step(x, h, targets, real, rate)
         g = torch.empty(x.shape, dtype=x.dtype, device=x.device)
         g[..., self.entries :] = 0.0
-        own, into, saved = self.tensors(x), self.tensors(g), []
+        own, into, saved, now = self.tensors(x), self.tensors(g), [], now or Pass(targets, False, x)
         for layer, tensors in zip(self.layers, own, strict=True):
-            h, needed = layer.forward(h, tensors)
+            h, needed = layer.forward(h, tensors, now)
             saved.append(needed)
         loss, d = cross_entropy(h, targets, real)
         for n in range(len(self.layers) - 1, self.first - 1, -1):
@@ -265,6 +320,15 @@ def cross_entropy(outputs: Tensor, targets: Tensor, real: Tensor | None) -> tupl
     return loss, aten._log_softmax_backward_data.default(d, scores, 1, scores.dtype).view(outputs.shape)
 
 
+def pooled_first(layers: list[Layer]) -> list[Layer]:
+    """The layers with each ReLU after a pooling that follows it: the same numbers, and a quarter of the entries."""
+    layers = list(layers)
+    for n in range(len(layers) - 1):
+        if isinstance(layers[n], ReLU) and isinstance(layers[n + 1], MaxPool2d):
+            layers[n : n + 2] = [layers[n + 1], layers[n]]
+    return layers
+
+
 def leaves(module: nn.Module) -> list[nn.Module]:
     """The layers of nested nn.Sequentials, in order; any other module is one layer."""
     if not isinstance(module, nn.Sequential) or type(module).forward is not nn.Sequential.forward or has_hooks(module):
@@ -272,8 +336,8 @@ def leaves(module: nn.Module) -> list[nn.Module]:
     return [leaf for part in module for leaf in leaves(part)]
 
 
-def as_layer(part: nn.Module) -> Layer | None:
-    """The module as a layer of a chain, or None if it is not supported."""
+def as_layer(part: nn.Module, training: bool) -> Layer | None:
+    """A part of a module in training or evaluation mode as a layer of a chain, or None if it is not supported."""
     if has_hooks(part):
         return None
     if type(part) is nn.Linear:
@@ -287,26 +351,40 @@ def as_layer(part: nn.Module) -> Layer | None:
     if type(part) is nn.MaxPool2d and not part.return_indices:
         how = (part.kernel_size, part.stride, part.padding, part.dilation)
         return MaxPool2d((*((v, v) if isinstance(v, int) else v for v in how), part.ceil_mode))
-    return None
+    if part.training != training:  # BatchNorm and Dropout that the user has put in evaluation mode
+        return None
+    if type(part) is nn.BatchNorm1d or type(part) is nn.BatchNorm2d:
+        if part.momentum is None or not (part.affine and part.track_running_stats):
+            return None
+        return BatchNorm(type(part) is nn.BatchNorm2d, Norm(part.eps, part.momentum))
+    return Dropout(part.p) if type(part) is nn.Dropout and 0 < part.p < 1 else None
 
 
 def as_dense(layers: list[Layer], shapes: list[list[torch.Size]]) -> Dense | None:
-    """The layers for C: blocks of Conv2d, ReLU and MaxPool2d, then Linear layers, each with or without a ReLU."""
+    """The layers for C: blocks of Conv2d, ReLU and MaxPool2d, then Linear layers, each with or without a BatchNorm and a ReLU."""
     blocks: list[Block] = []
     while (block := as_block(layers[:3], shapes[:1])) is not None:
         blocks.append(block)
         layers, shapes = layers[3:], shapes[3:]
     if blocks and isinstance(layers[0], Flatten):
         layers, shapes = layers[1:], shapes[1:]
-    linear = [n for n, layer in enumerate(layers) if isinstance(layer, Linear)]
-    if linear[:1] != [0] or not all(isinstance(layer, Linear | ReLU) for layer in layers):
+    outputs, inputs, biased, norms, relu = [], [], [], [], []
+    while layers:
+        (linear, *rest), (own, *_) = layers, shapes
+        if not isinstance(linear, Linear):
+            return None
+        norms.append(rest[0].how if rest and isinstance(rest[0], BatchNorm) else None)
+        rest = rest[norms[-1] is not None :]
+        relu.append(bool(rest) and isinstance(rest[0], ReLU))
+        while rest and isinstance(rest[0], ReLU):
+            rest = rest[1:]
+        outputs.append(own[0][0])
+        inputs.append(own[0][1])
+        biased.append(linear.biased)
+        layers, shapes = rest, shapes[len(layers) - len(rest) :]
+    if not inputs or inputs[1:] != outputs[:-1]:
         return None
-    outputs, inputs = zip(*(shapes[n][0] for n in linear), strict=True)
-    if inputs[1:] != outputs[:-1]:
-        return None
-    relu = [isinstance(layer, ReLU) for layer in [*layers[1:], layers[0]]]
-    biased = [len(shapes[n]) > 1 for n in linear]
-    return Dense([inputs[0], *outputs], biased, [relu[n] for n in linear], tuple(blocks))
+    return Dense([inputs[0], *outputs], biased, relu, tuple(blocks), norms)
 
 
 def as_block(layers: list[Layer], shapes: list[list[torch.Size]]) -> Block | None:
@@ -338,7 +416,8 @@ def chain_of(net: Net) -> Chain | None:
 def fitting_chain(oracle: Oracle) -> Chain | None:
     """The chain of an oracle's network, if it can run on the mini-batch."""
     chain, (inputs, targets, *_) = chain_of(oracle.net), oracle.batch
-    return chain if chain is not None and chain.fits(inputs, targets, oracle.lead) else None
+    fits = chain is not None and chain.fits(inputs, targets, oracle.lead, oracle.batch.real)
+    return chain if fits else None
 
 
 def skips_autograd(oracle: Oracle, x: Tensor) -> bool:
@@ -350,8 +429,8 @@ def skips_autograd(oracle: Oracle, x: Tensor) -> bool:
 
 @faster(task_gradient, when=skips_autograd)
 def task_gradient_of_chain(oracle: Oracle, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    loss, g = run_chain(oracle, x, None)
-    return g, loss, oracle.buffers
+    loss, g, after = run_chain(oracle, x, None)
+    return g, loss, after
 
 
 def steps_at_once(oracle: Oracle, x: Tensor, rate: float | Tensor) -> bool:
@@ -363,24 +442,30 @@ def steps_at_once(oracle: Oracle, x: Tensor, rate: float | Tensor) -> bool:
 def task_step_of_chain(oracle: Oracle, x: Tensor, rate: float | Tensor) -> Tensor:
     if isinstance(rate, Tensor):
         rate = rate.expand(*oracle.lead, 1).reshape([-1] if oracle.lead else [])
-    loss, stepped = run_chain(oracle, x, rate)
+    loss, stepped, oracle.buffers = run_chain(oracle, x, rate)
     oracle.tally.calls += 1
     oracle.loss = loss.unsqueeze(-1)
     return stepped
 
 
-def run_chain(oracle: Oracle, x: Tensor, rate: float | Tensor | None) -> tuple[Tensor, Tensor]:
-    """The loss [...] and the gradient or step by a chain of layers, which sees all leading dimensions as one."""
-    chain, lead = chain_of(oracle.net), oracle.lead
+def run_chain(oracle: Oracle, x: Tensor, rate: float | Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+    """The loss [...], the gradient or step, and the buffers after it, by a chain of layers.
+
+    It sees all leading dimensions as one.
+    """
+    chain, lead, buffers = chain_of(oracle.net), oracle.lead, oracle.buffers
     assert chain is not None
-    inputs, targets, real, *_ = oracle.batch
+    inputs, targets, real, key, dropout = oracle.batch
     x = x.detach().expand(*lead, x.shape[-1])
+    if not chain.pure:
+        buffers = buffers.clone(memory_format=torch.contiguous_format)
     if len(lead) < 2:
-        return chain.gradient(x, inputs, targets, real, rate)
+        return *chain.gradient(x, inputs, targets, real, rate, Pass(key, dropout, buffers)), buffers
     last = len(lead) - 1
     x, inputs, targets = x.flatten(0, last), inputs.flatten(0, last), targets.flatten(0, last)
-    loss, result = chain.gradient(x, inputs, targets, None if real is None else real.flatten(0, last), rate)
-    return loss.view(lead), result.view(*lead, -1)
+    real, now = None if real is None else real.flatten(0, last), Pass(key.flatten(), dropout, buffers.flatten(0, last))
+    loss, result = chain.gradient(x, inputs, targets, real, rate, now)
+    return loss.view(lead), result.view(*lead, -1), buffers
 
 
 @faster(stacks_in_a_thread, when=lambda net: chain_of(net) is not None)

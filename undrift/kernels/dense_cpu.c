@@ -1,4 +1,4 @@
-/* The gradient of dense layers with ReLUs and cross-entropy, for stacked clients, optionally after convolutions (conv_cpu.c).
+/* The gradient of dense layers with BatchNorms, ReLUs and cross-entropy, for stacked clients, optionally after convolutions (conv_cpu.c).
 
    Called by dense_cpu.py; the plain form is Chain.gradient of chain.py. A thread takes one client at a time, whose tensors stay in
    its core's cache, and writes the layers' gradients into the vector. Activations are transposed, [neuron][sample]. */
@@ -135,12 +135,63 @@ static float cross_entropy(long classes, long batch, long width, const float *z,
     return (float)(loss / (count > 1.0f ? count : 1.0f));
 }
 
+/* A layer's BatchNorm; eps < 0: there is none. */
+typedef struct {
+    float eps, momentum;
+} norm;
+
+INLINED float dot(long width, const float *a, const float *b) {
+    vector sums = {};
+    float sum = 0.0f;
+    for (long i = 0; i < width; i += LANES) sums += load(a + i) * load(b + i);
+    for (int lane = 0; lane < LANES; lane++) sum += sums[lane];
+    return sum;
+}
+
+static float count(long width, const float *there) {
+    float n = 0.0f;
+    for (long b = 0; b < width; b++) n += there[b];
+    return n;
+}
+
+/* BatchNorm over the samples that are there (1, else 0) of z [rows][width]: afterwards z is scale * unit + shift, unit [rows][width]
+   is normalised, and inverse [rows] is 1 / the deviation. statistics: running mean [rows], running variance [rows], batches seen. */
+static void normalise(norm how, long rows, long width, const float *there, const float *scale, float *z, float *unit,
+                      float *inverse, float *statistics) {
+    const float *shift = scale + rows;
+    float n = count(width, there), each = 1.0f / (n > 1.0f ? n : 1.0f), unbiased = n / (n > 2.0f ? n - 1.0f : 1.0f);
+    for (long r = 0; r < rows; r++, z += width, unit += width) {
+        float mean = each * dot(width, z, there);
+        for (long b = 0; b < width; b++) unit[b] = there[b] * (z[b] - mean);
+        float var = each * dot(width, unit, unit);
+        inverse[r] = 1.0f / sqrtf(var + how.eps);
+        for (long b = 0; b < width; b++) unit[b] *= inverse[r];
+        for (long b = 0; b < width; b++) z[b] = scale[r] * unit[b] + shift[r];
+        statistics[r] += how.momentum * (mean - statistics[r]);
+        statistics[rows + r] += how.momentum * (var * unbiased - statistics[rows + r]);
+    }
+    statistics[2 * rows] += 1.0f;
+}
+
+/* Turn the gradient d [rows][width] of a BatchNorm's output into that of its input; g: scales and shifts, or with a rate their steps. */
+static void normalise_back(long rows, long width, const float *there, const float *scale, const float *unit,
+                           const float *inverse, const float *rate, float *d, float *g) {
+    float n = count(width, there), each = 1.0f / (n > 1.0f ? n : 1.0f);
+    for (long r = 0; r < rows; r++, d += width, unit += width) {
+        float along = dot(width, d, unit), sum = dot(width, d, there), factor = scale[r] * inverse[r];
+        for (long b = 0; b < width; b++) d[b] = factor * (d[b] - there[b] * each * (sum + unit[b] * along));
+        g[r] = rate ? scale[r] - *rate * along : along;
+        g[rows + r] = rate ? scale[rows + r] - *rate * sum : sum;
+    }
+}
+
 /* The buffers of a thread. */
 typedef struct {
     float *pictures;                      /* the inputs of all blocks, with their padding */
     float *turned;                        /* the inputs of all dense layers and the last one's output */
     float *d, *before, *upright, *spare;  /* any layer's output; any layer's input; the same; a vector of each sample */
     float *dz;                            /* any block's gradient before pooling */
+    float *unit, *inverse, *there;        /* what all BatchNorms normalised, and their factors; 1 for a sample, 0 for padding */
     uint8_t *places;                      /* indices of the pooled values of all blocks */
 } room;
 
@@ -154,15 +205,19 @@ static void turn_pictures(const block *b, long batch, const float *input, float 
 }
 
 static long entries(const block *b) { return b->outputs * (b->channels * b->kernel * b->kernel + b->biased); }
+static long own_size(const long *size, int biased, norm how) {
+    return size[0] * size[1] + (biased ? size[1] : 0) + (how.eps < 0.0f ? 0 : 2 * size[1]);
+}
 static long places(const block *b) { return b->outputs * rows_out(b) * columns_out(b); }
 
 /* One client: returns its loss and writes g, the gradient or with a rate (not NULL) the step x - rate g. */
-static float one(long blocks, const block *shape, long layers, const long *size, const uint8_t *biased, const uint8_t *relu,
-                 long batch, long width, const float *x, const float *input, const int64_t *label, const float *real,
-                 const float *rate, float *g, room at, int *wrong) {
+static float one(long blocks, const block *shape, long layers, const long *size, const uint8_t *biased, const norm *norms,
+                 const uint8_t *relu, long batch, long width, const float *x, const float *input, const int64_t *label,
+                 const float *real, const float *rate, float *statistics, float *g, room at, int *wrong) {
     const float *own = x;
-    float *in = at.turned, *d = at.d, *before = at.before, *picture = at.pictures;
+    float *unit = at.unit, *inverse = at.inverse, *in = at.turned, *d = at.d, *before = at.before, *picture = at.pictures;
     uint8_t *place = at.places;
+    for (long b = 0; b < width; b++) at.there[b] = b < batch ? (real ? real[b] : 1.0f) : 0.0f;
     if (blocks) turn_pictures(shape, batch, input, picture, width);
     else turn(batch, size[0], input, size[0], in, width);
     for (const block *b = shape; b < shape + blocks; own += entries(b), place += places(b) * width, b++) {
@@ -177,17 +232,27 @@ static float one(long blocks, const block *shape, long layers, const long *size,
         const float *bias = biased[n] ? own + size[n] * size[n + 1] : NULL;
         float *out = in + size[n] * width;
         times(size[n + 1], size[n], own, size[n], 1, in, bias, out, width);
+        if (norms[n].eps >= 0.0f) {
+            const float *scale = own + size[n] * size[n + 1] + (biased[n] ? size[n + 1] : 0);
+            normalise(norms[n], size[n + 1], width, at.there, scale, out, unit, inverse, statistics);
+            statistics += 2 * size[n + 1] + 1, unit += size[n + 1] * width, inverse += size[n + 1];
+        }
         if (relu[n])
             for (long e = 0; e < size[n + 1] * width; e++) out[e] = out[e] < 0.0f ? 0.0f : out[e]; /* NaN stays */
-        own += size[n] * size[n + 1] + (biased[n] ? size[n + 1] : 0);
+        own += own_size(size + n, biased[n], norms[n]);
         in = out;
     }
     float loss = cross_entropy(size[layers], batch, width, in, label, real, d, wrong), *swapped;
     for (long n = layers - 1; n >= 0; n--) {
         long outputs = size[n + 1], inputs = size[n], first = !n && !blocks;
-        own -= inputs * outputs + (biased[n] ? outputs : 0);
+        own -= own_size(size + n, biased[n], norms[n]);
         in -= inputs * width;
         float *to = g + (own - x);
+        if (norms[n].eps >= 0.0f) {
+            long scale = inputs * outputs + (biased[n] ? outputs : 0);
+            unit -= outputs * width, inverse -= outputs;
+            normalise_back(outputs, width, at.there, own + scale, unit, inverse, rate, d, to + scale);
+        }
         if (!first) turn(inputs, batch, in, width, at.upright, inputs);
         weights(outputs, inputs, batch, d, width, first ? input : at.upright, rate ? own : NULL, rate ? *rate : 0.0f, to, at.spare);
         for (long r = 0; biased[n] && r < outputs; r++) {
@@ -213,11 +278,17 @@ static float one(long blocks, const block *shape, long layers, const long *size,
 
 /* Gradients g [clients, ...], or with rates [clients] the steps, and losses [clients] at x [clients, ...] on inputs
    [clients][batch][...]; x_apart and g_apart are row strides. After the blocks, layer n has size[n] inputs, size[n + 1] outputs,
-   biases if biased[n] and a ReLU if relu[n]. Returns 1 for an invalid label, 2 if memory runs out, else 0. */
+   biases if biased[n], a BatchNorm norms[n] and a ReLU if relu[n]; statistics [clients][kept] are the BatchNorms'. Returns 1 for an invalid label, 2 if memory runs out, else 0. */
 int dense_gradient(long blocks, const block *shape, long layers, const long *size, const uint8_t *biased, const uint8_t *relu,
-                   long clients, long batch, const float *x, long x_apart, const float *inputs, const int64_t *labels,
-                   const float *real, const float *rates, float *loss, float *g, long g_apart, int threads) {
+                   const norm *norms, long clients, long batch, const float *x, long x_apart, const float *inputs,
+                   const int64_t *labels, const float *real, const float *rates, float *statistics, float *loss, float *g,
+                   long g_apart, int threads) {
     long width = (batch + LANES - 1) / LANES * LANES, largest = 0, all = 0, pictures = 0, marks = 0, spread = 0;
+    long kept = 0, normed = 0;
+    for (long n = 0; n < layers; n++) {
+        kept += norms[n].eps < 0.0f ? 0 : 2 * size[n + 1] + 1;
+        normed += norms[n].eps < 0.0f ? 0 : size[n + 1];
+    }
     for (long n = 0; n <= layers; n++) {
         all += size[n];
         largest = size[n] > largest ? size[n] : largest;
@@ -233,7 +304,7 @@ int dense_gradient(long blocks, const block *shape, long layers, const long *siz
     int wrong = 0, poor = 0;
 #pragma omp parallel num_threads(threads) reduction(| : wrong, poor)
     {
-        size_t floats = (size_t)width * (pictures + all + 3 * largest + LANES + spread);
+        size_t floats = (size_t)width * (pictures + all + 3 * largest + LANES + spread + normed + 1) + normed;
         room at = {.pictures = malloc(floats * sizeof(float) + (size_t)width * marks)};
         at.turned = at.pictures + pictures * width;
         at.d = at.turned + all * width;
@@ -241,16 +312,19 @@ int dense_gradient(long blocks, const block *shape, long layers, const long *siz
         at.upright = at.before + largest * width;
         at.spare = at.upright + largest * width;
         at.dz = at.spare + LANES * width;
-        at.places = (uint8_t *)(at.dz + spread * width);
+        at.unit = at.dz + spread * width;
+        at.inverse = at.unit + normed * width;
+        at.there = at.inverse + normed;
+        at.places = (uint8_t *)(at.there + width);
         poor = !at.pictures;
         /* Zeros for padding, and for samples that only fill a vector. */
         if (!poor && (blocks || width > batch)) memset(at.pictures, 0, (pictures + size[0]) * width * sizeof(float));
 #pragma omp for schedule(dynamic)
         for (long s = 0; s < clients; s++)
             if (!poor)
-                loss[s] = one(blocks, shape, layers, size, biased, relu, batch, width, x + s * x_apart, inputs + s * batch * taken,
-                              labels + s * batch, real ? real + s * batch : NULL, rates ? rates + s : NULL, g + s * g_apart, at,
-                              &wrong);
+                loss[s] = one(blocks, shape, layers, size, biased, norms, relu, batch, width, x + s * x_apart,
+                              inputs + s * batch * taken, labels + s * batch, real ? real + s * batch : NULL,
+                              rates ? rates + s : NULL, statistics + s * kept, g + s * g_apart, at, &wrong);
         free(at.pictures);
     }
     return wrong ? 1 : poor ? 2 : 0;

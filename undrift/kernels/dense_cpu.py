@@ -7,6 +7,7 @@ PyTorch computes layer by layer, so a cohort's vectors pass through memory for e
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -32,12 +33,29 @@ class Block(NamedTuple):
         return (high - self.kernel + 1) // 2, (wide - self.kernel + 1) // 2
 
 
-class Dense:
-    """Blocks of convolutions, if any, and linear layers: `sizes` of the first input and every output, biases and ReLUs."""
+class Norm(NamedTuple):
+    """BatchNorm after a linear layer."""
 
-    def __init__(self, sizes: list[int], biased: list[bool], relu: list[bool], blocks: tuple[Block, ...] = ()) -> None:
+    eps: float
+    momentum: float
+
+
+class Dense:
+    """Blocks of convolutions, if any, and linear layers: `sizes` of the first input and every output, biases, norms and ReLUs."""
+
+    def __init__(
+        self,
+        sizes: list[int],
+        biased: list[bool],
+        relu: list[bool],
+        blocks: tuple[Block, ...] = (),
+        norms: Sequence[Norm | None] = (),
+    ) -> None:
         self.sizes, self.biased, self.relu, self.blocks = sizes, biased, relu, blocks
+        self.norms = list(norms) or [None] * len(biased)
         self.entries = sum((n + bias) * m for n, m, bias in zip(sizes, sizes[1:], biased, strict=False))
+        self.entries += sum(2 * m for m, norm in zip(sizes[1:], self.norms, strict=True) if norm)
+        self.kept = sum(2 * m + 1 for m, norm in zip(sizes[1:], self.norms, strict=True) if norm)  # statistics
         self.entries += sum(b.outputs * (b.channels * b.kernel**2 + b.biased) for b in blocks)
 
     def serves(self, like: Tensor, clients: int) -> bool:
@@ -46,23 +64,34 @@ class Dense:
         return fits and not devices.is_tracing() and library() is not None
 
     def gradient(
-        self, x: Tensor, inputs: Tensor, targets: Tensor, real: Tensor | None, rate: Rate | None = None
+        self,
+        x: Tensor,
+        inputs: Tensor,
+        targets: Tensor,
+        real: Tensor | None,
+        rate: Rate | None = None,
+        buffers: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """As `Chain.gradient`, the plain form."""
-        self.check(x, inputs, targets, real, rate)
+        """As `Chain.gradient`, the plain form; it writes the new statistics to the buffers [..., Q] of BatchNorms."""
+        self.check(x, inputs, targets, real, rate, buffers)
         x, inputs, targets = x if x.stride(-1) == 1 else x.contiguous(), inputs.contiguous(), targets.contiguous()
         real = None if real is None else real.to(x.dtype).contiguous()
         loss, result = x.new_empty(x.shape[:-1]), x.new_empty(x.shape)
         result[..., self.entries :] = 0.0 if rate is None else x[..., self.entries :]
         if rate is not None:
             rate = torch.as_tensor(rate, dtype=x.dtype, device=x.device).expand(loss.shape).contiguous()
-        layers, flags = len(self.biased), ctypes.c_uint8 * len(self.biased)
+        layers, flags, pairs = (
+            len(self.biased),
+            ctypes.c_uint8 * len(self.biased),
+            ctypes.c_float * (2 * len(self.biased)),
+        )
+        norms = pairs(*(number for norm in self.norms for number in norm or Norm(-1.0, 0.0)))
         shapes = [n for shape in self.shapes(inputs) for n in shape]
         failed = library().dense_gradient(  # type: ignore[union-attr]
             ctypes.c_long(len(self.blocks)), (ctypes.c_long * len(shapes))(*shapes),
             ctypes.c_long(layers), (ctypes.c_long * (layers + 1))(*self.sizes), flags(*self.biased), flags(*self.relu),
-            ctypes.c_long(loss.numel()), ctypes.c_long(targets.shape[-1]),
-            address(x), row_stride(x), *map(address, (inputs, targets, real, rate, loss, result)), row_stride(result),
+            norms, ctypes.c_long(loss.numel()), ctypes.c_long(targets.shape[-1]),
+            address(x), row_stride(x), *map(address, (inputs, targets, real, rate, buffers, loss, result)), row_stride(result),
             ctypes.c_int(torch.get_num_threads()),
         )  # fmt: skip
         if failed == 1:
@@ -93,7 +122,15 @@ class Dense:
             channels = b.outputs
         return channels * rows * columns
 
-    def check(self, x: Tensor, inputs: Tensor, targets: Tensor, real: Tensor | None, rate: Rate | None) -> None:
+    def check(
+        self,
+        x: Tensor,
+        inputs: Tensor,
+        targets: Tensor,
+        real: Tensor | None,
+        rate: Rate | None,
+        buffers: Tensor | None,
+    ) -> None:
         """Refuse shapes for which C would read or write past the end of a tensor."""
         lead, batch = x.shape[:-1], targets.shape[-1:]
         fits = x.shape[-1] >= self.entries and batch.numel() > 0
@@ -102,10 +139,13 @@ class Dense:
         fits = fits and self.first_size(inputs) == self.sizes[0]
         fits = fits and (real is None or real.shape == targets.shape)
         fits = fits and (not isinstance(rate, Tensor) or rate.shape in (lead, ()))
+        if self.kept:
+            assert buffers is not None and buffers.is_contiguous()
+            fits = fits and (buffers.shape, buffers.dtype) == ((*lead, self.kept), x.dtype)
         if not fits:
-            shapes = [None if t is None else list(t.shape) for t in (x, inputs, targets, real)]
+            shapes = [None if t is None else list(t.shape) for t in (x, inputs, targets, real, buffers)]
             raise ValueError(
-                f"vectors, inputs, targets and mask of shapes {shapes} and types {x.dtype}, {inputs.dtype} and {targets.dtype} "
+                f"vectors, inputs, targets, mask, buffers of shapes {shapes}, types {x.dtype}, {inputs.dtype}, {targets.dtype} "
                 f"do not fit each other, or not layers of {self.sizes} neurons"
             )
 

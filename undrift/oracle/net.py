@@ -99,9 +99,7 @@ class StreamDropout(_DropoutNd):
             return x
         self.current.drops += 1
         shape = x.shape[:2] + (1,) * (x.dim() - 2) if self.whole_channels else x.shape
-        place = torch.arange(shape.numel(), device=x.device).view(shape)
-        bits = mix(mix(context.key + self.current.drops) + place)
-        keep = ((bits >> 32) & 0xFFFFFFFF) >= int(self.p * 2**32)
+        keep = kept_entries(context.key + self.current.drops, shape, self.p)
         return x * keep.to(x.dtype) * (1.0 / (1.0 - self.p) if self.p < 1.0 else 0.0)
 
 
@@ -112,6 +110,12 @@ class StackedGroupNorm(nn.GroupNorm):
 
     def forward(self, x: Tensor) -> Tensor:
         return group_norm(self, x)
+
+
+def kept_entries(key: Tensor, shape: torch.Size, p: float) -> Tensor:
+    """Which entries of a shape dropout keeps; the key is that of the pass plus the number of the call."""
+    place = torch.arange(shape.numel(), device=key.device).view(shape)
+    return ((mix(mix(key) + place) >> 32) & 0xFFFFFFFF) >= int(p * 2**32)
 
 
 class StackedLinear(nn.Linear):

@@ -3,9 +3,15 @@
 `DSP` trains any nn.Sequential, in one process or one process per block; `Schedule` is the timeline behind it.
 """
 
-import undrift.kernels.register  # noqa: F401  gives the plain functions their faster forms
-from undrift.pipeline.dsp import DSP
+from typing import TYPE_CHECKING
+
+from undrift.core.exports import exports
 from undrift.pipeline.schedule import Schedule
-from undrift.pipeline.sum import SUM
+
+if TYPE_CHECKING:
+    from undrift.pipeline.dsp import DSP
+    from undrift.pipeline.sum import SUM
+else:
+    __getattr__, __dir__ = exports(__name__, {"DSP": "undrift.pipeline.dsp", "SUM": "undrift.pipeline.sum"})
 
 __all__ = ["DSP", "SUM", "Schedule"]

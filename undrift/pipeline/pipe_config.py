@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from typing import Any, get_type_hints
 
 from undrift.core.errors import BadSetting
+from undrift.core.outline import outline
 from undrift.dataparallel.parallel_config import MethodConfig
 from undrift.jobs.config import JOB_CHOICES, check_choices, check_numbers, fields_of, setting, typed, with_own_fields
-from undrift.pipeline.engines import METHODS
 from undrift.pipeline.schedule import MOST_BLOCKS, Schedule
 
 STORED = ("queues", "blocks", "cuts", "micro")  # the fields under [set] in run.toml
@@ -70,7 +70,7 @@ class PipeConfig(MethodConfig):
         return {"command": "pipe", "algorithm": given.pop("method"), **given, "set": own}
 
 
-CHOICES = JOB_CHOICES | {"method": tuple(METHODS), "reduce": ("mean", "def")}
+CHOICES = JOB_CHOICES | {"method": tuple(outline("undrift.pipeline.engines").METHODS), "reduce": ("mean", "def")}
 FIELDS = fields_of(PipeConfig)
 TYPES = get_type_hints(PipeConfig)
 
