@@ -7,21 +7,22 @@ const WHOLE = [0, 1, 2, 3, 4, 5, 6, 7, 8, 9].flatMap((power) => [1, 2, 5].map((s
 
 /** The parts that all charts share: axes in the colours of the theme, no legend of uPlot's own. */
 function frame(host, x, y, more) {
-  const axis = (scale, label, side, values) => ({
+  const axis = (scale, side, {label, values, log}) => ({
     scale, label, side, stroke: colour("ink"), font: FONT, labelFont: FONT, labelGap: 2, labelSize: 22,
-    grid: {stroke: colour("line"), width: 1}, ticks: {stroke: colour("line"), width: 1, size: 5},
-    values: values || undefined,
+    grid: {stroke: colour("line"), width: 1, ...(log ? {filter: powers} : {})},
+    ticks: {stroke: colour("line"), width: 1, size: 5, ...(log ? {filter: powers} : {})},
+    values, ...(log ? {filter: powers} : {}),
   });
   return {
     width: Math.max(host.clientWidth, 200),
     height: HEIGHT,
     pxAlign: false,
-    padding: [10, 12, 0, 0],
+    padding: [10, 28, 0, 0],
     legend: {show: false},
     scales: {x: {time: false, ...x.scale}, y: y.scale || {}},
     axes: [
-      {...axis("x", x.label, 2, x.values), size: 32, space: 56, ...(x.whole ? {incrs: WHOLE} : {})},
-      {...axis("y", y.label, 3, y.values), size: widestOf, space: 34},
+      {...axis("x", 2, x), size: 32, space: 56, ...(x.whole ? {incrs: WHOLE} : {})},
+      {...axis("y", 3, y), size: widestOf, space: 34},
     ],
     ...more,
   };
@@ -33,12 +34,15 @@ function widestOf(u, values) {
   return 18 + 7 * longest;
 }
 
+/** A range that a single point is in the middle of. */
+const widened = (from, to) => (from < to ? [from, to] : from > 0 ? [from / 2, from * 2] : [from - 1, from + 1]);
+
 const ticks = (unit) => (u, splits) => splits.map((value) => (value == null ? null : shown(value, unit)));
-// A logarithmic axis names only the powers of ten, if there are enough of them.
-const logTicks = (unit) => (u, splits) => {
-  const whole = splits.filter((value) => value != null && Math.abs(Math.log10(value) % 1) < 1e-9);
-  return splits.map((value) => (value == null || (whole.length > 1 && !whole.includes(value)) ? null : shown(value, unit)));
-};
+/** Of a logarithmic axis only the powers of ten, if there are enough of them; else every value of few, every other of many. */
+function powers(u, splits) {
+  const whole = splits.filter((value) => value != null && Math.abs(Math.log10(value) - Math.round(Math.log10(value))) < 1e-9);
+  return splits.map((value, k) => (whole.length > 1 ? whole.includes(value) : splits.length < 9 || k % 2 === 0) ? value : null);
+}
 
 /**
  * Draw lines in `host`. `plot` has: title, x and y ({label, unit, log}), zoom ([from, to] or null), onzoom, sync.
@@ -63,13 +67,15 @@ function drawChart(host, lines, plot) {
     {
       label: plot.x.label,
       whole: plot.x.whole,
-      scale: {distr: plot.x.log ? 3 : 1, ...(plot.zoom ? {range: () => plot.zoom} : {})},
-      values: plot.x.log ? logTicks(plot.x.unit) : ticks(plot.x.unit),
+      log: plot.x.log,
+      scale: {distr: plot.x.log ? 3 : 1, range: (u, from, to) => plot.zoom || widened(from, to)},
+      values: ticks(plot.x.unit),
     },
     {
       label: plot.y.label,
+      log: plot.y.log,
       scale: {distr: plot.y.log ? 3 : 1},
-      values: plot.y.log ? logTicks(plot.y.unit) : ticks(plot.y.unit),
+      values: ticks(plot.y.unit),
     },
     {
       series,
@@ -121,7 +127,8 @@ function drawChart(host, lines, plot) {
   };
 }
 
-const keysOf = (lines) => lines.map((each) => ({label: each.label, place: each.place}));
+/** Entries of a legend: one for each group, though it may have a line for each seed. */
+const keysOf = (lines) => [...new Map(lines.map((each) => [each.key, {label: each.key, place: each.place}])).values()];
 const faded = (paint) => `${paint}2e`; // a colour of the style sheet is #rrggbb
 
 /** Write the values nearest to the cursor into the note, the highest first. */
@@ -134,11 +141,11 @@ function tell(note, u, lines, plot) {
   const place = found.length ? found[0].each.x[found[0].k] : x;
   const rows = found.slice(0, 12).map(({each, k}) => {
     const range = plot.band !== false && each.high[k] > each.low[k]
-      ? ` (${shown(each.low[k], plot.y.unit)} to ${shown(each.high[k], plot.y.unit)})` : "";
+      ? `${shown(each.low[k], plot.y.unit)} to ${shown(each.high[k], plot.y.unit)}` : "";
     return make("li", {}, swatch(each.place), make("span", {class: "who"}, each.label),
-      make("b", {}, shown(each.y[k], plot.y.unit)), range);
+      make("b", {}, shown(each.y[k], plot.y.unit)), make("span", {class: "range"}, range));
   });
-  const rest = found.length > rows.length ? make("li", {}, `and ${found.length - rows.length} others`) : null;
+  const rest = found.length > rows.length ? make("li", {}, make("span", {class: "rest"}, `and ${found.length - rows.length} others`)) : null;
   const head = `${plot.x.short || plot.x.label} ${shown(place, plot.x.unit)}${plot.smoothed ? ", smoothed" : ""}`;
   note.replaceChildren(make("div", {class: "where"}, head), make("ul", {}, rows, rest));
   moveNote(note, u);

@@ -228,7 +228,7 @@ function legend(section, view, change, showCharts) {
   };
   const all = entries.map((entry) => entry.place);
   const button = (text, groups) => make("button", {type: "button", class: "small", onclick: () => choose(groups())}, text);
-  const bar = make("span", {class: "savers"}, button("all", () => visible()), button("none", () => []), button("first", () => section.shown));
+  const bar = make("span", {class: "savers"}, button("all", () => visible()), button("none", () => []), button("as at first", () => section.shown));
   const visible = () => (entries.some((entry) => !entry.element.hidden) ? entries.filter((entry) => !entry.element.hidden).map((entry) => entry.place) : all);
   const many = entries.length > MANY_GROUPS;
   const search = make("input", {type: "search", placeholder: "find a method", "aria-label": "Find a method", oninput: () => {
@@ -261,7 +261,7 @@ function clientCards(section, view, onclasses) {
     const lines = spread.map(({group, place}) => {
       const levels = group.client_accuracies;
       const share = levels.map((level, k) => (100 * k) / (levels.length - 1));
-      return {label: group.label, place, x: share, y: levels, low: levels, high: levels};
+      return {label: group.label, key: group.label, place, x: share, y: levels, low: levels, high: levels};
     });
     const title = "Accuracy of the clients, from the worst to the best";
     add(title, null, (canvas) => drawChart(canvas, lines, {
@@ -333,7 +333,7 @@ function drawDrawings(host, section) {
       const keys = map ? figures.sites : Object.keys(near.losses);
       card.append(bar, canvas, make("figcaption", {class: "keys"}, keys.map((key, place) => make("span", {class: "key"}, swatch(place), key))));
       const chart = map ? drawDots(canvas, figures.map, figures.sites, title)
-        : drawChart(canvas, keys.map((label, place) => ({label, place, x: near.distance, y: near.losses[label].mean, low: near.losses[label].low, high: near.losses[label].high})),
+        : drawChart(canvas, keys.map((label, place) => ({label, key: label, place, x: near.distance, y: near.losses[label].mean, low: near.losses[label].low, high: near.losses[label].high})),
           {title, x: {label: "distance, share of the model's length", short: "distance", unit: ""}, y: {label: "test loss", unit: ""}, zoom: null});
       bar.append(chart.savers);
     }

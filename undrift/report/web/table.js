@@ -1,6 +1,8 @@
 "use strict";
 // Tables that can be sorted, and saved as CSV, LaTeX or Markdown.
 
+const MANY_ROWS = 25; // with more, a table scrolls by itself
+
 const textOf = (cell) => cell[0];
 const valueOf = (cell) => (cell.length > 1 ? cell[1] : cell[0]);
 
@@ -36,7 +38,7 @@ function drawTable(table, sort, onsort, keyOf = null) {
     return make(k ? "td" : "th", {class: kind, scope: k ? null : "row"}, mark, textOf(cell));
   })));
   const element = make("table", {}, make("thead", {}, make("tr", {}, head)), make("tbody", {}, body));
-  return make("div", {class: "wide", tabindex: "0", role: "group", "aria-label": `Table: ${table.title}`}, element);
+  return make("div", {class: table.rows.length > MANY_ROWS ? "wide tall" : "wide", tabindex: "0", role: "group", "aria-label": `Table: ${table.title}`}, element);
 }
 
 /** The best value of a column that has a better side and more than one value. */
@@ -59,7 +61,7 @@ function tableSavers(table) {
 /** Text that a spreadsheet would take for a formula gets a quote before it; numbers stay numbers. */
 function asCsv(rows) {
   const cell = (value) => {
-    let text = value == null ? "" : String(value);
+    let text = value == null ? "" : String(value).replace(/^−(?=[\d.])/, "-");
     if (/^[=+\-@\t\r]/.test(text) && !(text === "-" || Number.isFinite(Number(text)))) text = `'${text}`;
     return /[",\n\r;]/.test(text) ? `"${text.replace(/"/g, '""')}"` : text;
   };
@@ -74,8 +76,8 @@ function asMarkdown(rows) {
 
 /** With the booktabs package; the best of a column is bold. */
 function asLatex(table) {
-  const special = {"\\": "\\textbackslash{}", "~": "\\textasciitilde{}", "^": "\\textasciicircum{}", "±": "$\\pm$", "–": "--", "<": "$<$", ">": "$>$"};
-  const cell = (text) => String(text).replace(/[\\{}$&#^_~%±–<>]/g, (letter) => special[letter] || `\\${letter}`);
+  const special = {"\\": "\\textbackslash{}", "~": "\\textasciitilde{}", "^": "\\textasciicircum{}", "±": "$\\pm$", "−": "$-$", "–": "--", "<": "$<$", ">": "$>$"};
+  const cell = (text) => String(text).replace(/[\\{}$&#^_~%±−–<>]/g, (letter) => special[letter] || `\\${letter}`);
   const best = table.columns.map((column, k) => bestOf(table.rows, k, column.better));
   const body = table.rows.map((row) => row.map((each, k) =>
     best[k] != null && valueOf(each) === best[k] ? `\\textbf{${cell(textOf(each))}}` : cell(textOf(each))).join(" & ") + " \\\\");
