@@ -376,8 +376,8 @@ def default_settings(command: str, algorithm: str) -> dict[str, Any]:
     """What a command's settings and an algorithm's fields are if nothing is said. A class of the user's is not imported."""
     from undrift.jobs.registry import algorithm_class
 
-    fields = {"dp": parallel, "pipe": pipeline}.get(command, federated).FIELDS
-    usual = {name: field.default for name, field in fields.items()}
+    configs: dict[str, type[federated.JobConfig]] = {"dp": parallel.ParallelConfig, "pipe": pipeline.PipeConfig}
+    usual = dataclasses.asdict(configs.get(command, federated.RunConfig)())
     if command == "run" and ":" not in algorithm:
         with contextlib.suppress(UndriftError):  # a method of another version
             usual |= {field.name: field.default for field in dataclasses.fields(algorithm_class(algorithm))}
