@@ -169,6 +169,20 @@ def test_what_a_run_says_stays_text(page: Any) -> None:
     )
 
 
+def test_no_other_script_runs_and_nothing_is_loaded(browser: Any, report: str) -> None:
+    page = browser.new_page()
+    said = watch(page)
+    page.goto(report)
+    add = "(tag, text) => { const e = document.createElement(tag); e.textContent = text; document.body.append(e); }"
+    page.evaluate(f"({add})('script', 'window.ran = 1')")
+    page.evaluate("fetch('https://example.org/').catch(() => 0)")
+    page.evaluate("document.body.append(Object.assign(new Image(), {src: 'https://example.org/x.png'}))")
+    assert page.evaluate("window.ran") is None
+    refused = [text for text in said if "Content Security Policy" in text or "Content-Security-Policy" in text]
+    assert len(refused) >= 3, said
+    page.close()
+
+
 def test_the_table_is_sorted_by_clicks_and_keys(page: Any) -> None:
     assert names(page) == ["scaffold", "fedavg", "=cmd|' /C x'!A1"]
     column = federated(page).locator("table").first.locator("thead th", has_text="last accuracy")
