@@ -17,7 +17,10 @@ from undrift.report.load import Run, load, sweep_target
 
 WEB = Path(__file__).parent / "web"
 STYLES = ("uplot.min.css", "report.css")
-SCRIPTS = ("uplot.min.js", "elements.js", "lines.js", "chart.js", "grid.js", "table.js", "section.js", "report.js")
+SCRIPTS = (
+    *("uplot.min.js", "elements.js", "lines.js", "chart.js", "grid.js", "table.js", "pictures.js"),
+    *("view.js", "section.js", "report.js"),
+)
 UPLOT = "uPlot 1.6.32, (c) Leon Sorokin, MIT licence"  # `make uplot` refreshes it; see web/uplot.LICENSE
 
 

@@ -8,10 +8,18 @@ const WHOLE = [0, 1, 2, 3, 4, 5, 6, 7, 8, 9].flatMap((power) => [1, 2, 5].map((s
 /** The parts that all charts share: axes in the colours of the theme, no legend of uPlot's own. */
 function frame(host, x, y, more) {
   const axis = (scale, side, {label, values, log}) => ({
-    scale, label, side, stroke: colour("ink"), font: FONT, labelFont: FONT, labelGap: 2, labelSize: 22,
+    scale,
+    label,
+    side,
+    stroke: colour("ink"),
+    font: FONT,
+    labelFont: FONT,
+    labelGap: 2,
+    labelSize: 22,
     grid: {stroke: colour("line"), width: 1, ...(log ? {filter: powers} : {})},
     ticks: {stroke: colour("line"), width: 1, size: 5, ...(log ? {filter: powers} : {})},
-    values, ...(log ? {filter: powers} : {}),
+    values,
+    ...(log ? {filter: powers} : {}),
   });
   return {
     width: Math.max(host.clientWidth, 200),
@@ -40,8 +48,12 @@ const widened = (from, to) => (from < to ? [from, to] : from > 0 ? [from / 2, fr
 const ticks = (unit) => (u, splits) => splits.map((value) => (value == null ? null : shown(value, unit)));
 /** Of a logarithmic axis only the powers of ten, if there are enough of them; else every value of few, every other of many. */
 function powers(u, splits) {
-  const whole = splits.filter((value) => value != null && Math.abs(Math.log10(value) - Math.round(Math.log10(value))) < 1e-9);
-  return splits.map((value, k) => (whole.length > 1 ? whole.includes(value) : splits.length < 9 || k % 2 === 0) ? value : null);
+  const whole = splits.filter(
+    (value) => value != null && Math.abs(Math.log10(value) - Math.round(Math.log10(value))) < 1e-9,
+  );
+  return splits.map((value, k) =>
+    (whole.length > 1 ? whole.includes(value) : splits.length < 9 || k % 2 === 0) ? value : null,
+  );
 }
 
 /**
@@ -58,7 +70,11 @@ function drawChart(host, lines, plot) {
     const paint = lineColour(each.place);
     const edge = {scale: "y", show: spread, stroke: "transparent", width: 0, points: {show: false}, spanGaps: true};
     const dots = {show: each.x.length < 3, size: 7, fill: paint};
-    series.push({scale: "y", stroke: paint, width: 2, dash: lineDash(each.place), points: dots, spanGaps: true}, edge, edge);
+    series.push(
+      {scale: "y", stroke: paint, width: 2, dash: lineDash(each.place), points: dots, spanGaps: true},
+      edge,
+      edge,
+    );
     if (spread) bands.push({series: [3 * k + 3, 3 * k + 2], fill: faded(paint)});
   });
   let active = false;
@@ -88,25 +104,40 @@ function drawChart(host, lines, plot) {
         bind: {dblclick: () => () => plot.onzoom && plot.onzoom(null)},
       },
       hooks: {
-        setSelect: [(u) => {
-          if (u.select.width < 4 || !plot.onzoom) return;
-          const [from, to] = [u.select.left, u.select.left + u.select.width].map((left) => u.posToVal(left, "x"));
-          u.setSelect({left: 0, top: 0, width: 0, height: 0}, false);
-          plot.onzoom([from, to]);
-        }],
-        setCursor: [(u) => {
-          const outside = !active || u.cursor.left == null || u.cursor.left < 0 || !lines.length;
-          note.hidden = outside;
-          if (!outside) tell(note, u, lines, plot);
-        }],
+        setSelect: [
+          (u) => {
+            if (u.select.width < 4 || !plot.onzoom) return;
+            const [from, to] = [u.select.left, u.select.left + u.select.width].map((left) => u.posToVal(left, "x"));
+            u.setSelect({left: 0, top: 0, width: 0, height: 0}, false);
+            plot.onzoom([from, to]);
+          },
+        ],
+        setCursor: [
+          (u) => {
+            const outside = !active || u.cursor.left == null || u.cursor.left < 0 || !lines.length;
+            note.hidden = outside;
+            if (!outside) tell(note, u, lines, plot);
+          },
+        ],
       },
     },
   );
   const u = new uPlot(options, table, host);
   host.append(note);
-  const [enter, leave] = [() => { active = true; }, () => { active = false; note.hidden = true; }];
+  const [enter, leave] = [
+    () => {
+      active = true;
+    },
+    () => {
+      active = false;
+      note.hidden = true;
+    },
+  ];
   const listeners = {
-    mouseenter: enter, focus: enter, mouseleave: leave, blur: leave,
+    mouseenter: enter,
+    focus: enter,
+    mouseleave: leave,
+    blur: leave,
     keydown: (event) => press(event, u, plot),
   };
   for (const [name, listener] of Object.entries(listeners)) host.addEventListener(name, listener);
@@ -140,12 +171,23 @@ function tell(note, u, lines, plot) {
     .sort((a, b) => b.each.y[b.k] - a.each.y[a.k]);
   const place = found.length ? found[0].each.x[found[0].k] : x;
   const rows = found.slice(0, 12).map(({each, k}) => {
-    const range = plot.band !== false && each.high[k] > each.low[k]
-      ? `${shown(each.low[k], plot.y.unit)} to ${shown(each.high[k], plot.y.unit)}` : "";
-    return make("li", {}, swatch(each.place), make("span", {class: "who"}, each.label),
-      make("b", {}, shown(each.y[k], plot.y.unit)), make("span", {class: "range"}, range));
+    const range =
+      plot.band !== false && each.high[k] > each.low[k]
+        ? `${shown(each.low[k], plot.y.unit)} to ${shown(each.high[k], plot.y.unit)}`
+        : "";
+    return make(
+      "li",
+      {},
+      swatch(each.place),
+      make("span", {class: "who"}, each.label),
+      make("b", {}, shown(each.y[k], plot.y.unit)),
+      make("span", {class: "range"}, range),
+    );
   });
-  const rest = found.length > rows.length ? make("li", {}, make("span", {class: "rest"}, `and ${found.length - rows.length} others`)) : null;
+  const rest =
+    found.length > rows.length
+      ? make("li", {}, make("span", {class: "rest"}, `and ${found.length - rows.length} others`))
+      : null;
   const head = `${plot.x.short || plot.x.label} ${shown(place, plot.x.unit)}${plot.smoothed ? ", smoothed" : ""}`;
   note.replaceChildren(make("div", {class: "where"}, head), make("ul", {}, rows, rest));
   moveNote(note, u);
@@ -194,12 +236,20 @@ function drawDots(host, points, names, title) {
   const xs = place.map((k) => points[k][0]);
   const columns = names.map((name, site) => place.map((k) => (points[k][2] === site ? points[k][1] : null)));
   const series = names.map((name, site) => ({
-    stroke: lineColour(site), paths: () => null, points: {show: true, size: 5, fill: lineColour(site), width: 0},
+    stroke: lineColour(site),
+    paths: () => null,
+    points: {show: true, size: 5, fill: lineColour(site), width: 0},
   }));
   const none = () => [];
-  const options = frame(host, {label: "", values: none}, {label: "", values: none}, {
-    series: [{}, ...series], cursor: {show: false},
-  });
+  const options = frame(
+    host,
+    {label: "", values: none},
+    {label: "", values: none},
+    {
+      series: [{}, ...series],
+      cursor: {show: false},
+    },
+  );
   const u = new uPlot(options, [xs, ...columns], host);
   const keys = names.map((label, k) => ({label, place: k}));
   return {savers: savers(title, {PNG: () => savePng(u, title, keys)}), destroy: () => u.destroy()};
@@ -224,17 +274,19 @@ function savePng(u, title, keys) {
   ink.font = `600 14px system-ui, sans-serif`;
   ink.fillText(title, 10, 19);
   ink.font = FONT;
-  rows.forEach((row, k) => row.forEach(({label, place, x}) => {
-    const y = height + 28 + 20 * k + 10;
-    ink.strokeStyle = lineColour(place);
-    ink.setLineDash(lineDash(place));
-    ink.lineWidth = 2.5;
-    ink.beginPath();
-    ink.moveTo(x, y);
-    ink.lineTo(x + 22, y);
-    ink.stroke();
-    ink.fillText(label, x + 28, y + 4);
-  }));
+  rows.forEach((row, k) =>
+    row.forEach(({label, place, x}) => {
+      const y = height + 28 + 20 * k + 10;
+      ink.strokeStyle = lineColour(place);
+      ink.setLineDash(lineDash(place));
+      ink.lineWidth = 2.5;
+      ink.beginPath();
+      ink.moveTo(x, y);
+      ink.lineTo(x + 22, y);
+      ink.stroke();
+      ink.fillText(label, x + 28, y + 4);
+    }),
+  );
   whole.toBlob((blob) => download(title, "png", blob));
 }
 
@@ -263,7 +315,8 @@ function svgOf(u, title, keys, shapes) {
   const [width, height] = [u.over.clientWidth, u.over.clientHeight];
   const rows = legendRows(keys, u.width);
   const ink = colour("ink");
-  const label = (x, y, anchor, text, more = "") => `<text x="${px(x)}" y="${px(y)}" text-anchor="${anchor}" fill="${ink}"${more}>${markup(text)}</text>`;
+  const label = (x, y, anchor, text, more = "") =>
+    `<text x="${px(x)}" y="${px(y)}" text-anchor="${anchor}" fill="${ink}"${more}>${markup(text)}</text>`;
   const parts = [label(10, 19, "start", title, ' font-weight="600" font-size="14"')];
   const [across, up] = u.axes;
   (across._splits || []).forEach((value, k) => {
@@ -280,11 +333,15 @@ function svgOf(u, title, keys, shapes) {
   });
   parts.push(label(left + width / 2, top + height + 40, "middle", across.label || ""));
   parts.push(label(0, 0, "middle", up.label || "", ` transform="translate(14 ${top + height / 2}) rotate(-90)"`));
-  rows.forEach((row, k) => row.forEach(({label: text, place, x}) => {
-    const y = u.height + 28 + 20 * k + 10;
-    parts.push(`<path d="M${x} ${y}h22" stroke="${lineColour(place)}" stroke-width="2.5" stroke-dasharray="${lineDash(place)}"/>`);
-    parts.push(label(x + 28, y + 4, "start", text));
-  }));
+  rows.forEach((row, k) =>
+    row.forEach(({label: text, place, x}) => {
+      const y = u.height + 28 + 20 * k + 10;
+      parts.push(
+        `<path d="M${x} ${y}h22" stroke="${lineColour(place)}" stroke-width="2.5" stroke-dasharray="${lineDash(place)}"/>`,
+      );
+      parts.push(label(x + 28, y + 4, "start", text));
+    }),
+  );
   const all = [u.width, u.height + 28 + 20 * rows.length];
   return `<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 ${all.join(" ")}" width="${all[0]}" height="${all[1]}" font-family="sans-serif" font-size="12">
 <rect width="100%" height="100%" fill="${colour("card")}"/>
@@ -303,9 +360,13 @@ function linePaths(u, lines) {
     const there = each.x.map((x, k) => k);
     const paint = lineColour(each.place);
     const path = (column, places) => places.map((k) => at(each, column, k)).join("L");
-    const shapes = [`<path d="M${path("y", there)}" fill="none" stroke="${paint}" stroke-width="2" stroke-dasharray="${lineDash(each.place)}"/>`];
+    const shapes = [
+      `<path d="M${path("y", there)}" fill="none" stroke="${paint}" stroke-width="2" stroke-dasharray="${lineDash(each.place)}"/>`,
+    ];
     if (each.high.some((high, k) => high > each.low[k])) {
-      shapes.unshift(`<path d="M${path("high", there)}L${path("low", there.slice().reverse())}Z" fill="${paint}" fill-opacity=".18"/>`);
+      shapes.unshift(
+        `<path d="M${path("high", there)}L${path("low", there.slice().reverse())}Z" fill="${paint}" fill-opacity=".18"/>`,
+      );
     }
     return shapes;
   });

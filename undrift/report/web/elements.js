@@ -51,7 +51,11 @@ function download(name, ending, content) {
   const blob = content instanceof Blob ? content : new Blob([content], {type: "text/plain;charset=utf-8"});
   const link = make("a", {
     href: URL.createObjectURL(blob),
-    download: `${name.toLowerCase().replace(/[^a-z0-9]+/g, "-").replace(/^-|-$/g, "").slice(0, 80)}.${ending}`,
+    download: `${name
+      .toLowerCase()
+      .replace(/[^a-z0-9]+/g, "-")
+      .replace(/^-|-$/g, "")
+      .slice(0, 80)}.${ending}`,
   });
   document.body.append(link);
   link.click();
@@ -62,14 +66,18 @@ function download(name, ending, content) {
 /** Buttons for the forms in which something can be saved: {CSV: function}. */
 function savers(what, forms) {
   const buttons = Object.entries(forms).map(([form, save]) =>
-    make("button", {type: "button", class: "small", "aria-label": `Save ${what} as ${form}`, onclick: save}, form));
+    make("button", {type: "button", class: "small", "aria-label": `Save ${what} as ${form}`, onclick: save}, form),
+  );
   return make("span", {class: "savers"}, buttons);
 }
 
 /** A labelled choice: options are [value, text]. */
 function chooser(label, options, value, onchange) {
-  const choice = make("select", {onchange: () => onchange(choice.value)},
-    options.map(([key, text]) => make("option", {value: key, selected: String(key) === String(value)}, text)));
+  const choice = make(
+    "select",
+    {onchange: () => onchange(choice.value)},
+    options.map(([key, text]) => make("option", {value: key, selected: String(key) === String(value)}, text)),
+  );
   return make("label", {}, make("span", {}, label), choice);
 }
 

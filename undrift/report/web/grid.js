@@ -11,10 +11,13 @@ function drawGrid(host, grid) {
   const shade = shadesOf(colour("card"), colour(grid.paint));
   const name = (names) => (u, splits) => splits.map((k) => (Number.isInteger(k) && names[k] != null ? names[k] : null));
   let active = false;
-  const cellAt = (u) => [Math.round(u.posToVal(u.cursor.left, "x")), Math.round(u.posToVal(u.cursor.top, "y"))]
-    .map((k, side) => Math.max(0, Math.min((side ? height : width) - 1, k)));
+  const cellAt = (u) =>
+    [Math.round(u.posToVal(u.cursor.left, "x")), Math.round(u.posToVal(u.cursor.top, "y"))].map((k, side) =>
+      Math.max(0, Math.min((side ? height : width) - 1, k)),
+    );
   const corner = (u, column, row, device) => [
-    u.valToPos(column - 0.5, "x", device), u.valToPos(row + 0.5, "y", device),
+    u.valToPos(column - 0.5, "x", device),
+    u.valToPos(row + 0.5, "y", device),
     u.valToPos(column + 0.5, "x", device) - u.valToPos(column - 0.5, "x", device),
     u.valToPos(row - 0.5, "y", device) - u.valToPos(row + 0.5, "y", device),
   ];
@@ -26,31 +29,51 @@ function drawGrid(host, grid) {
       series: [{}, {paths: () => null, points: {show: false}}],
       cursor: {x: false, y: false, points: {show: false}, drag: {x: false, y: false}},
       hooks: {
-        drawAxes: [(u) => {
-          u.ctx.save();
-          grid.values.forEach((row, r) => row.forEach((value, c) => {
-            if (!value) return;
-            u.ctx.fillStyle = shade(value / grid.most);
-            const [x, y, w, h] = corner(u, c, r, true);
-            u.ctx.fillRect(x, y, Math.max(w - (w > 6 ? 1 : 0), 1), Math.max(h - (h > 6 ? 1 : 0), 1));
-          }));
-          u.ctx.restore();
-        }],
-        setCursor: [(u) => {
-          note.hidden = !active || u.cursor.left == null || u.cursor.left < 0;
-          if (note.hidden) return;
-          const [column, row] = cellAt(u);
-          const where = `${grid.columnName} ${grid.columns[column]}, ${grid.rowName} ${grid.rows[row]}`;
-          note.replaceChildren(make("div", {class: "where"}, where), make("b", {}, grid.say(grid.values[row][column])));
-          moveNote(note, u);
-        }],
+        drawAxes: [
+          (u) => {
+            u.ctx.save();
+            grid.values.forEach((row, r) =>
+              row.forEach((value, c) => {
+                if (!value) return;
+                u.ctx.fillStyle = shade(value / grid.most);
+                const [x, y, w, h] = corner(u, c, r, true);
+                u.ctx.fillRect(x, y, Math.max(w - (w > 6 ? 1 : 0), 1), Math.max(h - (h > 6 ? 1 : 0), 1));
+              }),
+            );
+            u.ctx.restore();
+          },
+        ],
+        setCursor: [
+          (u) => {
+            note.hidden = !active || u.cursor.left == null || u.cursor.left < 0;
+            if (note.hidden) return;
+            const [column, row] = cellAt(u);
+            const where = `${grid.columnName} ${grid.columns[column]}, ${grid.rowName} ${grid.rows[row]}`;
+            note.replaceChildren(
+              make("div", {class: "where"}, where),
+              make("b", {}, grid.say(grid.values[row][column])),
+            );
+            moveNote(note, u);
+          },
+        ],
       },
     },
   );
-  options.axes.forEach((axis) => { axis.grid.show = false; axis.incrs = WHOLE; });
+  options.axes.forEach((axis) => {
+    axis.grid.show = false;
+    axis.incrs = WHOLE;
+  });
   const u = new uPlot(options, [grid.columns.map((_, k) => k), grid.columns.map(() => 0)], host);
   host.append(note);
-  const [enter, leave] = [() => { active = true; }, () => { active = false; note.hidden = true; }];
+  const [enter, leave] = [
+    () => {
+      active = true;
+    },
+    () => {
+      active = false;
+      note.hidden = true;
+    },
+  ];
   const press = (event) => {
     const step = {ArrowLeft: [-1, 0], ArrowRight: [1, 0], ArrowUp: [0, 1], ArrowDown: [0, -1]}[event.key];
     if (!step) return;
@@ -63,14 +86,24 @@ function drawGrid(host, grid) {
   for (const [event, listener] of Object.entries(listeners)) host.addEventListener(event, listener);
   const size = new ResizeObserver(() => host.clientWidth && u.setSize({width: host.clientWidth, height: HEIGHT}));
   size.observe(host);
-  const shapes = () => grid.values.flatMap((row, r) => row.map((value, c) => [value, corner(u, c, r, false)]))
-    .filter(([value]) => value)
-    .map(([value, [x, y, w, h]]) => `<rect x="${px(x)}" y="${px(y)}" width="${px(w)}" height="${px(h)}" fill="${shade(value / grid.most)}"/>`);
+  const shapes = () =>
+    grid.values
+      .flatMap((row, r) => row.map((value, c) => [value, corner(u, c, r, false)]))
+      .filter(([value]) => value)
+      .map(
+        ([value, [x, y, w, h]]) =>
+          `<rect x="${px(x)}" y="${px(y)}" width="${px(w)}" height="${px(h)}" fill="${shade(value / grid.most)}"/>`,
+      );
   return {
     savers: savers(grid.title, {
       PNG: () => savePng(u, grid.title, []),
       SVG: () => download(grid.title, "svg", svgOf(u, grid.title, [], shapes())),
-      CSV: () => download(grid.title, "csv", asCsv([["", ...grid.columns], ...grid.values.map((row, r) => [grid.rows[r], ...row])])),
+      CSV: () =>
+        download(
+          grid.title,
+          "csv",
+          asCsv([["", ...grid.columns], ...grid.values.map((row, r) => [grid.rows[r], ...row])]),
+        ),
     }),
     destroy() {
       size.disconnect();

@@ -32,7 +32,12 @@ function smooth(values, share) {
 
 /** A line {label, key (its group), place, x, y, low, high}; x rises strictly, and what a logarithmic axis cannot show is left out. */
 function line(label, key, place, points, view, log) {
-  const columns = [0, 1, 2].map((k) => smooth(points.map((point) => point[1][k]), view.smooth));
+  const columns = [0, 1, 2].map((k) =>
+    smooth(
+      points.map((point) => point[1][k]),
+      view.smooth,
+    ),
+  );
   const found = {label, key, place, x: [], y: [], low: [], high: []};
   points.forEach(([x], k) => {
     const [y, low, high] = columns.map((column) => column[k]);
@@ -62,7 +67,8 @@ function linesOf(section, view, key, log) {
       curve.runs.forEach((values, run) => {
         const points = rounds.map((round, k) => [at(run, round), [values[k], values[k], values[k]]]);
         const known = points.filter((point) => point[1][0] != null);
-        if (known.length) lines.push(line(`${group.label}, seed ${group.runs[run].seed}`, group.label, place, known, view, log));
+        if (known.length)
+          lines.push(line(`${group.label}, seed ${group.runs[run].seed}`, group.label, place, known, view, log));
       });
     } else {
       const runs = curve.runs.map((values, run) => run).filter((run) => curve.runs[run].some((value) => value != null));
@@ -71,7 +77,10 @@ function linesOf(section, view, key, log) {
       rounds.forEach((round, k) => {
         const values = runs.map((run) => curve.runs[run][k]);
         if (values.some((value) => value == null)) return; // every mean is over the same seeds
-        points.push([mean(runs.map((run) => at(run, round))), [mean(values), Math.min(...values), Math.max(...values)]]);
+        points.push([
+          mean(runs.map((run) => at(run, round))),
+          [mean(values), Math.min(...values), Math.max(...values)],
+        ]);
       });
       if (points.length) lines.push(line(group.label, group.label, place, points, view, log));
     }

@@ -12,7 +12,10 @@ function sorted(rows, column, down) {
   return places.sort((a, b) => {
     const [x, y] = [valueOf(rows[a][column]), valueOf(rows[b][column])];
     if (x == null || y == null) return (x == null) - (y == null) || a - b;
-    const order = typeof x === "number" && typeof y === "number" ? x - y : String(x).localeCompare(String(y), "en", {numeric: true});
+    const order =
+      typeof x === "number" && typeof y === "number"
+        ? x - y
+        : String(x).localeCompare(String(y), "en", {numeric: true});
     return (down ? -order : order) || a - b;
   });
 }
@@ -27,18 +30,37 @@ function drawTable(table, sort, onsort, keyOf = null) {
   const head = table.columns.map((column, k) => {
     const mine = sort && sort[0] === k;
     const next = mine ? [k, !sort[1]] : [k, column.better === "higher"];
-    const button = make("button", {type: "button", class: "sort", onclick: () => onsort(next)}, column.name,
-      make("span", {"aria-hidden": "true", class: "arrow"}, mine ? (sort[1] ? "▼" : "▲") : ""));
+    const button = make(
+      "button",
+      {type: "button", class: "sort", onclick: () => onsort(next)},
+      column.name,
+      make("span", {"aria-hidden": "true", class: "arrow"}, mine ? (sort[1] ? "▼" : "▲") : ""),
+    );
     return make("th", {scope: "col", "aria-sort": mine ? (sort[1] ? "descending" : "ascending") : null}, button);
   });
-  const body = order.map((place) => make("tr", {}, table.rows[place].map((cell, k) => {
-    const number = typeof valueOf(cell) === "number";
-    const kind = [number ? "number" : "words", number && valueOf(cell) === best[k] ? "best" : ""].join(" ").trim();
-    const mark = k === 0 && keyOf ? swatch(keyOf(place)) : null;
-    return make(k ? "td" : "th", {class: kind, scope: k ? null : "row"}, mark, textOf(cell));
-  })));
+  const body = order.map((place) =>
+    make(
+      "tr",
+      {},
+      table.rows[place].map((cell, k) => {
+        const number = typeof valueOf(cell) === "number";
+        const kind = [number ? "number" : "words", number && valueOf(cell) === best[k] ? "best" : ""].join(" ").trim();
+        const mark = k === 0 && keyOf ? swatch(keyOf(place)) : null;
+        return make(k ? "td" : "th", {class: kind, scope: k ? null : "row"}, mark, textOf(cell));
+      }),
+    ),
+  );
   const element = make("table", {}, make("thead", {}, make("tr", {}, head)), make("tbody", {}, body));
-  return make("div", {class: table.rows.length > MANY_ROWS ? "wide tall" : "wide", tabindex: "0", role: "group", "aria-label": `Table: ${table.title}`}, element);
+  return make(
+    "div",
+    {
+      class: table.rows.length > MANY_ROWS ? "wide tall" : "wide",
+      tabindex: "0",
+      role: "group",
+      "aria-label": `Table: ${table.title}`,
+    },
+    element,
+  );
 }
 
 /** The best value of a column that has a better side and more than one value. */
@@ -69,21 +91,45 @@ function asCsv(rows) {
 }
 
 function asMarkdown(rows) {
-  const cell = (text) => String(text).replace(/[\\|`*_<>\[\]]/g, "\\$&").replace(/\s+/g, " ");
+  const cell = (text) =>
+    String(text)
+      .replace(/[\\|`*_<>\[\]]/g, "\\$&")
+      .replace(/\s+/g, " ");
   const [head, ...body] = rows.map((row) => `| ${row.map(cell).join(" | ")} |`);
   return [head, `| ${rows[0].map(() => "---").join(" | ")} |`, ...body].join("\n") + "\n";
 }
 
 /** With the booktabs package; the best of a column is bold. */
 function asLatex(table) {
-  const special = {"\\": "\\textbackslash{}", "~": "\\textasciitilde{}", "^": "\\textasciicircum{}", "±": "$\\pm$", "−": "$-$", "–": "--", "<": "$<$", ">": "$>$"};
+  const special = {
+    "\\": "\\textbackslash{}",
+    "~": "\\textasciitilde{}",
+    "^": "\\textasciicircum{}",
+    "±": "$\\pm$",
+    "−": "$-$",
+    "–": "--",
+    "<": "$<$",
+    ">": "$>$",
+  };
   const cell = (text) => String(text).replace(/[\\{}$&#^_~%±−–<>]/g, (letter) => special[letter] || `\\${letter}`);
   const best = table.columns.map((column, k) => bestOf(table.rows, k, column.better));
-  const body = table.rows.map((row) => row.map((each, k) =>
-    best[k] != null && valueOf(each) === best[k] ? `\\textbf{${cell(textOf(each))}}` : cell(textOf(each))).join(" & ") + " \\\\");
+  const body = table.rows.map(
+    (row) =>
+      row
+        .map((each, k) =>
+          best[k] != null && valueOf(each) === best[k] ? `\\textbf{${cell(textOf(each))}}` : cell(textOf(each)),
+        )
+        .join(" & ") + " \\\\",
+  );
   return [
-    "% needs \\usepackage{booktabs}", `\\begin{tabular}{l${"r".repeat(table.columns.length - 1)}}`, "\\toprule",
-    table.columns.map((column) => cell(column.name)).join(" & ") + " \\\\", "\\midrule", ...body, "\\bottomrule",
-    "\\end{tabular}", "",
+    "% needs \\usepackage{booktabs}",
+    `\\begin{tabular}{l${"r".repeat(table.columns.length - 1)}}`,
+    "\\toprule",
+    table.columns.map((column) => cell(column.name)).join(" & ") + " \\\\",
+    "\\midrule",
+    ...body,
+    "\\bottomrule",
+    "\\end{tabular}",
+    "",
   ].join("\n");
 }
