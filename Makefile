@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 INSTALLED := $(VENV)/installed
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test system cuda lint types imports doctest unit golden bench size clean
+.PHONY: help demo test system cuda lint types imports doctest unit golden bench uplot size clean
 
 help: ## list the targets
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-9s %s\n", $$1, $$2}'
@@ -56,6 +56,12 @@ bench: $(INSTALLED) ## speed beside a plain loop and pfl-research; memory and sp
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[bench]'
 	$(BIN)/python benchmarks/cpu.py
 	$(BIN)/python benchmarks/scale.py
+
+UPLOT := 1.6.32
+uplot: ## fetch the charts of the report anew (npm); raise UPLOT here and in undrift/report/page.py for another version
+	@folder=$$(mktemp -d) && cd $$folder && npm pack --silent uplot@$(UPLOT) && tar xzf uplot-$(UPLOT).tgz && cd - && \
+	cp $$folder/package/dist/uPlot.iife.min.js undrift/report/web/uplot.min.js && cp $$folder/package/dist/uPlot.min.css undrift/report/web/uplot.min.css && \
+	cp $$folder/package/LICENSE undrift/report/web/uplot.LICENSE && rm -r $$folder
 
 size: ## lines of each file
 	@git ls-files 'undrift/*.py' | xargs wc -l | sort -rn | head -25

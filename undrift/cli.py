@@ -358,17 +358,33 @@ def write_report(folders: list[Path], out: Path, target: float | None) -> None:
 
     from undrift.report import load as runs
     from undrift.report import page, scores, summary, text
+    from undrift.report.document import title_of
 
-    loaded = page.write(folders, out, target)
+    loaded = page.write(folders, out, target, default_settings)
     console = plain_console(None if sys.stdout.isatty() else 120)
-    for groups in runs.by_task(runs.group_runs(loaded)):
+    tasks = runs.by_task(runs.group_runs(loaded))
+    for groups in tasks:
         header, *rows = text.table(scores.rank(groups), target, brief=True)
+        if len(tasks) > 1:
+            console.print(title_of(groups), highlight=False)
         table = Table(*header)
         for row in rows:
             table.add_row(*row)
         console.print(table)
         console.print(summary.verdict(groups), highlight=False)
     print(f"written to {out}")
+
+
+def default_settings(command: str, algorithm: str) -> dict[str, Any]:
+    """What a command's settings and an algorithm's fields are if nothing is said. A class of the user's is not imported."""
+    from undrift.jobs.registry import algorithm_class
+
+    configs: dict[str, type[federated.JobConfig]] = {"dp": parallel.ParallelConfig, "pipe": pipeline.PipeConfig}
+    usual = dataclasses.asdict(configs.get(command, federated.RunConfig)())
+    if command == "run" and ":" not in algorithm:
+        with contextlib.suppress(UndriftError):  # a method of another version
+            usual |= {field.name: field.default for field in dataclasses.fields(algorithm_class(algorithm))}
+    return usual
 
 
 @command(

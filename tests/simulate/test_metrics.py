@@ -39,6 +39,7 @@ def test_forgetting_is_the_best_earlier_minus_the_present_accuracy_of_each_class
             assert "forgetting" not in record.more
         else:
             assert record.more["forgetting"] == pytest.approx(np.mean(best - now), abs=1e-12)
+            assert record.more["class_accuracies"] == pytest.approx(now, abs=1e-4)
             seen.append(record.more["forgetting"])
         best = np.maximum(best, now) if t else now
     assert max(seen) > 0.01, "the case is of no use unless something is forgotten"
@@ -72,6 +73,7 @@ def test_the_clients_own_scores(every: int) -> None:
         assert more["absent_loss"] == pytest.approx(np.mean(absent), abs=1e-12)
         for q in (10, 50, 90):
             assert more[f"client_accuracy_p{q}"] == pytest.approx(np.percentile(each, q), abs=1e-12)
+        assert more["client_accuracies"] == pytest.approx(np.percentile(each, range(0, 101, 5)), abs=1e-4)
 
 
 def test_of_very_many_clients_a_sample_is_scored(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -90,6 +90,14 @@ class Federation:
         device = self.members.device
         return self.members[torch.from_numpy(place).to(device)], torch.from_numpy(np.repeat(ids, sizes)).to(device)
 
+    def class_counts(self, most: int) -> Ids:
+        """[clients, classes] the samples of each class that each of the first `most` clients trains on."""
+        clients = min(self.clients, most)
+        rows, owners = self.held_by(np.arange(clients))
+        cell = owners * self.classes + self.train.targets[rows]
+        counts: Ids = torch.bincount(cell, minlength=clients * self.classes).cpu().numpy()
+        return counts.reshape(clients, self.classes)
+
     def table(self, plan: Plan, seed: int, round: int, ids: Ids, position: Ids) -> Table:
         """The batches of clients ids [S] in a round."""
         stream = plan.shuffle_stream(seed, round)

@@ -1,77 +1,55 @@
-"""Draw figures.json of a run (`undrift figures`): the selector's features, the loss near the models, outlined pictures."""
+"""What figures.json of a run (`undrift figures`) shows: the selector's features, the loss near the models, outlined pictures."""
 
 from __future__ import annotations
 
 import re
-from html import escape
 from typing import Any
 
 import numpy as np
 
 from undrift.core.run_files import FIGURES
 from undrift.core.seals import read_sealed
-from undrift.report.charts import Curve, chart, colour, scatter
+from undrift.report.curves import short
 from undrift.report.load import Group, Run
 
 
-def draw_groups(groups: list[Group], name: str) -> str:
+def of_groups(groups: list[Group]) -> list[dict[str, Any]]:
     """The figures of the first run of each group that has any."""
-    parts = []
-    for place, group in enumerate(groups):
-        content = next((c for run in group.runs if (c := read(run))), None)
-        if content is not None:
-            parts.append(f"<h3>{escape(group.label)}: models and pictures</h3>{draw(content, f'{name}-g{place}')}")
-    return "".join(parts)
+    found = ((group.label, next((c for run in group.runs if (c := read(run))), None)) for group in groups)
+    return [{"label": label} | drawn(content) for label, content in found if content is not None]
 
 
 def read(run: Run) -> dict[str, Any] | None:
     return read_sealed(run.folder / FIGURES) if (run.folder / FIGURES).exists() else None
 
 
-def draw(content: dict[str, Any], name: str) -> str:
-    sites = [str(site) for site in content["sites"]]
-    figures = []
+def drawn(content: dict[str, Any]) -> dict[str, Any]:
+    """The map of samples by site, the losses along random directions, and the pictures; each may be missing."""
+    names = [str(site) for site in content["sites"]]
+    found: dict[str, Any] = {"sites": names}
     if content.get("map"):
-        points = np.array(content["map"], dtype=np.float64)
-        key = legend([(colour(k), site) for k, site in enumerate(sites)])
-        picture = scatter(points[:, :2], points[:, 2].astype(np.int64), f"{name}-map")
-        figures.append(figure("Features of the selector, t-SNE, test samples by site", picture, key))
+        found["map"] = [[short(x), short(y), int(site)] for x, y, site in content["map"]]
     if content.get("surface"):
         near = content["surface"]
-        distance = np.array(near["distance"])
-        curves, labels = [], []
-        for place, (model, losses) in enumerate(near["losses"].items()):
-            each = np.array(losses)
-            curves.append(Curve(distance, each.mean(0), each.min(0), each.max(0), place))
-            labels.append((colour(place), f"{model} model"))
-        title = f"Loss near the models on {sites[near['site']]}, along {len(each)} random directions"
-        x_label = "distance, share of the model's length"
-        figures.append(figure(title, chart(curves, f"{name}-near", x_label, "test loss"), legend(labels)))
-    parts = [f'<div class="charts">{"".join(figures)}</div>'] if figures else []
+        found["surface"] = {
+            "site": names[near["site"]],
+            "distance": [short(d) for d in near["distance"]],
+            "losses": {f"{model} model": _spread(np.array(each)) for model, each in near["losses"].items()},
+        }
     if content.get("gallery"):
-        parts.append(
-            '<div class="charts">' + "".join(gallery_figure(entry, sites) for entry in content["gallery"]) + "</div>"
-        )
-        parts.append(
-            '<p class="faint">The test picture with the median Dice of every site: plain, with the outlines by experts, and '
-            "with those by the model. The Dice scores are those of the structures in their order.</p>"
-        )
-    return "".join(parts)
+        found["gallery"] = [picture(entry, names) for entry in content["gallery"]]
+    return found
 
 
-def gallery_figure(entry: dict[str, Any], sites: list[str]) -> str:
+def picture(entry: dict[str, Any], names: list[str]) -> dict[str, str]:
     model = int(entry["model"])
-    served = "the global model" if model == 0 else f"the model of {sites[model - 1]}"
+    served = "the global model" if model == 0 else f"the model of {names[model - 1]}"
     dice = ", ".join(f"{float(value):.3f}" for value in entry["dice"])
-    text = escape(f"{sites[entry['site']]}: Dice {dice}, by {served}")
     png = re.sub(r"[^A-Za-z0-9+/=]", "", str(entry["png"]))
-    return f'<figure><img src="data:image/png;base64,{png}" alt="{text}" width="100%"><figcaption>{text}</figcaption></figure>'
+    return {"text": f"{names[entry['site']]}: Dice {dice}, by {served}", "png": f"data:image/png;base64,{png}"}
 
 
-def figure(title: str, svg: str, key: str) -> str:
-    return f"<figure><h3>{escape(title)}</h3>{svg}<figcaption>{key}</figcaption></figure>"
-
-
-def legend(entries: list[tuple[str, str]]) -> str:
-    dot = '<svg viewBox="0 0 10 10"><circle cx="5" cy="5" r="4" fill="{}"/></svg>'
-    return "".join(f"<span>{dot.format(ink)}{escape(text)}</span>" for ink, text in entries)
+def _spread(directions: np.ndarray[Any, Any]) -> dict[str, list[float]]:
+    """Mean, lowest and highest over the directions [directions, n]."""
+    each = {"mean": directions.mean(0), "low": directions.min(0), "high": directions.max(0)}
+    return {name: [short(value) for value in values.tolist()] for name, values in each.items()}

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from undrift.core.errors import BadRunFolder
-from undrift.core.run_files import ROUNDS, SETTINGS, last_checkpoint, read_settings
+from undrift.core.run_files import DEPLOYED, ROUNDS, SETTINGS, last_checkpoint, read_settings
 from undrift.report.records import Records, read_records
 
 DEPTH = 2  # levels below a given path that are searched for run folders
@@ -30,7 +30,8 @@ class Run(NamedTuple):
     records: Records  # the lines of rounds.jsonl
     made: Mapping[str, Any] = {}  # the [made] table: versions, commit, device
     fields: frozenset[str] = frozenset()  # the settings that are fields of the algorithm
-    command: str = "run"  # the command that made the run
+    command: str = "run"  # the command that runs it again
+    kind: str = "run"  # the command that made it: run, dp, pipe or deploy
 
     @property
     def rounds(self) -> int:
@@ -43,7 +44,8 @@ class Group(NamedTuple):
 
     label: str
     algorithm: str
-    task: str  # groups with the same text may be compared
+    kind: str  # as of its runs
+    task: str  # groups of one kind with the same text may be compared
     runs: list[Run]  # one for each seed
     repeats: list[Run]  # further runs of a seed; counting them would feign certainty
 
@@ -79,20 +81,19 @@ def sweep_target(paths: list[Path]) -> float | None:
 
 
 def group_runs(runs: Iterable[Run]) -> list[Group]:
-    """Group the runs by everything but their seed, in their order."""
-    alike: dict[str, list[Run]] = {}
+    """Group the runs of a kind by everything but their seed, in their order. Kinds have other settings, so other labels."""
+    kinds: dict[str, dict[str, list[Run]]] = {}
     for run in runs:
         key = repr(sorted((name, repr(value)) for name, value in run.settings.items() if name != "seed"))
-        alike.setdefault(key, []).append(run)
-    firsts = [members[0] for members in alike.values()]
-    return [_group(members, firsts) for members in alike.values()]
+        kinds.setdefault(run.kind, {}).setdefault(key, []).append(run)
+    return [group for alike in kinds.values() for group in _groups_of_a_kind(list(alike.values()))]
 
 
 def by_task(groups: list[Group]) -> list[list[Group]]:
     """Split the groups into lists that may be compared."""
-    tasks: dict[str, list[Group]] = {}
+    tasks: dict[tuple[str, str], list[Group]] = {}
     for group in groups:
-        tasks.setdefault(group.task, []).append(group)
+        tasks.setdefault((group.kind, group.task), []).append(group)
     return list(tasks.values())
 
 
@@ -139,7 +140,8 @@ def _load_one(folder: Path) -> Run:
         raise BadRunFolder(f"{folder / SETTINGS} names no algorithm; is it the file of a run?")
     made = {name: settings.pop(name) for name in HOW if name in settings} | made  # [made] knows the real device
     fields = {f"set.{name}" if name in settings else name: value for name, value in fields.items()}
-    return Run(folder, settings | fields, _records(folder, run), made, frozenset(fields), command)
+    kind = "deploy" if (folder / DEPLOYED).exists() else command
+    return Run(folder, settings | fields, _records(folder, run), made, frozenset(fields), command, kind)
 
 
 def _toml(path: Path) -> dict[str, Any]:
@@ -157,25 +159,40 @@ def _records(folder: Path, run: str) -> Records:
     return read_records(folder / ROUNDS, run, last.lines(ROUNDS) if last else None)
 
 
-def _group(members: list[Run], firsts: list[Run]) -> Group:
-    """`firsts` holds one run of each group in the report."""
-    first = members[0]
-    algorithm = str(first.settings["algorithm"])
-    rivals = [run for run in firsts if run.settings["algorithm"] == algorithm]
-    in_report, in_algorithm = varying_settings(firsts), varying_settings(rivals)
+def _groups_of_a_kind(alike: list[list[Run]]) -> list[Group]:
+    """A group for each list of runs that differ only in their seed. Labels say what differs within a task."""
+    firsts = [members[0] for members in alike]
+    varying = set(varying_settings(firsts))
+    tasks = [_task(first, varying) for first in firsts]
+    rivals: dict[str, list[Run]] = {}
+    for task, first in zip(tasks, firsts, strict=True):
+        rivals.setdefault(task, []).append(first)
+    named = {task: _named_settings(runs) for task, runs in rivals.items()}
+    groups = []
+    for members, task in zip(alike, tasks, strict=True):
+        algorithm, kept = str(members[0].settings["algorithm"]), _longest_of_each_seed(members)
+        words = [f"{name}={as_text(members[0].settings.get(name))}" for name in named[task][algorithm]]
+        repeats = [run for run in members if all(run is not k for k in kept)]
+        groups.append(Group(" ".join([algorithm, *words]), algorithm, members[0].kind, task, kept, repeats))
+    return groups
 
-    def labels(name: str) -> bool:
-        """A label names settings that vary in the report, and fields that vary among the algorithm's groups."""
-        return name in in_algorithm or (name in in_report and not any(name in run.fields for run in firsts))
 
-    names = [name for name in _all_names(firsts) if name not in ("seed", "algorithm", *TASK) and labels(name)]
-    words = [algorithm, *(f"{name}={as_text(first.settings.get(name))}" for name in names)]
-    places = [_place(first, name) for name in TASK if name in in_report]
-    label = " ".join(words) + (f" ({', '.join(places)})" if places else "")
-    facts = [n for n in TASK if n in first.settings and (n in NAMED_BY_VALUE or n in in_report)]
-    task = ", ".join(_place(first, name) for name in facts)
-    kept = _longest_of_each_seed(members)
-    return Group(label, algorithm, task, kept, [run for run in members if all(run is not k for k in kept)])
+def _task(run: Run, varying: set[str]) -> str:
+    """What a run has to solve: the main facts, and others that are not the same in all runs."""
+    facts = [name for name in TASK if name in run.settings and (name in NAMED_BY_VALUE or name in varying)]
+    return ", ".join(_place(run, name) for name in facts)
+
+
+def _named_settings(rivals: list[Run]) -> dict[str, list[str]]:
+    """What labels name, by algorithm: settings that vary among all, and fields that vary among the algorithm's own runs."""
+    among_all = varying_settings(rivals)
+    fields = {name for run in rivals for name in run.fields}
+    names = [name for name in _all_names(rivals) if name not in ("seed", "algorithm", *TASK)]
+    named = {}
+    for algorithm in dict.fromkeys(str(run.settings["algorithm"]) for run in rivals):
+        own = varying_settings([run for run in rivals if run.settings["algorithm"] == algorithm])
+        named[algorithm] = [name for name in names if name in own or (name in among_all and name not in fields)]
+    return named
 
 
 def _all_names(runs: list[Run]) -> list[str]:

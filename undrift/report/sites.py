@@ -140,9 +140,7 @@ def unseen_sites(tasks: list[list[Group]]) -> Part | None:
         return None
     titles = [str(groups[0].runs[0].settings.get("dataset")) for groups in left_out]
     rows = [["method", *titles, "mean"]]
-    tables = [
-        {g.label.replace(f" ({title})", ""): g for g in groups} for title, groups in zip(titles, left_out, strict=True)
-    ]
+    tables = [{g.label: g for g in groups} for groups in left_out]
     for label in dict.fromkeys(label for table in tables for label in table):
         values = []
         for table in tables:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import NamedTuple
 
 from undrift.report.load import Group
 from undrift.report.scores import Spread, at_validation_name, default_target, metric_of, on_test_name, on_validation
@@ -11,8 +12,21 @@ from undrift.report.summary import MORE, Summary, pick_settings, summarise
 NOTHING = "-"
 
 
-def table(groups: list[Group], target: float | None, brief: bool = False) -> list[list[str]]:
-    """A header and a row for each group; the default target is the score that even the worst group reaches.
+class Cell(NamedTuple):
+    """What is shown, and what it is sorted by."""
+
+    text: str
+    value: float | str | None
+
+
+class Column(NamedTuple):
+    name: str
+    cell: Callable[[Summary], Cell]
+    better: str = ""  # "higher" or "lower", where one is
+
+
+def columns(groups: list[Group], target: float | None, brief: bool = False) -> list[Column]:
+    """The columns of the table; the default target is the score that even the worst group reaches.
 
     A brief table fits in a terminal: it omits columns that hardly differ between methods.
     """
@@ -20,41 +34,75 @@ def table(groups: list[Group], target: float | None, brief: bool = False) -> lis
     target = default_target(groups) if target is None else target
     goal = f"{metric.name} {target:g}" if target is not None else "target"
     rows = summarise(groups, target)
-    columns: list[tuple[str, Callable[[Summary], str]]] = [
-        ("method", lambda row: row.group.label),
-        *([] if brief else [("seeds", lambda row: str(len(row.group.runs)))]),
+    better = "higher" if metric.higher else "lower"
+    found = [
+        Column("method", lambda row: _words(row.group.label)),
+        *([] if brief else [Column("seeds", lambda row: Cell(str(len(row.group.runs)), len(row.group.runs)))]),
     ]
     if any(row.at_best_validation for row in rows):
-        columns.append((at_validation_name(metric), lambda row: show(row.at_best_validation, _score)))
+        found.append(Column(at_validation_name(metric), lambda row: _cell(row.at_best_validation, _score), better))
     if not on_validation(groups, metric):
-        columns.append((on_test_name(metric), lambda row: show(row.best_on_test, _score)))
+        found.append(Column(on_test_name(metric), lambda row: _cell(row.best_on_test, _score), better))
     how = {pick.group.label: pick.how for pick in pick_settings(groups)}
     if any(how.values()):
-        columns.append(("picked", lambda row: how.get(row.group.label, "")))
-    columns += [
-        (f"last {metric.name}", lambda row: show(row.last, _score)),
-        (f"rounds to {goal}", lambda row: show(row.rounds_to_target, _count)),
-        (f"bytes to {goal}", lambda row: show_bytes(row.bytes_to_target)),
-        ("bytes per round", lambda row: show_bytes(row.bytes_per_round)),
+        found.append(Column("picked", lambda row: _words(how.get(row.group.label, "").removeprefix("setting picked "))))
+    found += [
+        Column(f"last {metric.name}", lambda row: _cell(row.last, _score), better),
+        Column(f"rounds to {goal}", lambda row: _cell(row.rounds_to_target, _count), "lower"),
+        Column(f"bytes to {goal}", lambda row: _bytes(row.bytes_to_target), "lower"),
+        Column("bytes per round", lambda row: _bytes(row.bytes_per_round)),
     ]
     if any(row.network_seconds_to_target for row in rows):
-        columns.append((f"network seconds to {goal}", lambda row: show(row.network_seconds_to_target, _short)))
+        name = f"network seconds to {goal}"
+        found.append(Column(name, lambda row: _cell(row.network_seconds_to_target, _short), "lower"))
     if not brief:
-        columns += [
-            ("gradients per round", lambda row: show(row.gradients_per_round, _count, hide_zero=True)),
-            ("consistency at the end", lambda row: show(row.consistency, _short)),
-            ("seconds per round", lambda row: show(row.seconds_per_round, _short)),
-            ("rounds run", lambda row: _rounds(row.group)),
+        found += [
+            Column("gradients per round", lambda row: _cell(row.gradients_per_round, _count, hide_zero=True)),
+            Column("consistency at the end", lambda row: _cell(row.consistency, _short)),
+            Column("seconds per round", lambda row: _cell(row.seconds_per_round, _short)),
+            Column("rounds run", lambda row: Cell(_rounds(row.group), min(run.rounds for run in row.group.runs))),
         ]
-    return [[name for name, _ in columns], *([cell(row) for _, cell in columns] for row in rows)]
+    return found
+
+
+def cells(groups: list[Group], target: float | None, found: list[Column]) -> list[list[Cell]]:
+    """A row for each group."""
+    target = default_target(groups) if target is None else target
+    return [[column.cell(row) for column in found] for row in summarise(groups, target)]
+
+
+def table(groups: list[Group], target: float | None, brief: bool = False) -> list[list[str]]:
+    """A header and a row for each group, as text."""
+    found = columns(groups, target, brief)
+    return [[column.name for column in found], *([c.text for c in row] for row in cells(groups, target, found))]
+
+
+def more_columns(groups: list[Group]) -> list[Column]:
+    """Further measures: the columns that any group has."""
+    rows = summarise(groups, None)
+    headings = [heading for _, heading, _ in MORE if any(row.more[heading] for row in rows)]
+
+    def measure(heading: str) -> Column:
+        return Column(heading, lambda row: _cell(row.more[heading], _short))
+
+    return [Column("method", lambda row: _words(row.group.label)), *map(measure, headings)]
 
 
 def more_table(groups: list[Group]) -> list[list[str]]:
-    """Further measures: a header and a row for each group, with the columns that any group has."""
-    rows = summarise(groups, None)
-    headings = [heading for _, heading, _ in MORE if any(row.more[heading] for row in rows)]
-    cells = ([show(row.more[heading], _short) for heading in headings] for row in rows)
-    return [["method", *headings], *([row.group.label, *line] for row, line in zip(rows, cells, strict=True))]
+    found = more_columns(groups)
+    return [[column.name for column in found], *([c.text for c in row] for row in cells(groups, None, found))]
+
+
+def _words(text: str) -> Cell:
+    return Cell(text, text)
+
+
+def _cell(spread: Spread | None, form: Callable[[float], str], hide_zero: bool = False) -> Cell:
+    return Cell(show(spread, form, hide_zero), spread.mean if spread else None)
+
+
+def _bytes(spread: Spread | None) -> Cell:
+    return Cell(show_bytes(spread), spread.mean if spread else None)
 
 
 def show(spread: Spread | None, form: Callable[[float], str], hide_zero: bool = False) -> str:

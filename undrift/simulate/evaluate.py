@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from typing import Any
 
 import numpy as np
 import torch
@@ -15,6 +16,8 @@ from undrift.oracle.net import IGNORED, Net
 
 Metric = Callable[[Tensor, Tensor], Tensor]
 QUANTILES = (0.1, 0.5, 0.9)
+TWENTIETHS = tuple(k / 20 for k in range(21))  # how the clients' accuracies are distributed
+MOST_CLASSES = 100  # whose accuracies are recorded one by one
 MOST_SCORED = 10_000  # clients whose own samples are scored; of more, that many drawn at random stand for all
 
 
@@ -99,9 +102,18 @@ def forgetting(best: Tensor, now: Tensor) -> tuple[Tensor, Tensor]:
     return (best - now)[best >= 0].mean(), torch.fmax(best, now)
 
 
+def rounded(values: Tensor) -> list[float | None]:
+    """Numbers for a list in the record: four digits are enough for a picture, and JSON knows no NaN.
+
+    >>> rounded(torch.tensor([1 / 3, float("nan")]))
+    [0.3333, None]
+    """
+    return [None if value != value else round(value, 4) for value in values.tolist()]
+
+
 def client_scores(
     net: Net, x: Tensor, buffers: Tensor, data: Federation, metrics: Mapping[str, Metric], cohort: Tensor, seed: int
-) -> dict[str, float]:
+) -> dict[str, Any]:
     """How the model does on the clients' own training samples: quantiles of the accuracy over clients, and the mean
     loss over the samples of those who were not in the cohort, which is what a drifting model forgets first.
 
@@ -114,10 +126,13 @@ def client_scores(
     scores = sample_scores(net, x, buffers, data.train, data.transform, metrics, rows, owners)
     weight = weights_of(net, data.train, rows)
     absent = weight * ~torch.isin(owners, cohort)
-    found = {"absent_loss": means({"loss": scores["loss"]}, absent)["loss"]} if bool(absent.any()) else {}
+    found: dict[str, Any] = {}
+    if bool(absent.any()):
+        found["absent_loss"] = means({"loss": scores["loss"]}, absent)["loss"]
     if "accuracy" in scores:
         place = torch.searchsorted(torch.from_numpy(scored).to(owners.device), owners)
         each = group_means(scores["accuracy"], place, len(scored), weight)
         levels = each.nanquantile(each.new_tensor(QUANTILES)).tolist()
         found |= {f"client_accuracy_p{100 * q:.0f}": level for q, level in zip(QUANTILES, levels, strict=True)}
+        found["client_accuracies"] = rounded(each.nanquantile(each.new_tensor(TWENTIETHS)))
     return found

@@ -35,12 +35,14 @@ from undrift.simulate.choose import check_labels, check_repeatable, choose, keep
 from undrift.simulate.client_store import DiskTable, choose_table
 from undrift.simulate.clients import ClientTable
 from undrift.simulate.evaluate import (
+    MOST_CLASSES,
     Metric,
     accuracy,
     client_scores,
     forgetting,
     group_means,
     means,
+    rounded,
     sample_scores,
     weights_of,
 )
@@ -51,6 +53,8 @@ from undrift.simulate.program import uses_whole
 from undrift.simulate.replay import LONGEST, FirstStates, Replay
 from undrift.simulate.sharded import agree, over_ranks
 from undrift.simulate.work import LocalWork
+
+MOST_SHOWN = 100  # clients whose samples run.toml counts, class by class
 
 
 @dataclass(frozen=True)
@@ -322,6 +326,7 @@ class Simulation:
                 now = group_means(tested["accuracy"], group, data.classes, weight).cpu()
                 lost, self.class_best = forgetting(self.class_best, now)
                 scores |= {} if lost.isnan() else {"forgetting": float(lost)}
+                scores |= {"class_accuracies": rounded(now)} if data.classes <= MOST_CLASSES else {}
             validation = torch.from_numpy(data.validation).to(self.device)
             held_out = sample_scores(*where, data.train, data.transform, self.metrics, validation)
             scores |= {f"val_{n}": v for n, v in means(held_out, weights_of(self.net, data.train, validation)).items()}
@@ -401,7 +406,10 @@ class Simulation:
         }
         found |= {"test_samples": len(data.test), "inputs": list(data.shape), "classes": data.classes}
         sites = {"sites": list(data.site_names)} if data.site_names else {}
-        return {"parameters": self.net.layout.entries} | found | sites
+        held = {}
+        if len(data.train) and data.train.labelled and 0 < data.classes <= MOST_CLASSES:
+            held = {"holdings": [" ".join(map(str, row)) for row in data.class_counts(MOST_SHOWN)]}
+        return {"parameters": self.net.layout.entries} | found | sites | held
 
     def place(self, path: Path | None, tensors: Mapping[str, Tensor], t: int) -> None:
         """Choose where clients' states are kept, before they are restored from these tensors of round t."""
