@@ -58,10 +58,10 @@ def deploy(
     def serve(simulation: Simulation) -> Iterator[Deployment]:
         """Open the deployment; at its end, send the clients their last replies."""
         token, last = run_token(out, plan.deploy.resume), RunFolder(out).latest()
+        ledger = Ledger(out / LEDGER, plan.deploy.resume) if plan.private else None
         visits = Visits(out / VISITS, last)
         say(f"{meet()} of {config.clients} clients are there; run {token}")
         remote = Remote(post, plan.names, token, plan.deploy.min_replies, say, plan.private)
-        ledger = Ledger(out / LEDGER, plan.deploy.resume) if plan.private else None
         deployment = Deployment(simulation, remote, visits.keep, samples if plan.site_files else None, ledger)
         with contextlib.closing(visits.file):
             yield deployment

@@ -198,8 +198,9 @@ class Deployment(InMemory):
         """`keep` stores visits, `samples` are what clients with files report, a private run has a `ledger`."""
         self.samples, self.sizes = samples, np.zeros(len(remote.names), np.int64)  # as first reported; 0: not yet
         self.simulation, self.remote, self.keep, self.ledger = simulation, remote, keep, ledger
-        if ledger is not None:
+        if ledger is not None and simulation.accountant is not None:
             simulation.draw_from(ledger)
+            ledger.carry_over(simulation.accountant)
         self.net, self.device = simulation.net, simulation.device
         simulation.remote = remote
         simulation.data = replace(simulation.data, held_out={})  # clients keep the samples that they hold out

@@ -104,22 +104,25 @@ class Private(Wrapper):
         return self.Companion(inner, one.double() * self.how.clip, key, one * 0, nodes)
 
     def broadcast(self, x: Tensor, companion: Companion, invited: Cohort) -> State:
-        return self.inner.broadcast(x, companion.inner, self.one(invited, x))
+        return self.forward("broadcast", dict(x=x, companion=companion, invited=self.one(invited, x)))
 
     def gather(self, companion: Companion, up: State, cohort: Cohort) -> tuple[Tensor, Companion]:
-        d, after = self.private_mean(companion, up.d, cohort)
-        d, inner = self.inner.gather(companion.inner, type(up)(d.unsqueeze(-2)), self.one(cohort, d))
-        return d, after._replace(inner=inner)
+        d, companion = self.private_mean(companion, up.d, cohort)
+        one = type(up)(d.unsqueeze(-2))
+        found: tuple[Tensor, Private.Companion]
+        found = self.forward("gather", dict(companion=companion, up=one, cohort=self.one(cohort, d)))
+        return found
 
     def server_step(self, server: State, x: Tensor, d: Tensor, up: State, cohort: Cohort) -> tuple[Tensor, State]:
-        moved: tuple[Tensor, State] = self.inner.server_step(server, x, d, Nothing(), self.one(cohort, d))
+        moved: tuple[Tensor, State]
+        moved = self.forward("server_step", dict(server=server, x=x, d=d, up=Nothing(), cohort=self.one(cohort, d)))
         return moved
 
-    def companion_step(
-        self, companion: Companion, up: State, cohort: Cohort, x_old: Tensor, x_new: Tensor
-    ) -> Companion:
-        inner = self.inner.companion_step(companion.inner, Nothing(), self.one(cohort, x_old), x_old, x_new)
-        return companion._replace(inner=inner)
+    def companion_step(self, companion: State, up: State, cohort: Cohort, x_old: Tensor, x_new: Tensor) -> State:
+        moved = dict(x_old=x_old, x_new=x_new)
+        return self.forward(
+            "companion_step", dict(companion=companion, up=Nothing(), cohort=self.one(cohort, x_old)) | moved
+        )
 
     def one(self, cohort: Cohort, d: Tensor) -> Cohort:
         """A cohort of one, the private mean, whoever is in the real one."""
