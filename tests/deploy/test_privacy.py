@@ -213,7 +213,7 @@ def test_going_back_to_an_earlier_checkpoint_gives_nothing_back(tmp_path: Path) 
     """What was sent was sent: rounds that are repeated cost again."""
     plan = private(tmp_path / "out", rounds=3)
     serve(plan, tmp_path / "nodes")
-    before = records(plan)[-1]["epsilon"]
+    before, ledger = records(plan)[-1]["epsilon"], Ledger(tmp_path / "out" / "privacy.json", resume=True)
     damaged = checkpoint_files(tmp_path / "out")[-1]
     damaged.write_bytes(b"rubbish")
     assert "went back from round 3 to round 2" in verify(tmp_path / "out", back=True).advice
@@ -222,6 +222,9 @@ def test_going_back_to_an_earlier_checkpoint_gives_nothing_back(tmp_path: Path) 
     for t in range(4):
         four.add(t, np.zeros(0, np.int64))
     assert before < records(plan)[-1]["epsilon"] == pytest.approx(four.epsilon, rel=1e-12)
+    again = Ledger(tmp_path / "out" / "privacy.json", resume=True)
+    again.carry_over(four, 3)  # as the next resume would
+    assert again.rounds == 4 and torch.equal(again.words(2, 5), ledger.words(3, 5))  # dice that were not thrown before
 
 
 def test_without_its_ledger_a_run_does_not_go_on(tmp_path: Path) -> None:

@@ -73,9 +73,7 @@ def guesses(name: str, cohort: int, noise: float, runs: int, rounds: int) -> tup
     while made[0].t < rounds:
         pack.scored_rounds(rounds - made[0].t, False)
     canary = torch.tensor([1 / CLASSES - 1, *(1 / CLASSES for _ in range(CLASSES - 1))])
-    far = torch.stack(
-        [-(run.net.layout.split(run.state.x)["weight"][:, -1] @ canary) / canary.norm() for run in made]
-    )
+    far = torch.stack([-(run.net.layout.split(run.state.x)["weight"][:, -1] @ canary) / canary.norm() for run in made])
     return far[0::2], far[1::2], made[0]
 
 
@@ -102,7 +100,30 @@ def audit(name: str, cohort: int, claimed: float, noise: float, runs: int, round
     return Audit(accountant.epsilon, lower_bound(there, gone, DELTA))
 
 
-SETTINGS = [("fedavg", 12, 2.0), ("fedavg", 24, 3.0), ("dp-ftrl", 24, 5.0)]
+def test_private_runs_in_a_pack_are_the_same_alone() -> None:
+    how = Privacy(0.5, 1.0, DELTA, 0.0, 3.0, 3)
+
+    def make(seed: int) -> Simulation:
+        settings = dict(cohort=3, seed=seed, sampling="bernoulli", privacy=how, eval_every=9)
+        run = simulation(algorithm_class("dp-ftrl")(lr=0.1, tree=2), None, data, **settings)  # type: ignore[arg-type]
+        run.data = dataclasses.replace(run.data, train=data.train)
+        return run
+
+    data = federations()[True]
+    alone, packed = ([make(seed) for seed in range(3)] for _ in range(2))
+    for run in alone:
+        for _ in range(4):
+            run.round()
+    pack = Pack(packed)
+    while packed[0].t < 4:
+        pack.scored_rounds(4 - packed[0].t, False)
+    for one, other in zip(alone, packed, strict=True):
+        torch.testing.assert_close(one.state.x, other.state.x)
+        assert one.accountant is not None and other.accountant is not None
+        assert torch.equal(one.accountant.spent, other.accountant.spent)
+
+
+SETTINGS = [("fedavg", 12, 2.0), ("fedavg", 24, 3.0), ("dp-ftrl", 24, 8.0)]
 
 
 @pytest.mark.parametrize(("name", "cohort", "noise"), SETTINGS[:1])

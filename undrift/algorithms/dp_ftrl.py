@@ -14,6 +14,7 @@ from torch import Tensor
 
 from undrift.algorithms.base import Cohort, LocalSGD, Server, Up
 from undrift.algorithms.checks import at_least, below_one
+from undrift.core.layout import Layout
 
 
 @dataclass(frozen=True)
@@ -33,22 +34,23 @@ class FollowTheLeader(Server):
         start: Tensor  # theta_0, the model with which the tree began
         s: Tensor
         v: Tensor
-        t: Tensor  # [1] rounds so far
+        t: Tensor  # [1] rounds of the tree so far
 
     def server_step(self, server: State, x: Tensor, d: Tensor, up: Up, cohort: Cohort) -> tuple[Tensor, State]:
-        begins = server.t % self.tree == 0
-        start, s, v = (torch.where(begins, a, b) for a, b in ((x, server.start), (0.0, server.s), (0.0, server.v)))
+        begins = server.t >= self.tree
+        start = torch.where(begins, x, server.start)
+        s, v, t = (torch.where(begins, 0.0, old) for old in server[1:])
         s = s + d  # s_t, the sum of the tree's rounds
         v = self.beta1 * v + s  # v_t = gamma v_{t-1} + s_t
-        return start - self.server_lr * v, self.State(start, s, v, server.t + 1)  # theta_{t+1} = theta_0 - eta v_t
+        return start - self.server_lr * v, self.State(start, s, v, t + 1)  # theta_{t+1} = theta_0 - eta v_t
 
     @property
     def sums_over(self) -> int:
         return self.tree
 
-    def server_init(self, x0: Tensor, clients: int, layout: object) -> State:
+    def server_init(self, x0: Tensor, clients: int, layout: Layout) -> State:
         zero = torch.zeros_like(x0)
-        return self.State(zero, zero, zero, zero[..., :1])
+        return self.State(zero, zero, zero, torch.full_like(x0[..., :1], self.tree))
 
     def check(self, clients: int, cohort: int) -> None:
         super().check(clients, cohort)

@@ -2,7 +2,7 @@
 
 Clients know the run's seed. Cohorts are drawn from a secret of 256 bits instead, and noise from a new key of the operating
 system for each round, both by ChaCha20. The file with the secret also holds the privacy spent. It is written before a model is
-sent, and unlike a checkpoint it never goes back.
+sent, and unlike a checkpoint it never goes back: a round that is repeated costs again, and gets another cohort.
 """
 
 from __future__ import annotations
@@ -28,11 +28,13 @@ class Ledger:
 
     def __init__(self, file: Path, resume: bool) -> None:
         self.file, self.spent = file, torch.zeros(0, dtype=torch.float64)
+        self.rounds = self.repeated = 0  # all rounds that were written down, and how many of them were repeated since
         if resume:
             if not file.exists():
                 raise BadRunFolder(f"{file} is gone, which says what the run has spent; start again with another --out")
             held = read_sealed(file)
-            self.secret, self.spent = bytes.fromhex(held["secret"]), torch.tensor(held["spent"], dtype=torch.float64)
+            self.secret, self.rounds = bytes.fromhex(held["secret"]), int(held["rounds"])
+            self.spent = torch.tensor(held["spent"], dtype=torch.float64)
         else:
             self.secret = secrets.token_bytes(32)
             self.save()
@@ -41,15 +43,17 @@ class Ledger:
         with writing(self.file), replaced(self.file) as temporary:
             temporary.unlink(missing_ok=True)
             temporary.touch(mode=0o600)
-            temporary.write_bytes(seal({"secret": self.secret.hex(), "spent": self.spent.tolist()}))
+            held = {"secret": self.secret.hex(), "rounds": self.rounds, "spent": self.spent.tolist()}
+            temporary.write_bytes(seal(held))
 
     def write(self, accountant: Accountant) -> None:
-        """Write down what was spent."""
-        self.spent = accountant.spent
+        """Write down what was spent after one more round."""
+        self.spent, self.rounds = accountant.spent, self.rounds + 1
         self.save()
 
-    def carry_over(self, accountant: Accountant) -> None:
-        """Let an accountant go on from what was spent, also where a checkpoint lies before that."""
+    def carry_over(self, accountant: Accountant, t: int) -> None:
+        """Let a run that goes on at round t go on from what was spent, also where its checkpoint lies before that."""
+        self.repeated = self.rounds - t
         if len(self.spent):
             accountant.spent = torch.maximum(accountant.spent, self.spent)
 
@@ -58,7 +62,7 @@ class Ledger:
         return torch.cat([normal(words) for words in stream])[:count].expand(*key.shape, count)
 
     def words(self, t: int, count: int) -> Tensor:
-        return torch.cat(list(key_stream(self.secret, t, count)))
+        return torch.cat(list(key_stream(self.secret, t + self.repeated, count)))
 
 
 def key_stream(key: bytes, number: int, count: int) -> Iterator[Tensor]:

@@ -200,7 +200,7 @@ class Deployment(InMemory):
         self.simulation, self.remote, self.keep, self.ledger = simulation, remote, keep, ledger
         if ledger is not None and simulation.accountant is not None:
             simulation.draw_from(ledger)
-            ledger.carry_over(simulation.accountant)
+            ledger.carry_over(simulation.accountant, 0)
         self.net, self.device = simulation.net, simulation.device
         simulation.remote = remote
         simulation.data = replace(simulation.data, held_out={})  # clients keep the samples that they hold out
@@ -265,7 +265,7 @@ class Deployment(InMemory):
     def restore(self, tensors: dict[str, Tensor], t: int) -> None:
         self.simulation.restore(tensors, t)
         if self.ledger is not None and self.simulation.accountant is not None:
-            self.ledger.carry_over(self.simulation.accountant)
+            self.ledger.carry_over(self.simulation.accountant, t)
         self.sizes = tensors["samples"].cpu().numpy().copy()
         self.remote.replies = {}
         for name, tensor in tensors.items():
