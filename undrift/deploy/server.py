@@ -254,9 +254,9 @@ class Deployment(InMemory):
         # The simulator counts an upload for every client, even those that did not answer.
         bytes_up = record.bytes_up * sum(v.bytes_up > 0 for v in visits) // max(1, len(visits))
         silent = len({v.client for v in visits} - {v.client for v in answered})
-        more = record.more | measured
-        untold = {"train_loss": None} if self.remote.private else {}
-        return record._replace(bytes_up=bytes_up, dropped=max(record.dropped, silent), more=more, **untold)
+        more, loss = record.more | measured, None if self.remote.private else record.train_loss
+        dropped = max(record.dropped, silent)
+        return record._replace(bytes_up=bytes_up, dropped=dropped, train_loss=loss, more=more)
 
     def tensors(self) -> dict[str, Tensor]:
         replies = {f"to.{id}.{name}": t for id, reply in self.remote.replies.items() for name, t in reply.items()}

@@ -75,7 +75,7 @@ class Nobody:
         self.form = form  # of one client's answer, without memory
 
     def measure(self, alg: Algorithm, down: State, buffers: Tensor, who: Who) -> Tensor:
-        return down.x.new_zeros(0, down.x.shape[-1])
+        return torch.zeros(0, down.x.shape[-1], dtype=down.x.dtype, device=buffers.device)
 
     def train(self, alg: Algorithm, down: State, buffers: Tensor, who: Who) -> Answers:
         return map_leaves(lambda v: torch.zeros(0, *v.shape, dtype=v.dtype, device=buffers.device), self.form)

@@ -167,7 +167,8 @@ class Simulation:
     def draw_from(self, source: Source) -> None:
         """Draw noise and cohorts from a secret instead of the seed."""
         self.source = source
-        self.whole, self.alg = (alg.drawing(source.normal) for alg in (self.whole, self.alg))
+        assert isinstance(self.whole, Private) and isinstance(self.alg, Private)
+        self.whole, self.alg = self.whole.drawing(source.normal), self.alg.drawing(source.normal)
         key = torch.zeros_like(self.state.companion.key)
         self.state = self.state._replace(companion=self.state.companion._replace(key=key))
 
