@@ -165,7 +165,7 @@ def client_app() -> ClientApp:
 
     @app.train()
     def train(message: Message, context: Context) -> Message:
-        began, client = time.perf_counter(), build_client(Plan.from_flat(context.run_config), context.node_config)
+        client, began = build_client(Plan.from_flat(context.run_config), context.node_config), time.perf_counter()
         try:
             letter = from_records(message.content)
             answer = client.answer(letter)
