@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import json
 import secrets
+import shlex
 import stat
+import subprocess
+import sys
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
@@ -313,3 +316,29 @@ def test_other_methods_and_adaptive_clipping_run_privately_too(algorithm: str, t
     spent = [record["epsilon"] for record in records(again)]
     assert len(spent) == 3 and 0 <= spent[0] <= spent[1] <= spent[2] and spent[2] > 0
     assert all(("clip" in record) == bool(quantile) for record in records(again))
+
+
+@pytest.mark.system
+def test_real_processes_keep_the_secret_and_the_settings(tmp_path: Path) -> None:
+    """No file of a node, and no log, holds the secret; a resumed run cannot become less private, and goes on otherwise."""
+
+    settings = "--algorithm fedavg --model logreg --clients 2 --cohort 2 --sampling bernoulli --privacy-clip 0.5"
+
+    def local(logs: str, *more: str) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, "-m", "undrift", "deploy", "local", str(tmp_path / logs), *shlex.split(settings)]
+        command += ["--out", str(tmp_path / "out"), *more]
+        return subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
+
+    begun = local("first", "--rounds", "1", "--privacy-noise", "1.5")
+    assert begun.returncode == 0, begun.stderr
+    secret = json.loads((tmp_path / "out" / "privacy.json").read_text())["secret"]
+    holders = [
+        f for f in tmp_path.rglob("*") if f.is_file() and not f.is_symlink() and secret.encode() in f.read_bytes()
+    ]
+    assert holders == [tmp_path / "out" / "privacy.json"]
+    changed = local("second", "--rounds", "2", "--privacy-noise", "15", "--resume")
+    assert changed.returncode != 0 and "its privacy_noise is 1.5, not 15.0" in changed.stderr + changed.stdout
+    again = local("third", "--rounds", "2", "--privacy-noise", "1.5", "--resume")
+    assert again.returncode == 0, again.stderr
+    spent = [json.loads(line)["epsilon"] for line in (tmp_path / "out" / "rounds.jsonl").read_text().splitlines()]
+    assert len(spent) == 2 and spent[0] < spent[1]
