@@ -119,10 +119,8 @@ class Private(Wrapper):
         return moved
 
     def companion_step(self, companion: State, up: State, cohort: Cohort, x_old: Tensor, x_new: Tensor) -> State:
-        moved = dict(x_old=x_old, x_new=x_new)
-        return self.forward(
-            "companion_step", dict(companion=companion, up=Nothing(), cohort=self.one(cohort, x_old)) | moved
-        )
+        given = dict(companion=companion, up=Nothing(), cohort=self.one(cohort, x_old), x_old=x_old, x_new=x_new)
+        return self.forward("companion_step", given)
 
     def one(self, cohort: Cohort, d: Tensor) -> Cohort:
         """A cohort of one, the private mean, whoever is in the real one."""
