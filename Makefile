@@ -17,7 +17,7 @@ $(VENV)/core: pyproject.toml constraints.txt
 	@touch $@
 
 $(INSTALLED): $(VENV)/core
-	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev,svhn,hf,flower,privacy]'
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev,svhn,hf,flower]'
 	@touch $@
 
 demo: $(VENV)/core ## four algorithms on 100 clients with handwritten digits, a table and report.html (2 minutes)

@@ -32,6 +32,7 @@ GOLDEN = Path(__file__).parents[1] / "golden"
 NEUTRAL: dict[str, tuple[dict[str, Any], dict[str, Any], int] | None] = {
     "domo": ({"beta": 0.0, "momentum": 0.0, "beta1": 0.0}, {}, 4),
     "domo-s": ({"beta": 0.0, "momentum": 0.0, "beta1": 0.0}, {}, 4),
+    "dp-ftrl": ({"beta1": 0.0, "tree": 1}, {}, 4),
     "fedadagrad": None,  # a normalised step is never d itself
     "fedadam": None,
     "fedavg": ({}, {}, 4),
@@ -81,6 +82,7 @@ GENTLE: dict[str, dict[str, Any]] = {
 COSTS = {
     "domo": ("inferred", 1, 1),
     "domo-s": ("inferred", 1, 1),
+    "dp-ftrl": (1, 1, 1),
     "fedadagrad": (1, 1, 1),
     "fedadam": (1, 1, 1),
     "fedavg": (1, 1, 1),

@@ -45,7 +45,7 @@ def test_a_pair_runs_or_says_why_not(local: str, server: str) -> None:
             simulation(compose(local, server)(lr=0.05))
 
 
-@pytest.mark.parametrize("server", ["fedavgm", "fedadam", "fedyogi", "fedadagrad", "domo"])
+@pytest.mark.parametrize("server", ["fedavgm", "fedadam", "fedyogi", "fedadagrad", "domo", "dp-ftrl"])
 @pytest.mark.parametrize(
     "local, fields", [("ft", {}), ("fedsm-extra", {}), ("ensemble", {}), ("fedsm", {"personal": "ft"})], ids=str
 )

@@ -207,11 +207,18 @@ def test_a_private_run_clips_adds_noise_and_says_epsilon(tmp_path: Path, monkeyp
         ({"sampling": "fixed"}, "sampling bernoulli"),
         ({"weights": "size"}, "weights uniform"),
         ({"min_replies": 2}, "min_replies"),
-        ({"cohort": 2}, "without any client is too likely"),
-        ({"privacy_noise": 0.0}, "privacy_noise must be above 0"),
+        ({"steps": 0, "epochs": 1.0, "batches": "fresh"}, "--steps instead of --epochs"),
+        ({"algorithm": "dp-ftrl", "privacy_quantile": 0.5}, "nodes need one C"),
+        ({"privacy_noise": 0.0}, "must both be above 0"),
+        ({"privacy_clip": 0.0}, "must both be above 0"),
+        ({"privacy_clip": float("nan")}, "must both be above 0"),
+        ({"privacy_noise": float("inf")}, "must both be above 0"),
+        ({"privacy_delta": 0.0}, "privacy_delta must lie between 0 and 1"),
+        ({"privacy_quantile": 1.0}, "privacy_quantile must lie in"),
     ],
 )
 def test_privacy_is_refused_where_it_would_not_hold(settings: dict[str, Any], reason: str, tmp_path: Path) -> None:
-    plan = planned(tmp_path / "out", **({"cohort": 3, "sampling": "bernoulli", "privacy_clip": 0.5} | settings))
+    private = {"cohort": 3, "sampling": "bernoulli", "privacy_clip": 0.5, "privacy_noise": 1.0}
     with pytest.raises(BadSetting, match=reason):
-        serve(plan, tmp_path)
+        serve(planned(tmp_path / "out", **(private | settings)), tmp_path)
+    assert not (tmp_path / "out").exists()

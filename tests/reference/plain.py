@@ -357,6 +357,27 @@ class FedAdam(FedAvg):
         return direction
 
 
+class DPFTRL(FedAvg):
+    """Every point from where the tree began, by the sums of all directions since."""
+
+    defaults = dict(beta1=0.9, tree=1024)
+
+    def __init__(self, problem: Problem, weights: str = "uniform", **options: Any) -> None:
+        super().__init__(problem, weights, **options)
+        self.start, self.since = dict(self.x), list[Named]()
+
+    def step(self, mean: Named, answers: dict[int, Answer], sampled: list[int]) -> Named:
+        if len(self.since) == self.option["tree"]:
+            self.start, self.since = dict(self.x), []
+        self.since.append(mean)
+        direction = {}
+        for name in mean:
+            sums = torch.stack([d[name] for d in self.since]).cumsum(0)
+            v = sum(self.option["beta1"] ** age * s for age, s in enumerate(reversed(sums)))
+            direction[name] = (self.x[name] - self.start[name]) / self.option["server_lr"] + v
+        return direction
+
+
 class FedYogi(FedAdam):
     def second(self, v: Tensor, delta: Tensor) -> Tensor:
         """Element by element: v comes nearer to Delta^2 by (1 - beta_2) Delta^2."""
@@ -681,7 +702,7 @@ def project(p: np.ndarray, columns: list[np.ndarray], rho: float) -> tuple[np.nd
 
 ALGORITHMS = {
     "fedavg": FedAvg, "fedprox": FedProx, "fedavgm": FedAvgM, "scaffold": Scaffold, "gradma-s": GradMAS,
-    "fedproxm": FedProxM, "fedadam": FedAdam, "fedyogi": FedYogi, "fedadagrad": FedAdagrad, "fedsam": FedSAM,
+    "fedproxm": FedProxM, "dp-ftrl": DPFTRL, "fedadam": FedAdam, "fedyogi": FedYogi, "fedadagrad": FedAdagrad, "fedsam": FedSAM,
     "fedcm": FedCM, "mofedsam": MoFedSAM, "fedavglm": FedAvgLM, "fedavglm-z": FedAvgLMZ, "fedavgslm": FedAvgSLM,
     "fedavgslm-z": FedAvgSLMZ, "feddyn": FedDyn, "mifa": MIFA, "mifam": MIFAM, "fedmim": FedMIM, "domo": DOMO,
     "domo-s": DOMOS, "gradma-w": GradMAW, "gradma": GradMA,

@@ -175,6 +175,9 @@ CASES = [
             Case(name, "corrected", dict(bias_correction=True, beta1=0.7, beta2=0.6, tau=0.01), EPOCHS),
         )
     ),
+    Case("dp-ftrl", "plain"),
+    Case("dp-ftrl", "trees, by size", dict(beta1=0.5, tree=2, server_lr=0.7), EPOCHS, "size", **FALL),
+    Case("dp-ftrl", "bad sample", dict(beta1=0.7, tree=3), Plan(batch=4, steps=1), data="bad", cohort=6),
     Case("fedadam", "bad sample", dict(bias_correction=True), Plan(batch=4, steps=1), data="bad", cohort=6),
     Case("fedsam", "plain", {"radius": 0.5}),
     Case(

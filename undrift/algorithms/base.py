@@ -77,7 +77,7 @@ class Cohort(NamedTuple):
     def uniform(self) -> Tensor:
         """Equal weights, for control variates, duals and memories."""
         if self.there is None:
-            return torch.full_like(self.weight, 1.0 / self.ids.shape[-1])
+            return torch.full_like(self.weight, 1.0 / max(1, self.ids.shape[-1]))
         return self.there / self.there.sum(-2, keepdim=True)
 
     @property
@@ -93,6 +93,7 @@ class Worker(LocalOptimizer, Personal, ABC):
     lr: float = 0.1  # eta_l; more settings of local steps are in `optimise/`
 
     sends_updates: ClassVar[bool] = True  # Up.d is the client's update d_i
+    moves_alone: ClassVar[bool] = False  # True: the model moves in a round in which nobody's answer counts, too
 
     # On the server.
     def companion_init(self, x0: Tensor, clients: int) -> State:
@@ -186,6 +187,11 @@ class Server(ServerRate, ABC):
     def facts(self, server: State) -> dict[str, Tensor]:
         """Numbers for the round's record."""
         return {}
+
+    @property
+    def sums_over(self) -> int:
+        """Rounds over which d is summed; with privacy, their noise forms a tree. 0: each round's noise is its own."""
+        return 0
 
 
 class Algorithm(Worker, Server, ABC):

@@ -14,6 +14,7 @@ SETTINGS, ROUNDS, CHECKPOINTS, MODEL = "run.toml", "rounds.jsonl", "checkpoint",
 TABLE = "clients.table"  # what clients keep, where that is on disk
 SUPER = "super.safetensors", "super.json"  # all models of a personal method, and facts about them
 FIGURES = "figures.json"  # of these models
+LEDGER = "privacy.json"  # of a private deployment: its secret, and what it has spent
 DEPLOYED, VISITS = "deploy.json", "clients.jsonl"  # of a deployment: its token, and who answered what
 
 

@@ -27,6 +27,7 @@ class Purpose(IntEnum):
     RESAMPLE = 10
     SCORED = 11
     KEPT = 12
+    NOISE = 13
 
 
 GOLDEN = 0x9E3779B97F4A7C15  # 2^64 / golden ratio, SplitMix64's increment
@@ -87,6 +88,13 @@ def below(word: Tensor, bound: Tensor | int) -> Tensor:
 def uniform(word: Tensor) -> Tensor:
     """Random words as float64 numbers in [0, 1)."""
     return ((word >> 11) & ((1 << 53) - 1)).double() * 2.0**-53
+
+
+def normal(word: Tensor) -> Tensor:
+    """An even number of random words [..., n] as float64 numbers from N(0, 1), each pair by Box and Muller."""
+    first, second = (uniform(half) for half in word.chunk(2, -1))
+    radius, angle = (-2 * torch.log1p(-first)).sqrt(), 2 * torch.pi * second
+    return torch.cat([radius * angle.cos(), radius * angle.sin()], -1)
 
 
 def sample(key: int, population: int, size: int) -> list[int]:

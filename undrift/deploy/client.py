@@ -33,6 +33,9 @@ from undrift.simulate.work import LocalWhole, LocalWork
 MEASURE, TRAIN, CLOSE = "measure", "train", "close"
 
 
+ECHOED = ("run", "client", "round", "exchange")  # the facts of a letter that its answer repeats
+
+
 class Request(NamedTuple):
     """The arrays of the server's letter; when the run is over, only the reply."""
 
@@ -115,6 +118,8 @@ class Client:
             facts |= {f"fact.{name}": float(value) for name, value in answers.facts._asdict().items()}
         else:
             raise Refused(f"the exchange is {exchange!r}, not {MEASURE}, {TRAIN} or {CLOSE}")
+        if self.settings.privacy is not None:  # the update, and which letter it answers
+            return Letter({name: letter.facts[name] for name in ECHOED}, arrays)
         gradients = work.gradients + whole.gradients
         return Letter(facts | {"gradients": gradients, "seconds": time.perf_counter() - began}, arrays)
 
@@ -126,7 +131,7 @@ class Client:
 
     def about(self, letter: Letter, id: int) -> dict[str, Fact]:
         """The facts of every answer: which letter it answers, and how many samples this client has."""
-        facts: dict[str, Fact] = {name: letter.facts[name] for name in ("run", "client", "round", "exchange")}
+        facts: dict[str, Fact] = {name: letter.facts[name] for name in ECHOED}
         return facts | {"samples": int(self.data.sizes[id])}
 
     def place(self, fresh: State, kept: dict[str, Tensor]) -> State:

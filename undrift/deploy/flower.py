@@ -165,7 +165,7 @@ def client_app() -> ClientApp:
 
     @app.train()
     def train(message: Message, context: Context) -> Message:
-        client = build_client(Plan.from_flat(context.run_config), context.node_config)
+        client, began = build_client(Plan.from_flat(context.run_config), context.node_config), time.perf_counter()
         try:
             letter = from_records(message.content)
             answer = client.answer(letter)
@@ -174,7 +174,8 @@ def client_app() -> ClientApp:
             raise
         say(
             f"{client.name}: round {int(letter.facts['round']) + 1} of run {letter.facts['run']}, {letter.facts['exchange']}: "
-            f"{answer.facts.get('steps', 0)} steps in {answer.facts['seconds']:.2f} s, {answer.nbytes} bytes up"
+            f"{client.settings.plan.steps or answer.facts.get('steps', 0)} steps in {time.perf_counter() - began:.2f} s, "
+            f"{answer.nbytes} bytes up"
         )
         return Message(to_records(answer), reply_to=message)
 

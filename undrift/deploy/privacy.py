@@ -1,66 +1,77 @@
-"""Central differential privacy for clients: the server clips every update and adds noise to their sum.
+"""What a private deployment keeps to itself: the secret of its cohorts, noise that nobody can draw again, and what was spent.
 
-    d = (sum_i clip(d_i, C) + N(0, sigma^2 C^2 I)) / (q N)
-
-McMahan, Ramage, Talwar, Zhang: Learning Differentially Private Recurrent Language Models. ICLR 2018, with a fixed
-denominator. Each client takes part with probability q. A missing answer counts as zero, so that weights do not depend on who
-answers. The noise comes from the operating system, because clients know the run's seed.
+Clients know the run's seed. Cohorts are drawn from a secret of 256 bits instead, and noise from a new key of the operating
+system for each round, both by ChaCha20. The file with the secret also holds the privacy spent. It is written before a model is
+sent, and unlike a checkpoint it never goes back: a round that is repeated costs again, and gets another cohort.
 """
 
 from __future__ import annotations
 
-import importlib.util
+import secrets
+from collections.abc import Iterator
+from pathlib import Path
 
-from undrift.algorithms.base import Worker
-from undrift.algorithms.checks import looks_at_single_uploads
-from undrift.core.errors import BadSetting
-from undrift.core.trees import leaves
-from undrift.deploy.settings import Plan
-from undrift.oracle.net import Net
-from undrift.round.private import Private
-from undrift.round.shapes import Forms
+import numpy as np
+import torch
+from torch import Tensor
 
-UNLIKELY = 0.01  # largest probability, over delta, of an empty cohort (which is drawn again) in the whole run
-
-
-def make_private(plan: Plan) -> Private:
-    """Replace the algorithm's weighted mean by a private sum."""
-    return Private(plan.alg, plan.deploy.privacy_clip, plan.deploy.privacy_noise, float(plan.run.cohort))  # q N = S
+from undrift.core.errors import BadRunFolder
+from undrift.core.files import replaced, writing
+from undrift.core.seals import read_sealed, seal
+from undrift.core.streams import normal
+from undrift.round.accounting import Accountant
+from undrift.round.private import PART
 
 
-def epsilon(rate: float, noise: float, rounds: int, delta: float) -> float:
-    """The epsilon of so many rounds, for adding or removing one client, by Renyi differential privacy."""
-    import dp_accounting
+class Ledger:
+    """The file of a private deployment, for the server's eyes only; a `Source` of noise and cohorts."""
 
-    add_or_remove = dp_accounting.NeighboringRelation.ADD_OR_REMOVE_ONE
-    accountant = dp_accounting.rdp.RdpAccountant(range(2, 257), add_or_remove)
-    one = dp_accounting.PoissonSampledDpEvent(rate, dp_accounting.GaussianDpEvent(noise))
-    return float(accountant.compose(one, rounds).get_epsilon(delta))
+    def __init__(self, file: Path, resume: bool) -> None:
+        self.file, self.spent = file, torch.zeros(0, dtype=torch.float64)
+        self.rounds = self.repeated = 0  # all rounds that were written down, and how many of them were repeated since
+        if resume:
+            if not file.exists():
+                raise BadRunFolder(f"{file} is gone, which says what the run has spent; start again with another --out")
+            held = read_sealed(file)
+            self.secret, self.rounds = bytes.fromhex(held["secret"]), int(held["rounds"])
+            self.spent = torch.tensor(held["spent"], dtype=torch.float64)
+        else:
+            self.secret = secrets.token_bytes(32)
+            self.save()
+
+    def save(self) -> None:
+        with writing(self.file), replaced(self.file) as temporary:
+            temporary.unlink(missing_ok=True)
+            temporary.touch(mode=0o600)
+            held = {"secret": self.secret.hex(), "rounds": self.rounds, "spent": self.spent.tolist()}
+            temporary.write_bytes(seal(held))
+
+    def write(self, accountant: Accountant) -> None:
+        """Write down what was spent after one more round."""
+        self.spent, self.rounds = accountant.spent, self.rounds + 1
+        self.save()
+
+    def carry_over(self, accountant: Accountant, t: int) -> None:
+        """Let a run that goes on at round t go on from what was spent, also where its checkpoint lies before that."""
+        self.repeated = self.rounds - t
+        if len(self.spent):
+            accountant.spent = torch.maximum(accountant.spent, self.spent)
+
+    def normal(self, key: Tensor, count: int) -> Tensor:
+        stream = key_stream(secrets.token_bytes(32), 0, count + count % 2)
+        return torch.cat([normal(words) for words in stream])[:count].expand(*key.shape, count)
+
+    def words(self, t: int, count: int) -> Tensor:
+        return torch.cat(list(key_stream(self.secret, t + self.repeated, count)))
 
 
-def check_private(plan: Plan, net: Net) -> None:
-    """Refuse settings under which the guarantee would not hold."""
-    run, deploy, alg = plan.run, plan.deploy, plan.alg
-    more = not alg.sends_updates or type(alg).gather is not Worker.gather or alg.measures
-    stateful = alg.personalises or alg.keep_moments or bool(leaves(Forms.of(alg, net, run.clients).client))
-    empty = run.rounds * (1 - run.cohort / run.clients) ** run.clients
-    norms, bounded = net.buffer_layout.size > 0, deploy.privacy_noise > 0 and 0 < deploy.privacy_delta < 1
-    for wrong, why in (
-        (looks_at_single_uploads(alg), "its server looks at single updates"),
-        (more, "its clients send more than their update"),
-        (stateful, "its clients keep a state, which ties rounds together"),
-    ):
-        if wrong:
-            sums = "use one that needs only the sum, such as fedavg"
-            raise BadSetting(f"{run.algorithm} cannot be made private: {why}; {sums}")
-    for wrong, why in (
-        (run.sampling != "bernoulli", "give --sampling bernoulli: the promise is for clients drawn independently"),
-        (run.weights != "uniform", "give --weights uniform: a weight by size would change a client's share"),
-        (deploy.min_replies > 1, "leave min_replies at 1: a round must not depend on how many answer"),
-        (norms, "the model has BatchNorm, whose statistics would go up without noise; use another normalisation"),
-        (not bounded, "privacy_noise must be above 0 and privacy_delta between 0 and 1"),
-        (empty > UNLIKELY * deploy.privacy_delta, "a round without any client is too likely; raise cohort or clients"),
-        (importlib.util.find_spec("dp_accounting") is None, "install dp-accounting: pip install 'undrift[privacy]'"),
-    ):
-        if wrong:
-            raise BadSetting(f"privacy_clip: {why}")
+def key_stream(key: bytes, number: int, count: int) -> Iterator[Tensor]:
+    """Random words: stream `number` of a key of 256 bits, a part at a time."""
+    from cryptography.hazmat.primitives.ciphers import Cipher
+    from cryptography.hazmat.primitives.ciphers.algorithms import ChaCha20
+
+    nonce = bytes(8) + number.to_bytes(8, "little")  # a counter from 0, and which stream it is
+    cipher = Cipher(ChaCha20(key, nonce), mode=None).encryptor()
+    for first in range(0, count, PART):
+        words = cipher.update(bytes(8 * min(PART, count - first)))
+        yield torch.from_numpy(np.frombuffer(words, np.int64).copy())

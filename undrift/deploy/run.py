@@ -13,11 +13,11 @@ from typing import Any
 from undrift.core.device import pick_device
 from undrift.core.errors import BadRunFolder
 from undrift.core.files import replaced, writing
-from undrift.core.run_files import DEPLOYED, VISITS, Checkpoint
+from undrift.core.run_files import DEPLOYED, LEDGER, VISITS, Checkpoint
 from undrift.core.seals import Place, append_lines, read_lines, read_sealed, write_sealed
 from undrift.data.load import load_dataset
 from undrift.deploy.client import CLOSE
-from undrift.deploy.privacy import check_private, epsilon, make_private
+from undrift.deploy.privacy import Ledger
 from undrift.deploy.server import Deployment, Post, Remote, Visit
 from undrift.deploy.settings import Plan
 from undrift.deploy.site_files import server_federation
@@ -36,7 +36,7 @@ def deploy(
 
     `samples` are the numbers that clients with files have reported, by name; they grow as clients join.
     """
-    config, out, private = plan.run, Path(plan.deploy.out), plan.deploy.privacy_clip > 0
+    config, out = plan.run, Path(plan.deploy.out)
 
     def show(record: dict[str, Any], rounds: int) -> None:
         score = "" if record["accuracy"] is None else f", accuracy {record['accuracy']:.4f}"
@@ -46,31 +46,23 @@ def deploy(
         )
 
     def build(given: dict[str, Any]) -> tuple[RunConfig, contextlib.AbstractContextManager[Deployment]]:
-        alg, device = make_private(plan) if private else plan.alg, pick_device(config.device)
+        device = pick_device(config.device)
         if plan.site_files:
             federation = server_federation(plan, device)
-            simulation = simulate_clients(federation, config, alg, plan.structures, config.model, device)
+            simulation = simulate_clients(federation, config, plan.alg, plan.structures, config.model, device)
         else:
-            simulation = build_simulation(config, alg, load_dataset(config.dataset), config.model, device)
-        if private:
-            check_private(plan, simulation.net)
+            simulation = build_simulation(config, plan.alg, load_dataset(config.dataset), config.model, device)
         return config, serve(simulation)
 
     @contextlib.contextmanager
     def serve(simulation: Simulation) -> Iterator[Deployment]:
         """Open the deployment; at its end, send the clients their last replies."""
         token, last = run_token(out, plan.deploy.resume), RunFolder(out).latest()
+        ledger = Ledger(out / LEDGER, plan.deploy.resume) if plan.private else None
         visits = Visits(out / VISITS, last)
         say(f"{meet()} of {config.clients} clients are there; run {token}")
-        remote = Remote(post, plan.names, token, plan.deploy.min_replies, say)
-        if private:
-            remote.absent, remote.least = 0.0, 0
-
-        def spend(rounds: int) -> dict[str, float]:
-            rate, deploy = config.cohort / config.clients, plan.deploy
-            return {"epsilon": epsilon(rate, deploy.privacy_noise, rounds, deploy.privacy_delta)} if private else {}
-
-        deployment = Deployment(simulation, remote, visits.keep, spend, samples if plan.site_files else None)
+        remote = Remote(post, plan.names, token, plan.deploy.min_replies, say, plan.private)
+        deployment = Deployment(simulation, remote, visits.keep, samples if plan.site_files else None, ledger)
         with contextlib.closing(visits.file):
             yield deployment
             deployment.close(visits.closed())

@@ -19,6 +19,7 @@ from undrift.algorithms.base import Algorithm
 from undrift.core.trees import Nothing, State, map_leaves, named_leaves, unstack
 from undrift.deploy.client import CLOSE, MEASURE, TRAIN, Measured, Reply, Request
 from undrift.deploy.messages import Encoded, Fact, Letter, Refused, check_finite, encode, pack, unpack
+from undrift.deploy.privacy import Ledger
 from undrift.jobs.protocol import InMemory
 from undrift.round.clients import Answers
 from undrift.round.record import RoundRecord
@@ -26,6 +27,9 @@ from undrift.round.shapes import Forms
 from undrift.round.who import Who
 from undrift.simulate.simulation import Simulation
 from undrift.simulate.work import LocalWork
+
+# What a client of a private run does not tell, and what the server takes for it: nobody reads these numbers.
+UNTOLD: dict[str, Fact] = {"seconds": 0.0, "gradients": 0, "loss": 0.0, "anew": False}
 
 
 class Post(Protocol):
@@ -52,13 +56,22 @@ class Remote:
 
     name = "flower"
 
-    def __init__(self, post: Post, names: Sequence[str], token: str, least: int, say: Callable[[str], None]) -> None:
-        self.post, self.names, self.token, self.least, self.say = post, names, token, least, say
+    def __init__(
+        self,
+        post: Post,
+        names: Sequence[str],
+        token: str,
+        least: int,
+        say: Callable[[str], None],
+        private: bool = False,
+    ) -> None:
+        self.post, self.names, self.token, self.say = post, names, token, say
+        self.private, self.least = private, 0 if private else least
         # The simulation's arrays: the last round that counts each client's answer, and the batches that each has taken.
         self.counted = self.position = np.zeros(len(names), dtype=np.int64)
         self.replies: dict[int, dict[str, Tensor]] = {}  # by id: replies to last rounds that are still to be sent
         self.visits: list[Visit] = []
-        self.absent = torch.nan  # stands for a missing update; 0 in a private sum, which leaves nobody out
+        self.absent = 0.0 if private else torch.nan  # for a missing update: a private sum leaves nobody out
 
     def __call__(self, work: LocalWork) -> Letters:
         return Letters(self, work)
@@ -114,6 +127,8 @@ class Remote:
             answer, content, seconds = answers.get(name, "no answer"), None, 0.0
             outcome = answer if isinstance(answer, str) else "answered"
             if isinstance(answer, Letter):
+                if self.private:
+                    answer = replace(answer, facts=answer.facts | UNTOLD | {"samples": int(sizes[id])})
                 try:
                     for fact in ("run", "client", "round", "exchange"):
                         if answer.facts.get(fact) != letter.facts[fact]:
@@ -156,7 +171,8 @@ class Letters:
             reply = check_finite(unpack(letter.arrays, Reply(form.up, form.buffers), work.net, x.device))
             if letter.fact("anew", bool):
                 remote.say(f"round {work.round + 1}: {letter.facts['client']} had lost its state and begins anew")
-            numbers = type(facts)(*(x.new_tensor([letter.number(f"fact.{n}")]) for n in facts._fields))
+            told = {n: 0.0 if remote.private else letter.number(f"fact.{n}") for n in facts._fields}
+            numbers = type(facts)(*(x.new_tensor([value]) for value in told.values()))
             return Answers(reply.up, Nothing(), reply.buffers, none, x.new_tensor([letter.number("loss")]), numbers)
 
         def fill(like: State, value: float = torch.nan) -> State:
@@ -176,12 +192,15 @@ class Deployment(InMemory):
         simulation: Simulation,
         remote: Remote,
         keep: Callable[[list[Visit]], None],
-        spend: Callable[[int], dict[str, float]] = lambda rounds: {},
         samples: Mapping[str, int] | None = None,
+        ledger: Ledger | None = None,
     ) -> None:
-        """`keep` stores visits, `spend` gives the privacy cost of rounds, `samples` are what clients with files report."""
+        """`keep` stores visits, `samples` are what clients with files report, a private run has a `ledger`."""
         self.samples, self.sizes = samples, np.zeros(len(remote.names), np.int64)  # as first reported; 0: not yet
-        self.simulation, self.remote, self.keep, self.spend = simulation, remote, keep, spend
+        self.simulation, self.remote, self.keep, self.ledger = simulation, remote, keep, ledger
+        if ledger is not None and simulation.accountant is not None:
+            simulation.draw_from(ledger)
+            ledger.carry_over(simulation.accountant, 0)
         self.net, self.device = simulation.net, simulation.device
         simulation.remote = remote
         simulation.data = replace(simulation.data, held_out={})  # clients keep the samples that they hold out
@@ -195,6 +214,8 @@ class Deployment(InMemory):
         run, remote = self.simulation, self.remote
         self.begin()
         record = run.round(last and most == 1)
+        if self.ledger is not None and run.accountant is not None:
+            self.ledger.write(run.accountant)  # before anybody is sent the model
         if run.last_reply is not None:
             ids, replies = run.last_reply
             for id, reply in zip(ids.tolist(), unstack(replies, len(ids)), strict=True):
@@ -233,8 +254,9 @@ class Deployment(InMemory):
         # The simulator counts an upload for every client, even those that did not answer.
         bytes_up = record.bytes_up * sum(v.bytes_up > 0 for v in visits) // max(1, len(visits))
         silent = len({v.client for v in visits} - {v.client for v in answered})
-        more = record.more | measured | self.spend(record.round)
-        return record._replace(bytes_up=bytes_up, dropped=max(record.dropped, silent), more=more)
+        more, loss = record.more | measured, None if self.remote.private else record.train_loss
+        dropped = max(record.dropped, silent)
+        return record._replace(bytes_up=bytes_up, dropped=dropped, train_loss=loss, more=more)
 
     def tensors(self) -> dict[str, Tensor]:
         replies = {f"to.{id}.{name}": t for id, reply in self.remote.replies.items() for name, t in reply.items()}
@@ -242,6 +264,8 @@ class Deployment(InMemory):
 
     def restore(self, tensors: dict[str, Tensor], t: int) -> None:
         self.simulation.restore(tensors, t)
+        if self.ledger is not None and self.simulation.accountant is not None:
+            self.ledger.carry_over(self.simulation.accountant, t)
         self.sizes = tensors["samples"].cpu().numpy().copy()
         self.remote.replies = {}
         for name, tensor in tensors.items():

@@ -38,13 +38,8 @@ class DeployConfig:
     classes: int = setting(0, "with --dataset own: the number of class labels")
     structures: str = setting("", "with --dataset own, instead of classes: what masks show, such as disc,cup")
     test: str = setting("", "with --dataset own: an .npz on the server with samples to test the model on")
-    privacy_clip: float = setting(0.0, "C, the largest norm of a client's update, for differential privacy; 0: none")
-    privacy_noise: float = setting(1.0, "sigma: the noise on the sum is N(0, sigma^2 C^2)")
-    privacy_delta: float = setting(1e-5, "delta, for the epsilon in the records")
 
     def __post_init__(self) -> None:
-        if not self.privacy_clip >= 0:
-            raise BadSetting(f"privacy_clip must be at least 0, not {self.privacy_clip}")
         if not (self.timeout > 0 and self.wait > 0 and self.min_replies >= 1):
             raise BadSetting("timeout, wait and min_replies must be greater than 0")
 
@@ -82,6 +77,11 @@ class Plan:
     def names(self) -> list[str]:
         """The clients' names in the order of their ids."""
         return split_names(self.deploy.names) or [str(id) for id in range(self.run.clients)]
+
+    @property
+    def private(self) -> bool:
+        """Whether clients send their update and nothing else about their samples."""
+        return self.run.privacy_clip > 0
 
     @property
     def site_files(self) -> bool:
@@ -157,6 +157,8 @@ class Plan:
         deploy = DeployConfig(**deployed)
         if deploy.min_replies > chosen.cohort:
             raise BadSetting(f"min_replies is {deploy.min_replies}, but only {chosen.cohort} clients are asked a round")
+        if chosen.privacy_clip and deploy.min_replies > 1:
+            raise BadSetting("privacy_clip: leave min_replies at 1: a round must not depend on how many answer")
         plan = cls(chosen, alg, deploy)
         plan.check_site_files(given)
         return plan

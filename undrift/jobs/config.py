@@ -112,6 +112,12 @@ class RunConfig(JobConfig):
     batches: str = setting("", "persistent (with --steps) or fresh (a new shuffle each round)")
     compress: str = setting("", "compress uploads, with error feedback: rbgs:64, randk:64, topk:64 or fp16")
     weights: str = setting("uniform", "weights of the clients' updates: uniform or size")
+    privacy_clip: float = setting(0.0, "C, the largest norm of a client's update, for differential privacy; 0: none")
+    privacy_noise: float = setting(0.0, "sigma, with --privacy-clip: the noise on the sum is N(0, sigma^2 C^2)")
+    privacy_delta: float = setting(1e-5, "delta, for the epsilon in the records")
+    privacy_quantile: float = setting(
+        0.0, "share of updates shorter than C, which C follows from --privacy-clip on; 0: C stays"
+    )
     dropout_rate: float = setting(0.0, "probability that an invited client fails to answer")
     slow: str = setting("", "P,F: with probability P a client makes only a share F of its steps")
     bandwidth: float = setting(0.0, "Mbit/s of each client's link, for simulated seconds; 0: no limit")
@@ -140,6 +146,7 @@ class RunConfig(JobConfig):
             raise BadSetting(f"dropout_rate must lie in [0, 1), not {self.dropout_rate}")
         parse_slow(self.slow)
         check_compress(self.compress)
+        check_privacy(self)
         check_choices(self, CHOICES)
         if self.batches == "persistent" and self.epochs:
             raise BadSetting("persistent batches count steps; use --steps, or --batches fresh with --epochs")
@@ -287,6 +294,21 @@ def check_compress(text: str) -> None:
         understood = False
     if not understood:
         raise BadSetting(f"compress takes rbgs:R, randk:R, topk:R with R of at least 1, or fp16, not {text!r}")
+
+
+def check_privacy(config: RunConfig) -> None:
+    """Check that noise and clipping go together and are numbers under which a promise can be made."""
+    clip, noise = config.privacy_clip, config.privacy_noise
+    if (clip, noise) != (0.0, 0.0) and not (0 < clip < float("inf") and 0 < noise < float("inf")):
+        raise BadSetting(
+            f"privacy_clip and privacy_noise must both be above 0, not {clip} and {noise}; leave both out for no privacy"
+        )
+    if not 0 < config.privacy_delta < 1:
+        raise BadSetting(f"privacy_delta must lie between 0 and 1, not {config.privacy_delta}")
+    if not 0 <= config.privacy_quantile < 1:
+        raise BadSetting(f"privacy_quantile must lie in [0, 1), not {config.privacy_quantile}")
+    if config.privacy_quantile and not clip:
+        raise BadSetting("privacy_quantile goes with privacy_clip, the first C; give both")
 
 
 def parse_slow(text: str) -> tuple[float, float]:

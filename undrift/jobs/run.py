@@ -27,6 +27,7 @@ from undrift.jobs.registry import algorithm_class, build_model
 from undrift.jobs.start import compiles, read, start
 from undrift.oracle import segmentation
 from undrift.oracle.net import Loss, Net
+from undrift.round.private import Privacy
 from undrift.simulate.evaluate import Metric, accuracy
 from undrift.simulate.simulation import Settings, Simulation
 
@@ -150,7 +151,17 @@ def settings_of(config: RunConfig, sizes: Ids, device: torch.device) -> Settings
         bandwidth=config.bandwidth, latency=config.latency, replay=config.replay,
         compile=replayed and compiles(config, config.rounds * int(plan.steps_of(sizes).max())),
         client_eval_every=config.client_eval_every, compress=config.compress, warmup=config.warmup,
-        client_state=config.client_state,
+        client_state=config.client_state, privacy=privacy_of(config),
+    )  # fmt: skip
+
+
+def privacy_of(config: RunConfig) -> Privacy | None:
+    """How the run hides single clients; None if it does not."""
+    if not config.privacy_clip:
+        return None
+    return Privacy(
+        config.privacy_clip, config.privacy_noise, config.privacy_delta, config.privacy_quantile, config.cohort,
+        config.steps,
     )  # fmt: skip
 
 

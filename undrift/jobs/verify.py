@@ -13,6 +13,7 @@ from undrift.core.files import sync, writing
 from undrift.core.run_files import (
     DEPLOYED,
     FIGURES,
+    LEDGER,
     ROUNDS,
     SUPER,
     VISITS,
@@ -87,7 +88,7 @@ def damage_of_others(folder: RunFolder) -> list[str]:
     with noting(damage):
         if (folder.path / SUPER[1]).exists():
             read_super(folder.path)
-    for name in (FIGURES, DEPLOYED):
+    for name in (FIGURES, DEPLOYED, LEDGER):
         with noting(damage):
             if (folder.path / name).exists():
                 read_sealed(folder.path / name)

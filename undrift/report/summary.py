@@ -27,6 +27,7 @@ from undrift.report.scores import (
 
 # Further numbers of the records: key, heading, and how a run's rounds are summarised.
 MORE: tuple[tuple[str, str, Callable[[list[float]], float]], ...] = (
+    ("epsilon", "epsilon", lambda values: values[-1]),
     ("forgetting", "forgetting at the end", lambda values: values[-1]),
     ("forgetting", "mean forgetting", statistics.fmean),
     ("absent_loss", "loss on absent clients", lambda values: values[-1]),

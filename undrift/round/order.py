@@ -16,7 +16,7 @@ from torch import Tensor
 from undrift.algorithms.base import Algorithm, Cohort
 from undrift.algorithms.personal import Served
 from undrift.core.layout import MODEL
-from undrift.core.trees import Nothing, State, leaves, nbytes
+from undrift.core.trees import Nothing, State, leaves, map_leaves, nbytes
 from undrift.core.vec import mean
 from undrift.oracle.net import Net
 from undrift.round.clients import Answers
@@ -68,6 +68,19 @@ class Cost:
         return clients * (self.measured + self.up)
 
 
+class Nobody:
+    """Asks nobody, where nobody is there."""
+
+    def __init__(self, form: Answers) -> None:
+        self.form = form  # of one client's answer, without memory
+
+    def measure(self, alg: Algorithm, down: State, buffers: Tensor, who: Who) -> Tensor:
+        return torch.zeros(0, down.x.shape[-1], dtype=down.x.dtype, device=buffers.device)
+
+    def train(self, alg: Algorithm, down: State, buffers: Tensor, who: Who) -> Answers:
+        return map_leaves(lambda v: torch.zeros(0, *v.shape, dtype=v.dtype, device=buffers.device), self.form)
+
+
 def at_once(close: Callable[..., After], *given: Any) -> After:
     return close(*given)
 
@@ -104,10 +117,10 @@ def play(
         rated = task.rated(alg, who.rate)
         answers = task.read(rated, answered)
         sent = nbytes(net.sent(answers.up)) + (nbytes(answers.buffers) if rated.buffers_up else 0)
-        cost.up = sent // who.ids.numel()
+        cost.up = sent // max(1, who.ids.numel())
         good = fine & task.finite(who, [*leaves(answers.up), answers.buffers])
-        if not task.anybody(good):  # nobody's answer counts: everything stays as it was
-            none = torch.zeros(0, dtype=torch.float64)
+        none, anybody = torch.zeros(0, dtype=torch.float64), task.anybody(good)
+        if not (anybody or rated.moves_alone):  # nobody's answer counts: everything stays as it was
             return After(state, good, who.ids[:0], Nothing(), Nothing(), none)
         kept, answers = task.keep(who, answers, good)
         cohort = task.cohort(rated, kept)
@@ -122,7 +135,9 @@ def play(
         cost.reply = nbytes(net.sent(reply)) // max(1, cohort.ids.numel())
         client = receive(rated, answers.client, reply)
 
-        cost.names, numbers = numbers_of(rated, server, answers, cohort, task.numbers(good))
+        cost.names, numbers = [], none
+        if anybody:
+            cost.names, numbers = numbers_of(rated, server, answers, cohort, task.numbers(good))
         return After(ServerState(x, buffers, server, companion), good, cohort.ids, client, reply, numbers)
 
     return finish(close, who, companion, fine, answered, state)

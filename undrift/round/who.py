@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
@@ -99,6 +99,8 @@ class Sampling(NamedTuple):
     sampling: str = "fixed"
     dropout_rate: float = 0.0
     slow: tuple[float, float] = (0.0, 1.0)
+    empty: bool = False  # whether a cohort may be empty; otherwise it is drawn again
+    secret: Callable[[int, int], Tensor] | None = None  # gives random words for a round; None: they come from the seed
 
     @property
     def clients(self) -> int:
@@ -116,12 +118,17 @@ class Sampling(NamedTuple):
         """Who is invited to round t: ids in rising order, and each one's place in the order drawn."""
         key = stream(self.seed, Purpose.COHORT, t)
         if self.sampling == "fixed":
-            ids = torch.tensor(sample(key, self.clients, self.cohort))
+            if self.secret is not None:
+                ids = self.secret(t, self.clients).argsort()[: self.cohort]
+            else:
+                ids = torch.tensor(sample(key, self.clients, self.cohort))
             order = ids.argsort()
             return ids[order], order
-        ids = torch.zeros(0, dtype=torch.int64)
-        while not len(ids):  # an empty cohort is drawn again
-            ids = (chances(key, torch.arange(self.clients)) < self.cohort / self.clients).nonzero().squeeze(-1)
+        ids, drawn = torch.zeros(0, dtype=torch.int64), False
+        while not (len(ids) or (drawn and self.empty)):
+            every = torch.arange(self.clients)
+            each = chances(key, every) if self.secret is None else uniform(self.secret(t, self.clients))
+            ids, drawn = (each < self.cohort / self.clients).nonzero().squeeze(-1), True
             key += 1
         return ids, torch.arange(len(ids))
 
@@ -152,7 +159,7 @@ class Sampling(NamedTuple):
 def attendances(runs: Sequence[Sampling], rounds: Sequence[int]) -> list[list[Attendance]]:
     """Who takes part in each of some rounds of each run: `Sampling.round`, with all cohorts drawn together."""
     size, clients = runs[0].cohort, runs[0].clients
-    alike = all((s.cohort, s.clients, s.sampling) == (size, clients, "fixed") for s in runs)
+    alike = all((s.cohort, s.clients, s.sampling, s.secret) == (size, clients, "fixed", None) for s in runs)
     if not alike or size > DRAWN_TOGETHER or clients >> 31:
         return [[s.round(t) for t in rounds] for s in runs]
     every = torch.tensor(rounds)

@@ -16,12 +16,13 @@ import torch
 from torch import Tensor
 
 from undrift.algorithms.base import Algorithm, Cohort
-from undrift.algorithms.wrapper import KeepMoments, Wrapper, at_rate
+from undrift.algorithms.wrapper import KeepMoments, Wrapper, at_rate, innermost
 from undrift.core.errors import BadSetting
 from undrift.core.trees import map_leaves
 from undrift.data.federation import Federation
 from undrift.oracle.net import Net
 from undrift.round.order import ServerState
+from undrift.round.private import Private
 from undrift.round.record import RoundRecord
 from undrift.simulate.program import Program
 from undrift.simulate.replay import Replay
@@ -192,10 +193,11 @@ class Pack(Replay):
         return program
 
     def algorithm(self) -> Algorithm:
-        algs, x = [run.alg for run in self.runs], self.runs[0].state.x
+        algs, x = [innermost(run.alg) for run in self.runs], self.runs[0].state.x
         clients = join(algs, x, 3)
         clients = KeepMoments(clients) if clients.keep_moments else clients
-        return Together(clients, join(algs, x, 2), algs)
+        together, first = Together(clients, join(algs, x, 2), algs), self.runs[0].alg
+        return first.around(together) if isinstance(first, Private) else together
 
     def state(self) -> ServerState:
         return map_leaves(lambda *each: torch.stack(each), *(run.state for run in self.runs))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple, Protocol, TypeVar
@@ -19,6 +20,7 @@ from undrift.core.trees import State, map_leaves, nbytes
 from undrift.data.batches import table
 from undrift.data.federation import Federation, Ids
 from undrift.oracle.net import Net
+from undrift.round.accounting import Accountant
 from undrift.round.order import Cost, ServerState
 from undrift.round.record import RoundRecord
 from undrift.round.who import Attendance, Sampling, attendances
@@ -55,6 +57,7 @@ class Replayed(Protocol):
     position: Ids
     counted: Ids
     latest: int
+    accountant: Accountant | None
 
     @property
     def sampling(self) -> Sampling: ...
@@ -238,7 +241,7 @@ class Stretch:
         self.run, self.outlook, self.table, self.parts = outlook.run, outlook, table, parts
         self.position, self.stood = outlook.moved(parts), (self.run.t, self.run.latest)
         self.touched = np.unique(np.concatenate([part.ids for part in parts]))
-        self.counted = self.run.counted[self.touched]
+        self.counted, self.accountant = self.run.counted[self.touched], copy.deepcopy(self.run.accountant)
         self.rows = torch.from_numpy(self.touched).to(outlook.device)
         self.before = [column[self.rows] for column in table.columns]
         self.records: list[RoundRecord] = []
@@ -256,6 +259,7 @@ class Stretch:
             column[self.rows] = old
         self.run.t, self.run.latest = self.stood
         self.run.counted[self.touched] = self.counted
+        self.run.accountant = self.accountant
 
     def keep(self, state: ServerState, numbers: list[dict[str, float]]) -> list[RoundRecord]:
         """The run after these rounds, and their records with the device's numbers."""

@@ -25,10 +25,13 @@ from undrift.core.trees import State, map_leaves, named_leaves, nbytes
 from undrift.data.batches import Plan
 from undrift.data.federation import Federation, Ids, pool
 from undrift.oracle.net import Net
+from undrift.round.accounting import Accountant
 from undrift.round.clients import new_clients
 from undrift.round.compressed import Uplink, check_summed, upload_form, wrap
-from undrift.round.order import Ask, Cost, ServerState, first_state, play, send_down
+from undrift.round.order import Ask, Cost, Nobody, ServerState, first_state, play, send_down
+from undrift.round.private import Privacy, Private, Source, check_private, make_accountant
 from undrift.round.record import RoundRecord, write_record
+from undrift.round.shapes import Forms
 from undrift.round.who import Attendance, Sampling, Task, Who
 from undrift.simulate import export
 from undrift.simulate.choose import check_labels, check_repeatable, choose, keep_freed_memory
@@ -82,6 +85,7 @@ class Settings:
     compress: str = ""  # of the uploads, with error feedback: rbgs:R, randk:R, topk:R or fp16
     warmup: float = 0.0  # rounds in which the local rate rises
     client_state: str = "auto"  # where it is kept: memory, disk, or auto
+    privacy: Privacy | None = None  # the updates are clipped and their sum gets noise
 
     def schedule(self, t: int) -> float:
         """What the local rate of round t (counted from 0) is multiplied by."""
@@ -115,6 +119,14 @@ class Simulation:
             raise BadSetting(
                 f"a metric cannot be called {taken[0]!r}, which the record uses itself; give it another name"
             )
+        self.accountant: Accountant | None = None
+        self.source: Source | None = None  # a secret for noise and cohorts; None: they come from the seed
+        if settings.privacy is not None:
+            if settings.compress:
+                raise BadSetting("privacy_clip: leave compress out, whose clients keep what they did not send")
+            check_private(alg, net, data.clients, settings.privacy, settings.sampling, settings.weights)
+            self.accountant = make_accountant(alg, settings.privacy, data.clients)
+            alg = Private(alg, settings.privacy, settings.seed)
         self.whole = alg  # `alg` is what it does in the present round
         self.alg, self.net, self.data, self.settings, self.metrics = alg, net.to(device), data, settings, metrics
         self.device, self.remote = device, remote
@@ -135,7 +147,8 @@ class Simulation:
         self.class_best = torch.full((data.classes,), -1.0, dtype=torch.float64)  # accuracy so far; -1: none
         self.execution: Execution | None = None
         on_one_gpu = device.type == "cuda" and ranks.count() == 1 and remote is None
-        self.replays = settings.replay and on_one_gpu and self.uplink is None and settings.execution != "debug"
+        plain = self.uplink is None and self.accountant is None and settings.execution != "debug"
+        self.replays = settings.replay and on_one_gpu and plain
         self.replay: Replay | None = None
         self.evaluation: tuple[Tensor, Tensor, Callable[[], dict[str, Tensor]]] | None = None
         if device.type == "cpu":
@@ -149,7 +162,19 @@ class Simulation:
     def sampling(self) -> Sampling:
         """How cohorts are drawn."""
         how = self.settings
-        return Sampling(self.data.sizes, how.plan, how.cohort, how.seed, how.sampling, how.dropout_rate, how.slow)
+        secret = None if self.source is None else self.source.words
+        return Sampling(
+            self.data.sizes, how.plan, how.cohort, how.seed, how.sampling, how.dropout_rate, how.slow,
+            how.privacy is not None, secret,
+        )  # fmt: skip
+
+    def draw_from(self, source: Source) -> None:
+        """Draw noise and cohorts from a secret instead of the seed."""
+        self.source = source
+        assert isinstance(self.whole, Private) and isinstance(self.alg, Private)
+        self.whole, self.alg = self.whole.drawing(source.normal), self.alg.drawing(source.normal)
+        key = torch.zeros_like(self.state.companion.key)
+        self.state = self.state._replace(companion=self.state.companion._replace(key=key))
 
     def attendance(self, t: int) -> Attendance:
         """Who takes part in round t, and how much each one does."""
@@ -231,6 +256,9 @@ class Simulation:
             if len(kept):
                 self.clients.write(after.ids, after.client)
                 numbers = dict(zip(cost.names, after.numbers.tolist(), strict=True))
+        elif self.alg.moves_alone:
+            nobody = Nobody(Forms.of(self.alg, self.net, self.data.clients).answers)
+            self.state = play(self.wrap(self.alg), self.task, self.state, self.who(attendance), nobody, cost).state
         if not len(kept):
             self.last_reply = None
             numbers |= {name: float(value) for name, value in self.alg.facts(self.state.server).items()}
@@ -252,10 +280,19 @@ class Simulation:
             down += alg.buffers_down(invited, returning) * nbytes(self.state.buffers)
         if len(kept):
             self.counted[kept] = self.latest = self.t + 1
-        network = self.network_seconds(down / invited + up / max(1, asked), 2 if alg.measures and asked else 1)
-        return write_record(
-            self.t + 1, began, {**numbers, **network}, invited, invited - len(kept), down, up, gradients
-        )
+        each = down / max(1, invited) + up / max(1, asked)
+        network = self.network_seconds(each, 2 if alg.measures and asked else 1)
+        numbers = {**numbers, **network, **self.spend(attendance)}
+        return write_record(self.t + 1, began, numbers, invited, invited - len(kept), down, up, gradients)
+
+    def spend(self, attendance: Attendance) -> dict[str, float]:
+        """What the next round and all before it cost in privacy, and the clipping that it leaves, where that changes."""
+        how = self.settings.privacy
+        if how is None or self.accountant is None:
+            return {}
+        self.accountant.add(self.t, attendance.invited)
+        clip = {"clip": float(self.state.companion.bound)} if how.quantile else {}
+        return {"epsilon": self.accountant.epsilon} | clip
 
     def rounds(self, most: int, last: bool = False) -> list[RoundRecord]:
         """Run at most `most` rounds, up to the next evaluation, replayed on a GPU; `last`: the run ends after `most`."""
@@ -361,6 +398,8 @@ class Simulation:
         moved = np.flatnonzero(self.position)  # few of a million clients
         part = {"position.ids": moved, "position": self.position[moved], "counted": self.counted[moved]}
         own = {name: torch.from_numpy(array) for name, array in part.items()}
+        if self.accountant is not None:
+            own |= {"privacy.spent": self.accountant.spent, "privacy.open": self.accountant.open}
         return state | self.clients.tensors() | own | {"class_best": self.class_best}
 
     def restore(self, tensors: dict[str, Tensor], t: int) -> None:
@@ -376,6 +415,9 @@ class Simulation:
         moved, position, counted = (tensors[name].cpu().numpy() for name in ("position.ids", "position", "counted"))
         self.position[moved], self.counted[moved], self.latest = position, counted, int(counted.max(initial=0))
         self.class_best = tensors["class_best"].cpu().clone()
+        if self.accountant is not None:
+            self.accountant.spent = tensors["privacy.spent"].cpu().clone()
+            self.accountant.open = tensors["privacy.open"].cpu().clone()
         self.t = t
 
     def model(self) -> dict[str, Tensor]:
