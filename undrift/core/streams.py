@@ -27,6 +27,7 @@ class Purpose(IntEnum):
     RESAMPLE = 10
     SCORED = 11
     KEPT = 12
+    ATTACK = 13
 
 
 GOLDEN = 0x9E3779B97F4A7C15  # 2^64 / golden ratio, SplitMix64's increment

@@ -26,6 +26,7 @@ from undrift.oracle.net import Net
 T = TypeVar("T")
 Fact = bool | int | float | str
 HEADER = 256  # most bytes of a .npy header for arrays of few dimensions
+NOT_FINITE = "it is not finite"  # why an answer is refused
 MAGIC = b"\x93NUMPY\x01\x00"  # of version 1.0; two bytes with the header's length follow
 FORM = re.compile(
     rb"\{'descr': '([<>|=][a-zA-Z]\d{0,4})', 'fortran_order': (True|False), "
@@ -150,5 +151,5 @@ def unpack(arrays: Mapping[str, Encoded], like: T, net: Net, device: torch.devic
 def check_finite(state: T) -> T:
     """Refuse NaN and infinity."""
     if not all(bool(leaf.isfinite().all()) for leaf in leaves(state)):
-        raise Refused("it is not finite")
+        raise Refused(NOT_FINITE)
     return state

@@ -70,7 +70,8 @@ def deploy(
             rate, deploy = config.cohort / config.clients, plan.deploy
             return {"epsilon": epsilon(rate, deploy.privacy_noise, rounds, deploy.privacy_delta)} if private else {}
 
-        deployment = Deployment(simulation, remote, visits.keep, spend, samples if plan.site_files else None)
+        reported = samples if plan.site_files else None
+        deployment = Deployment(simulation, remote, visits.keep, spend, reported, plan.deploy.weight_cap)
         with contextlib.closing(visits.file):
             yield deployment
             deployment.close(visits.closed())

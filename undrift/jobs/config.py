@@ -9,11 +9,13 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
+from undrift.aggregate import parse_rule
 from undrift.core.errors import BadSetting, UnknownName
 from undrift.core.names import check_text
 from undrift.core.names import parse_value as parse_value
 from undrift.core.rates import RateSchedule
 from undrift.jobs.registry import algorithm_class
+from undrift.round.attack import parse_attack
 
 MOST = 2**31 - 1  # of a whole number
 LARGEST_GROWTH = 1e30  # of the learning rate
@@ -112,6 +114,10 @@ class RunConfig(JobConfig):
     batch: int = setting(64, "B, local batch size")
     batches: str = setting("", "persistent (with --steps) or fresh (a new shuffle each round)")
     compress: str = setting("", "compress uploads, with error feedback: rbgs:64, randk:64, topk:64 or fp16")
+    aggregate: str = setting(
+        "mean", "of the clients' vectors: mean, median, trimmed:0.1, krum:2, geometric, clip:1, bound:10"
+    )
+    attack: str = setting("", "simulate hostile clients: signflip:0.2, scale:0.2:20, gauss:0.2:1 or labelflip:0.2")
     weights: str = setting("uniform", "weights of the clients' updates: uniform or size")
     dropout_rate: float = setting(0.0, "probability that an invited client fails to answer")
     slow: str = setting("", "P,F: with probability P a client makes only a share F of its steps")
@@ -141,6 +147,8 @@ class RunConfig(JobConfig):
             raise BadSetting(f"dropout_rate must lie in [0, 1), not {self.dropout_rate}")
         parse_slow(self.slow)
         check_compress(self.compress)
+        parse_rule(self.aggregate)
+        parse_attack(self.attack)
         check_choices(self, CHOICES)
         if self.batches == "persistent" and self.epochs:
             raise BadSetting("persistent batches count steps; use --steps, or --batches fresh with --epochs")
