@@ -112,6 +112,12 @@ def test_hostile_vectors_however_long_do_not_move_the_result_far(spec: str, size
         assert float(found.norm()) <= float(honest[2:].norm(dim=1).max())
 
 
+@pytest.mark.parametrize("spec", REFERENCES)
+def test_no_value_is_asked_for(spec: str) -> None:
+    """A tensor without memory has none; a GPU could not record a rule that needs one."""
+    assert result(spec, torch.zeros(3, 7, 5, device="meta"), torch.zeros(3, 7, device="meta")).shape == (3, 5)
+
+
 def test_ten_steps_come_close_to_the_geometric_median() -> None:
     v, w = drawn(15, 5, False)
 
