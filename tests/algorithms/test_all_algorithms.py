@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from tests.small import SIZES, path, simulation
+from undrift.aggregate import NAMES as RULES
 from undrift.algorithms.base import Cohort
 from undrift.algorithms.fedavg import FedAvg
 from undrift.algorithms.personal import Served
@@ -338,7 +339,7 @@ def test_every_file_registers_one_algorithm_with_a_paper() -> None:
 
 
 def test_the_bibliography_names_what_there_is_and_each_paper_once() -> None:
-    assert set(bibliography()) == {*ALGORITHMS, *METHODS}
+    assert set(bibliography()) == {*ALGORITHMS, *METHODS, *RULES}
     entries = {entry for name in bibliography() for entry in papers_of(name)}
     assert len({entry.partition(",")[0] for entry in entries}) == len(entries) == BIBLIOGRAPHY.read_text().count("\n@")
     assert [entry.partition(",")[0] for entry in papers_of("gradma-w+gradma-s")] == ["@inproceedings{luo2023gradma"]

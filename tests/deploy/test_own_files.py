@@ -50,7 +50,15 @@ def labelled(seed: int = 0) -> Files:
 
 
 def planned(folder: Path, **settings: Any) -> Plan:
-    given = {"dataset": "own", "shape": "5", "classes": 3, "names": ",".join(NAMES), "clients": 3, "cohort": 2}
+    given = {
+        "weight_cap": 1.0,
+        "dataset": "own",
+        "shape": "5",
+        "classes": 3,
+        "names": ",".join(NAMES),
+        "clients": 3,
+        "cohort": 2,
+    }
     given |= {
         "rounds": 3,
         "model": "logreg",

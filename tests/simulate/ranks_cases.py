@@ -44,6 +44,7 @@ def build(case: str) -> Simulation:
         "chunk": {"cohort": 6, "chunk": 2},
         "changing": {"cohort": 2, "sampling": "bernoulli", "dropout_rate": 0.3},
         "broken": {"cohort": 6},
+        "guarded": {"cohort": 6, "module": normed(), "aggregate": "geometric", "attack": "gauss:0.4:1"},
         "drifting": {"cohort": 5},
     }
     return simulation(alg, fed=federation(), **ways[how])
@@ -61,6 +62,8 @@ def cases(kind: str) -> list[str]:
             "fedavg auto",
             "fedavg chunk",
             "fedavg drifting",
+            "scaffold guarded",
+            "mime guarded",
         ]
     )
 

@@ -137,6 +137,7 @@ def test_packed_runs_equal_the_same_runs_alone(name: str) -> None:
         {"dropout_rate": 0.5, "weights": "size"},
         {"slow": (0.5, 0.4), "weights": "size", "lr_decay": 0.9},
         {"steps": 20},
+        {"aggregate": "bound:0.1", "dropout_rate": 0.5},
     ],
     ids=str,
 )
@@ -144,6 +145,14 @@ def test_ragged_rounds(name: str, settings: dict[str, Any]) -> None:
     slots = {"slots": 6} if "gradma" in name else {}
     for pair in both(maker(algorithms(name, **slots), eval_every=5, **settings), 5):
         agree(*pair)
+
+
+@pytest.mark.parametrize("rule", ["median", "trimmed:0.3", "krum:0:2", "geometric", "clip:0.5"])
+def test_rules_do_not_mix_runs(rule: str, tmp_path: Path) -> None:
+    for pair in both(maker(algorithms("mime"), eval_every=5, aggregate=rule, dropout_rate=0.3, weights="size"), 4):
+        agree(*pair)
+    assert packs.kind(RunConfig(aggregate=rule), RunFolder(tmp_path)) is not None
+    assert packs.kind(RunConfig(attack="signflip:0.2"), RunFolder(tmp_path)) is None  # other attackers in each run
 
 
 @pytest.mark.parametrize(

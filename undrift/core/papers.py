@@ -1,4 +1,4 @@
-"""The papers behind the methods: the BibTeX entries of each algorithm or method."""
+"""The papers behind the methods: the BibTeX entries of each algorithm, method or rule."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ def bibliography() -> dict[str, list[str]]:
 
 
 def papers_of(name: str) -> list[str]:
-    """The entries of an algorithm, of LOCAL+SERVER or of a data-parallel method, without repetition.
+    """The entries of an algorithm, of LOCAL+SERVER, of a data-parallel method or of a rule, without repetition.
 
     >>> papers_of("gradma-s")[0].splitlines()[0]
     '@inproceedings{luo2023gradma,'
     """
     for part in name.split("+"):
         if part not in bibliography():
-            raise UnknownName("algorithm or method", part, bibliography())
+            raise UnknownName("algorithm, method or rule", part, bibliography())
     return list(dict.fromkeys(entry for part in name.split("+") for entry in bibliography()[part]))

@@ -1,13 +1,15 @@
 """Messages between the server and a client: named arrays and a few plain facts.
 
 An array travels as a .npy file without pickle, as in Flower. The receiver knows which names, shapes and dtypes to expect, and
-checks them and the number of bytes before it decodes an array.
+checks them and the number of bytes before it decodes an array. It reads a header by a grammar of its own, because NumPy's reader
+evaluates it as Python and fails in many ways. Whatever the bytes are, the only failure is `Refused`.
 """
 
 from __future__ import annotations
 
 import io
 import math
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeVar
@@ -24,6 +26,12 @@ from undrift.oracle.net import Net
 T = TypeVar("T")
 Fact = bool | int | float | str
 HEADER = 256  # most bytes of a .npy header for arrays of few dimensions
+NOT_FINITE = "it is not finite"  # why an answer is refused
+MAGIC = b"\x93NUMPY\x01\x00"  # of version 1.0; two bytes with the header's length follow
+FORM = re.compile(
+    rb"\{'descr': '([<>|=][a-zA-Z]\d{0,4})', 'fortran_order': (True|False), "
+    rb"'shape': \(((?:\d{1,19}(?:, \d{1,19}){0,31},?)?)\),? ?\} *\n"
+)
 
 
 class Refused(UndriftError):
@@ -66,7 +74,7 @@ class Letter:
 
 
 def encode(tensor: Tensor) -> Encoded:
-    array = np.ascontiguousarray(tensor.detach().cpu().numpy())
+    array = np.asarray(tensor.detach().cpu().numpy(), order="C")
     file = io.BytesIO()
     np.lib.format.write_array(file, array, version=(1, 0), allow_pickle=False)
     return Encoded(str(array.dtype), tuple(tensor.shape), file.getvalue())
@@ -78,21 +86,42 @@ def decode(name: str, sent: Encoded, like: Tensor) -> Tensor:
     expected, bytes_expected = tuple(like.shape), like.numel() * dtype.itemsize
     if len(sent.data) > bytes_expected + HEADER:
         raise Refused(f"{name} has {len(sent.data)} bytes, but {bytes_expected} were expected")
-    form: Any = sent.dtype, tuple(sent.shape)
-    if form == (str(dtype), expected):
-        file = io.BytesIO(sent.data)
-        try:
-            version = np.lib.format.read_magic(file)
-            shape, fortran, inside = np.lib.format.read_array_header_1_0(file) if version == (1, 0) else (None,) * 3
-        except ValueError as error:
-            raise Refused(f"{name} is not a .npy file: {error}") from error
-        form = str(inside), shape
-    if form != (str(dtype), expected):
-        raise Refused(f"{name} is {form[0]} {list(form[1] or ())}, but {dtype} {list(expected)} was expected")
-    body = sent.data[file.tell() :]
-    if fortran or len(body) != bytes_expected:
+    if (sent.dtype, tuple(sent.shape)) != (str(dtype), expected):
+        raise Refused(f"{name} is {sent.dtype} {list(sent.shape)}, but {dtype} {list(expected)} was expected")
+    header, body = split_npy(name, sent.data)
+    if header != Header(dtype.str, False, expected):
+        raise Refused(f"{name} is {header} inside, but {Header(dtype.str, False, expected)} was expected")
+    if len(body) != bytes_expected:
         raise Refused(f"{name} has {len(body)} bytes of numbers, but {bytes_expected} were expected")
     return torch.from_numpy(np.frombuffer(body, dtype).reshape(expected).copy())
+
+
+class Header(NamedTuple):
+    """What a .npy file says of its numbers."""
+
+    dtype: str  # such as <f4
+    fortran: bool
+    shape: tuple[int, ...]
+
+    def __str__(self) -> str:
+        return f"{self.dtype} {list(self.shape)}{' by columns' if self.fortran else ''}"
+
+
+def split_npy(name: str, data: bytes) -> tuple[Header, bytes]:
+    """The header and the numbers of a .npy file of version 1.0, which NumPy writes in one form only.
+
+    >>> split_npy("d", encode(torch.zeros(2, 3)).data)[0]
+    Header(dtype='<f4', fortran=False, shape=(2, 3))
+    """
+    first = len(MAGIC) + 2
+    end = first + int.from_bytes(data[len(MAGIC) : first], "little")
+    if not data.startswith(MAGIC) or not first < end <= min(len(data), HEADER):
+        raise Refused(f"{name} is not a .npy file of version 1.0 with a header of at most {HEADER} bytes")
+    form = FORM.fullmatch(data, first, end)
+    if form is None:
+        raise Refused(f"{name} is not a .npy file: its header is not as NumPy writes it")
+    shape = tuple(int(n) for n in form[3].split(b",") if n)
+    return Header(form[1].decode(), form[2] == b"True", shape), data[end:]
 
 
 def pack(state: Any, net: Net) -> dict[str, Encoded]:
@@ -122,5 +151,5 @@ def unpack(arrays: Mapping[str, Encoded], like: T, net: Net, device: torch.devic
 def check_finite(state: T) -> T:
     """Refuse NaN and infinity."""
     if not all(bool(leaf.isfinite().all()) for leaf in leaves(state)):
-        raise Refused("it is not finite")
+        raise Refused(NOT_FINITE)
     return state

@@ -62,7 +62,8 @@ def deploy(
         visits = Visits(out / VISITS, last)
         say(f"{meet()} of {config.clients} clients are there; run {token}")
         remote = Remote(post, plan.names, token, plan.deploy.min_replies, say, plan.private)
-        deployment = Deployment(simulation, remote, visits.keep, samples if plan.site_files else None, ledger)
+        reported = samples if plan.site_files else None
+        deployment = Deployment(simulation, remote, visits.keep, reported, ledger, plan.deploy.weight_cap)
         with contextlib.closing(visits.file):
             yield deployment
             deployment.close(visits.closed())

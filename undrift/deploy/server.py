@@ -5,6 +5,8 @@ A missing or refused answer is NaN in the cohort. The round drops it, as every a
 
 from __future__ import annotations
 
+import math
+import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import replace
@@ -15,10 +17,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from undrift.aggregate import MEAN
 from undrift.algorithms.base import Algorithm
-from undrift.core.trees import Nothing, State, map_leaves, named_leaves, unstack
+from undrift.core.trees import Nothing, State, leaves, map_leaves, named_leaves, unstack
 from undrift.deploy.client import CLOSE, MEASURE, TRAIN, Measured, Reply, Request
-from undrift.deploy.messages import Encoded, Fact, Letter, Refused, check_finite, encode, pack, unpack
+from undrift.deploy.messages import NOT_FINITE, Encoded, Fact, Letter, Refused, check_finite, encode, pack, unpack
 from undrift.deploy.privacy import Ledger
 from undrift.jobs.protocol import InMemory
 from undrift.round.clients import Answers
@@ -30,6 +33,7 @@ from undrift.simulate.work import LocalWork
 
 # What a client of a private run does not tell, and what the server takes for it: nobody reads these numbers.
 UNTOLD: dict[str, Fact] = {"seconds": 0.0, "gradients": 0, "loss": 0.0, "anew": False}
+LONG = 10.0  # vectors so many times as long as the median client's are reported
 
 
 class Post(Protocol):
@@ -71,6 +75,7 @@ class Remote:
         self.counted = self.position = np.zeros(len(names), dtype=np.int64)
         self.replies: dict[int, dict[str, Tensor]] = {}  # by id: replies to last rounds that are still to be sent
         self.visits: list[Visit] = []
+        self.aggregate = MEAN  # the rule that guards the server
         self.absent = 0.0 if private else torch.nan  # for a missing update: a private sum leaves nobody out
 
     def __call__(self, work: LocalWork) -> Letters:
@@ -87,10 +92,27 @@ class Remote:
             return content
 
         answers = self.visit(letters, work.data.sizes, read_counted, "does not count")
+        spoilt = sum(visit.outcome == f"refused: {NOT_FINITE}" for visit in self.visits[-len(letters) :])
+        if 2 * spoilt > len(letters):
+            self.say(
+                f"round {work.round + 1}: most answers are not finite, so the model that was sent is probably ruined; "
+                "begin anew with a rule such as --aggregate median"
+            )
         if sum(a is not None for a in answers) < self.least:
             self.say(f"round {work.round + 1}: fewer than {self.least} clients answered; the model stays as it is")
             return [None] * len(answers)
         return answers
+
+    def say_lengths(self, round: int, lengths: Mapping[int, float]) -> None:
+        """Say whose vectors are very much longer than those of most others."""
+        usual = statistics.median(lengths.values()) if len(lengths) > 2 else math.inf
+        guard = "nothing guards against it: see --aggregate"
+        if self.aggregate != MEAN:
+            guard = f"aggregate={self.aggregate} guards against it"
+        for id, length in lengths.items():
+            if length > LONG * usual:
+                times = f"{length / usual:.3g} times" if usual else "very much"
+                self.say(f"round {round + 1}: {self.names[id]} sent vectors {times} longer than most; {guard}")
 
     def close(self, sizes: NDArray[np.int64], delivered: Set[tuple[str, int]]) -> None:
         """Send the replies to last rounds that are still to be sent; `delivered` (name, round) have got theirs."""
@@ -181,6 +203,8 @@ class Letters:
         up = fill(form.up, remote.absent)
         lost = Answers(up, Nothing(), fill(form.buffers), none, fill(form.loss), fill(facts))
         answers = remote.ask(TRAIN, Request(down, buffers), work, read)
+        each = zip(work.ids.tolist(), answers, strict=True)
+        remote.say_lengths(work.round, {id: length(a.up) for id, a in each if a is not None})
         return map_leaves(lambda *rows: torch.stack(rows), *(lost if a is None else a for a in answers))
 
 
@@ -194,15 +218,22 @@ class Deployment(InMemory):
         keep: Callable[[list[Visit]], None],
         samples: Mapping[str, int] | None = None,
         ledger: Ledger | None = None,
+        weight_cap: float = 1.0,
     ) -> None:
-        """`keep` stores visits, `samples` are what clients with files report, a private run has a `ledger`."""
+        """`keep` stores visits, `samples` are what clients with files report, a private run has a `ledger`.
+
+        `weight_cap` is the largest share of a round's weight that a client may have by what it reports.
+        """
         self.samples, self.sizes = samples, np.zeros(len(remote.names), np.int64)  # as first reported; 0: not yet
+        self.weight_cap, self.told = weight_cap, set[str]()  # lines on reports that were said already
         self.simulation, self.remote, self.keep, self.ledger = simulation, remote, keep, ledger
         if ledger is not None and simulation.accountant is not None:
             simulation.draw_from(ledger)
             ledger.carry_over(simulation.accountant, 0)
         self.net, self.device = simulation.net, simulation.device
-        simulation.remote = remote
+        simulation.remote, remote.aggregate = remote, simulation.settings.aggregate
+        if samples is not None:
+            simulation.weighed = self.weighed
         simulation.data = replace(simulation.data, held_out={})  # clients keep the samples that they hold out
 
     @property
@@ -237,8 +268,32 @@ class Deployment(InMemory):
         if self.samples is None:
             return
         for id, name in enumerate(self.remote.names):
-            self.sizes[id] = self.sizes[id] or self.samples.get(name, 0)
+            reported = self.samples.get(name, 0)
+            self.sizes[id] = known = self.sizes[id] or reported
+            if reported not in (0, known):
+                self.tell(
+                    f"{name} reports {reported} training samples now, {known} before: its answers will be refused"
+                )
         self.simulation.data = replace(self.simulation.data, sizes=np.maximum(self.sizes, 1))
+
+    def weighed(self, ids: NDArray[np.int64]) -> NDArray[np.float64]:
+        """What the answers of clients with files weigh: their numbers of samples, as far as `weight_cap` allows."""
+        sizes, known = self.simulation.data.sizes[ids], self.sizes[ids] > 0  # the answers of others will be refused
+        weights = sizes.astype(np.float64)
+        weights[known] = cap_shares(sizes[known], self.weight_cap)
+        if self.simulation.settings.weights == "size":
+            for id in ids[weights < sizes]:
+                self.tell(
+                    f"{self.remote.names[id]} reports {self.sizes[id]} training samples and would have more than "
+                    f"{self.weight_cap:.0%} of a round's weight: it gets no more; weight_cap=1 believes every report"
+                )
+        return weights
+
+    def tell(self, line: str) -> None:
+        """Say a line once."""
+        if line not in self.told:
+            self.told.add(line)
+            self.remote.say(line)
 
     def complete(self, record: RoundRecord) -> RoundRecord:
         """Add to a record what was measured in its exchanges."""
@@ -253,6 +308,12 @@ class Deployment(InMemory):
         }
         # The simulator counts an upload for every client, even those that did not answer.
         bytes_up = record.bytes_up * sum(v.bytes_up > 0 for v in visits) // max(1, len(visits))
+        rule = self.simulation.rule
+        if rule is not None and record.clients - record.dropped < rule.least:
+            self.remote.say(
+                f"round {record.round}: {self.remote.aggregate} needs {rule.least} answers to keep its promise, "
+                f"not {record.clients - record.dropped}"
+            )
         silent = len({v.client for v in visits} - {v.client for v in answered})
         more, loss = record.more | measured, None if self.remote.private else record.train_loss
         dropped = max(record.dropped, silent)
@@ -278,3 +339,26 @@ class Deployment(InMemory):
 
     def about(self) -> dict[str, Any]:
         return {"parameters": self.net.layout.entries}
+
+
+def length(up: State) -> float:
+    """The norm of all that a client sent, in float64."""
+    return math.sqrt(sum(float(leaf.double().square().sum()) for leaf in leaves(up)))
+
+
+def cap_shares(sizes: NDArray[np.int64], cap: float) -> NDArray[np.float64]:
+    """Weights like the sizes of a cohort's clients, of which none is more than a share `cap` of their sum.
+
+    >>> cap_shares(np.array([100, 300, 10**6]), 0.5), cap_shares(np.array([1, 2, 3]), 0.1)
+    (array([100., 300., 400.]), array([1., 1., 1.]))
+    """
+    weights = sizes.astype(np.float64)
+    if cap * len(sizes) <= 1:
+        return np.ones_like(weights)
+    rest, largest = weights.sum(), np.sort(weights)[::-1]
+    for above, size in enumerate(largest):  # so many clients get the largest share
+        limit = cap * rest / (1 - above * cap) if above * cap < 1 else rest
+        if size <= limit:
+            break
+        rest -= size
+    return weights.clip(max=limit)

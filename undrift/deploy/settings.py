@@ -17,7 +17,7 @@ from undrift.jobs.config import FIELDS, RunConfig, build_algorithm, from_mapping
 
 NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,63}")  # of a client or a run, and of its folder
 OWN = "own"  # the dataset, and the partition, of a run whose clients each read a file
-SIMULATED = ("dropout_rate", "slow", "bandwidth", "latency")  # real clients are slow, and fail, by themselves
+SIMULATED = ("dropout_rate", "slow", "bandwidth", "latency", "attack")  # real clients are slow, and fail, by themselves
 HERE_ONLY = (*SIMULATED, "chunk", "client_state", "compress")  # have no flag
 REFUSED = "undrift: "  # begins the line of the server's log that says why a run ended
 UNUSED = (*HERE_ONLY, "execution", "replay", "compile", "checkpoint_every")
@@ -38,8 +38,14 @@ class DeployConfig:
     classes: int = setting(0, "with --dataset own: the number of class labels")
     structures: str = setting("", "with --dataset own, instead of classes: what masks show, such as disc,cup")
     test: str = setting("", "with --dataset own: an .npz on the server with samples to test the model on")
+    most_samples: int = setting(10_000_000, "with --dataset own: the most training samples that a client may report")
+    weight_cap: float = setting(
+        0.5, "with --dataset own, --weights size: the largest share of a round's weight; 1: any"
+    )
 
     def __post_init__(self) -> None:
+        if not (self.most_samples >= 1 and 0 < self.weight_cap <= 1):
+            raise BadSetting("most_samples must be at least 1, and weight_cap above 0 and at most 1")
         if not (self.timeout > 0 and self.wait > 0 and self.min_replies >= 1):
             raise BadSetting("timeout, wait and min_replies must be greater than 0")
 

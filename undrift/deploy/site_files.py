@@ -41,6 +41,8 @@ def check_fits(report: Report, plan: Plan) -> None:
     shape = ",".join(str(n) for n in plan.shape)
     if report.samples < 1:
         raise BadData("it has no training samples")
+    if report.samples > plan.deploy.most_samples:
+        raise BadData(f"it has {report.samples} training samples, more than most_samples={plan.deploy.most_samples}")
     if report.shape != shape:
         raise BadData(f"its inputs have the shape {report.shape[:60]}, but the run's model takes {shape}")
     if report.classes > plan.classes:

@@ -9,10 +9,12 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
+from undrift.aggregate import parse_rule
 from undrift.core.errors import BadSetting, UnknownName
 from undrift.core.names import check_text
 from undrift.core.names import parse_value as parse_value
 from undrift.core.rates import RateSchedule
+from undrift.round.attack import parse_attack
 
 MOST = 2**31 - 1  # of a whole number
 LARGEST_GROWTH = 1e30  # of the learning rate
@@ -111,6 +113,10 @@ class RunConfig(JobConfig):
     batch: int = setting(64, "B, local batch size")
     batches: str = setting("", "persistent (with --steps) or fresh (a new shuffle each round)")
     compress: str = setting("", "compress uploads, with error feedback: rbgs:64, randk:64, topk:64 or fp16")
+    aggregate: str = setting(
+        "mean", "of the clients' vectors: mean, median, trimmed:0.1, krum:2, geometric, clip:1, bound:10"
+    )
+    attack: str = setting("", "simulate hostile clients: signflip:0.2, scale:0.2:20, gauss:0.2:1 or labelflip:0.2")
     weights: str = setting("uniform", "weights of the clients' updates: uniform or size")
     privacy_clip: float = setting(0.0, "C, the largest norm of a client's update, for differential privacy; 0: none")
     privacy_noise: float = setting(0.0, "sigma, with --privacy-clip: the noise on the sum is N(0, sigma^2 C^2)")
@@ -147,6 +153,8 @@ class RunConfig(JobConfig):
         parse_slow(self.slow)
         check_compress(self.compress)
         check_privacy(self)
+        parse_rule(self.aggregate)
+        parse_attack(self.attack)
         check_choices(self, CHOICES)
         if self.batches == "persistent" and self.epochs:
             raise BadSetting("persistent batches count steps; use --steps, or --batches fresh with --epochs")

@@ -151,7 +151,7 @@ def settings_of(config: RunConfig, sizes: Ids, device: torch.device) -> Settings
         bandwidth=config.bandwidth, latency=config.latency, replay=config.replay,
         compile=replayed and compiles(config, config.rounds * int(plan.steps_of(sizes).max())),
         client_eval_every=config.client_eval_every, compress=config.compress, warmup=config.warmup,
-        client_state=config.client_state, privacy=privacy_of(config),
+        client_state=config.client_state, privacy=privacy_of(config), aggregate=config.aggregate, attack=config.attack,
     )  # fmt: skip
 
 

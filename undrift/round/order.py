@@ -19,8 +19,10 @@ from undrift.core.layout import MODEL
 from undrift.core.trees import Nothing, State, leaves, map_leaves, nbytes
 from undrift.core.vec import mean
 from undrift.oracle.net import Net
+from undrift.round.attack import spoil, spoil_answers
 from undrift.round.clients import Answers
 from undrift.round.numbers import numbers_of
+from undrift.round.robust import agree, agree_answers
 from undrift.round.who import Task, Who
 
 
@@ -94,7 +96,7 @@ def play(
     cost: Cost,
     finish: Callable[..., Any] = at_once,
 ) -> Any:
-    """One round: broadcast, first exchange, ask the clients, leave out bad answers, server, reply, bytes, numbers.
+    """One round: broadcast, first exchange, ask the clients, leave out bad answers, rule, server, reply, bytes, numbers.
 
     `finish(close, *given)` makes the part after the answers: at once, compiled, or later on the host.
     """
@@ -104,18 +106,19 @@ def play(
     companion, fine = state.companion, task.everybody(who)
     down = send_down(rated, state.x, companion, invited)
     if rated.measures:  # two exchanges: measure at x_t, then train with what the server made of it
-        sent = ask.measure(rated, down, state.buffers, who)
+        sent = spoil(task.attackers, ask.measure(rated, down, state.buffers, who), who)
         cost.measured, fine = nbytes(net.sent(sent, MODEL)) // who.ids.numel(), task.finite(who, [sent])
         if task.anybody(fine):
             kept, sent = task.keep(who, sent, fine)
-            companion = rated.measured(companion, sent, task.cohort(rated, kept))
+            answering = task.cohort(rated, kept)
+            companion = rated.measured(companion, agree(task.rule, sent, answering), answering)
         down = send_down(rated, state.x, companion, invited)
     cost.down = net.sent(down)
     answered = ask.train(rated, down, state.buffers, who)
 
     def close(who: Who, companion: State, fine: Tensor, answered: State, state: ServerState) -> After:
         rated = task.rated(alg, who.rate)
-        answers = task.read(rated, answered)
+        answers = spoil_answers(task.attackers, task.read(rated, answered), who, state.buffers, net.counters)
         sent = nbytes(net.sent(answers.up)) + (nbytes(answers.buffers) if rated.buffers_up else 0)
         cost.up = sent // max(1, who.ids.numel())
         good = fine & task.finite(who, [*leaves(answers.up), answers.buffers])
@@ -124,6 +127,7 @@ def play(
             return After(state, good, who.ids[:0], Nothing(), Nothing(), none)
         kept, answers = task.keep(who, answers, good)
         cohort = task.cohort(rated, kept)
+        answers = agree_answers(task.rule, answers, cohort, state.buffers, net.counters)
 
         d, companion = rated.gather(companion, answers.up, cohort)
         x, server = state.x, state.server

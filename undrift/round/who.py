@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -18,6 +18,10 @@ from undrift.data.batches import Plan
 from undrift.data.federation import Ids
 from undrift.oracle.net import Net
 from undrift.round.clients import Answers
+
+if TYPE_CHECKING:
+    from undrift.aggregate import Rule
+    from undrift.round.attack import Attackers
 
 T = TypeVar("T")
 DRAWN_TOGETHER = 128  # clients of a cohort: larger ones are drawn one after another
@@ -33,13 +37,15 @@ class Who(NamedTuple):
     steps: Tensor  # [..., S, 1] K_i
     there: Any = ()  # [..., S, 1] 1 for a client, 0 for an empty place; (): all places are taken
     rate: Any = ()  # [...] eta_l; (): the algorithm's own
+    attack: Any = ()  # [..., S] keys of what attackers draw; (): they draw nothing
 
 
 class Task:
     """What all rounds of a run have in common, and how answers that are not finite are left out: their rows are dropped."""
 
-    def __init__(self, net: Net, clients: int) -> None:
+    def __init__(self, net: Net, clients: int, rule: Rule | None = None, attackers: Attackers | None = None) -> None:
         self.net, self.clients = net, clients
+        self.rule, self.attackers = rule, attackers  # how the server guards itself, and against whom
 
     def rated(self, alg: Algorithm, rate: Any) -> Algorithm:
         """The algorithm with the round's local rate, where it has one of its own."""

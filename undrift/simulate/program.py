@@ -19,7 +19,6 @@ from undrift.core.forms import watch
 from undrift.core.trees import State, leaves, map_leaves
 from undrift.core.vec import witness
 from undrift.data.federation import Federation
-from undrift.oracle.net import Net
 from undrift.oracle.oracle import Oracle
 from undrift.round.clients import Answers, Started, begin, end, new_clients, step
 from undrift.round.order import After, Cost, ServerState, play
@@ -64,6 +63,7 @@ class Ahead(NamedTuple):
     clients: Tensor  # [R, 1] how many of the S places are taken
     dropout: Tensor  # [R, S, K] keys
     augment: Tensor  # [R, S, K] keys
+    attack: Tensor  # [R, S] keys; [R, 0] where nobody needs them
 
 
 class Shape(NamedTuple):
@@ -119,8 +119,8 @@ class Later(NamedTuple):
 class ProgramTask(Task):
     """Leaves nobody out: whether all answers are finite is checked when the block is over."""
 
-    def __init__(self, net: Net, clients: int, lead: tuple[int, ...], device: torch.device) -> None:
-        super().__init__(net, clients)
+    def __init__(self, plain: Task, clients: int, lead: tuple[int, ...], device: torch.device) -> None:
+        super().__init__(plain.net, clients, plain.rule, plain.attackers)
         self.lead = lead  # of the runs that are packed
         self.fine = torch.ones(lead, dtype=torch.bool, device=device)
 
@@ -209,7 +209,7 @@ class Program:
     def __init__(
         self,
         alg: Algorithm,
-        net: Net,
+        task: Task,
         data: Federation,
         state: ServerState,
         width: int,
@@ -218,11 +218,11 @@ class Program:
         compile: bool,
         lead: tuple[int, ...] = (),
     ) -> None:
-        self.alg, self.net, self.data, self.width, self.by_size = alg, net, data, width, by_size
+        self.alg, self.net, self.data, self.width, self.by_size = alg, task.net, data, width, by_size
         self.lead = lead  # runs that are packed
         device = state.x.device
         clients = data.clients // (lead[0] if lead else 1)
-        self.task = ProgramTask(net, clients, lead, device)
+        self.task = ProgramTask(task, clients, lead, device)
         self.first_row = torch.arange(lead[0], device=device).view(-1, 1) * clients if lead else None
         # A part that keeps numbers of slots or clients is not written for empty places: the host ends such a round.
         self.apart = bool(alg.one_run and empty)
@@ -359,7 +359,8 @@ class Program:
             return
         (count,) = clients
         ids, drawn, share, _, steps = (t[:count] for t in who[:5])
-        first = Who(ids, drawn, share, share / share.sum(-2, keepdim=True), steps, rate=who.rate)
+        keys = who.attack[:count] if isinstance(who.attack, Tensor) else ()
+        first = Who(ids, drawn, share, share / share.sum(-2, keepdim=True), steps, rate=who.rate, attack=keys)
         some = trained._replace(moving=map_leaves(lambda t: t[:count], trained.moving))
         self.keep(first, later.close(first, companion, fine, some, state))
 
@@ -367,9 +368,10 @@ class Program:
     def who(self, this: Ahead, shape: Shape) -> Who:
         """The round's clients in the order of their ids, among them perhaps empty places."""
         x = self.state.x
-        ids, drawn, steps = (t[..., : shape.clients] for t in (this.ids, this.drawn, this.steps))
+        own = [t[..., : shape.clients] for t in (this.ids, this.drawn, this.steps, this.attack)]
         if not shape.steps:
-            ids, drawn, steps = (reorder(t, this.back[..., : shape.clients]) for t in (ids, drawn, steps))
+            own = [reorder(t, this.back[..., : shape.clients]) if t.numel() else t for t in own]
+        ids, drawn, steps, keys = own
         there: Any = ()
         if self.by_size or shape.empty:
             weight = (self.sizes[self.rows(ids)] if self.by_size else torch.ones_like(ids)).to(x.dtype).unsqueeze(-1)
@@ -383,7 +385,8 @@ class Program:
                 self.uniform[ids.shape] = x.new_full((*ids.shape, 1), 1 / shape.clients)
             weight = self.uniform[ids.shape]
         rate: Any = this.rate if this.rate.numel() else ()
-        return Who(ids, drawn, weight, weight, steps.to(x.dtype).unsqueeze(-1), there, rate)
+        attack: Any = keys if keys.numel() else ()
+        return Who(ids, drawn, weight, weight, steps.to(x.dtype).unsqueeze(-1), there, rate, attack)
 
     def batch(self, this: Ahead, clients: int, k: int | None) -> Inputs:
         """What the first clients make their k-th local step on; None: the one that is next."""

@@ -23,7 +23,7 @@ from undrift.oracle.net import Net
 from undrift.round.accounting import Accountant
 from undrift.round.order import Cost, ServerState
 from undrift.round.record import RoundRecord
-from undrift.round.who import Attendance, Sampling, attendances
+from undrift.round.who import Attendance, Sampling, Task, attendances
 from undrift.simulate.client_store import DiskTable
 from undrift.simulate.clients import ClientTable
 from undrift.simulate.here import Execution, Stacked
@@ -61,6 +61,9 @@ class Replayed(Protocol):
 
     @property
     def sampling(self) -> Sampling: ...
+
+    @property
+    def task(self) -> Task: ...
 
     def wrap(self, alg: Algorithm) -> Algorithm: ...
 
@@ -212,9 +215,11 @@ def lay_out(
 
         def keys(use: Purpose) -> Tensor:
             """[R * runs, S, K]"""
-            names = one.put(named(lambda seed, rounds: fold(stream(seed, use), torch.from_numpy(rounds)).numpy()))
+            names = one.put(named(lambda seed, rounds: keys_of(seed, use, rounds)))
             return fold(fold(names.unsqueeze(-1), where).unsqueeze(-1), step)
 
+        drawing = one.run.task.attackers is not None and one.run.task.attackers.draws
+        attack = fold(one.put(named(lambda seed, rounds: keys_of(seed, Purpose.ATTACK, rounds))).unsqueeze(-1), where)
         rates = [[o.rate(t) for o in outlooks] for t in ahead if one.scheduled]
         rate = one.put(np.array(rates)).to(one.dtype).view(len(rates), *lead)
 
@@ -230,8 +235,14 @@ def lay_out(
                 steps=shaped(one.put(steps), S), samples=shaped(samples, S, K, B), real=shaped(one.put(real), S, K),
                 rate=rate, clients=shaped(one.put(clients), 1),
                 dropout=shaped(keys(Purpose.DROPOUT), S, K), augment=shaped(keys(Purpose.AUGMENT), S, K),
+                attack=shaped(attack, S)[..., : S * drawing],
             ),
         )  # fmt: skip
+
+
+def keys_of(seed: int, use: Purpose, rounds: Ids) -> Ids:
+    """The streams of a purpose in each of some rounds."""
+    return fold(stream(seed, use), torch.from_numpy(rounds)).numpy()
 
 
 class Stretch:
@@ -311,7 +322,7 @@ class Replay:
         compile = run.settings.compile and run.t >= COMPILED_FROM
         by_size = run.settings.weights == "size"
         alg, state = self.algorithm(), self.state()
-        return Program(alg, run.net, self.data, state, outlook.width, by_size, empty, compile, self.lead)
+        return Program(alg, run.task, self.data, state, outlook.width, by_size, empty, compile, self.lead)
 
     def algorithm(self) -> Algorithm:
         return self.runs[0].wrap(self.runs[0].alg)

@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from undrift.aggregate import MEAN, parse_rule
 from undrift.algorithms.base import Algorithm
 from undrift.algorithms.checks import check_algorithm
 from undrift.algorithms.personal import Personal
@@ -22,15 +23,17 @@ from undrift.core.errors import BadSetting, ClientFailed
 from undrift.core.forms import plain_forms
 from undrift.core.rates import RateSchedule
 from undrift.core.trees import State, map_leaves, named_leaves, nbytes
-from undrift.data.batches import Plan
+from undrift.data.batches import Plan, Table
 from undrift.data.federation import Federation, Ids, pool
 from undrift.oracle.net import Net
 from undrift.round.accounting import Accountant
+from undrift.round.attack import attack_keys, flip_labels, make_attackers, parse_attack
 from undrift.round.clients import new_clients
 from undrift.round.compressed import Uplink, check_summed, upload_form, wrap
 from undrift.round.order import Ask, Cost, Nobody, ServerState, first_state, play, send_down
 from undrift.round.private import Privacy, Private, Source, check_private, make_accountant
 from undrift.round.record import RoundRecord, write_record
+from undrift.round.robust import check_rule
 from undrift.round.shapes import Forms
 from undrift.round.who import Attendance, Sampling, Task, Who
 from undrift.simulate import export
@@ -86,6 +89,8 @@ class Settings:
     warmup: float = 0.0  # rounds in which the local rate rises
     client_state: str = "auto"  # where it is kept: memory, disk, or auto
     privacy: Privacy | None = None  # the updates are clipped and their sum gets noise
+    aggregate: str = MEAN  # or a rule of undrift/aggregate
+    attack: str = ""  # what some clients send instead, see round/attack.py
 
     def schedule(self, t: int) -> float:
         """What the local rate of round t (counted from 0) is multiplied by."""
@@ -134,6 +139,16 @@ class Simulation:
         if settings.compress:
             check_summed(alg)
             self.uplink = Uplink(settings.compress, settings.seed, net, upload_form(alg, net, data.clients))
+        self.rule, self.attackers = parse_rule(settings.aggregate), None
+        if self.rule is not None:
+            check_rule(self.rule, alg, settings.cohort, settings.compress)
+        if attack := parse_attack(settings.attack):
+            if alg.pools:
+                raise BadSetting(f"{type(alg).__name__} has one client with all samples; attack needs several")
+            self.attackers = make_attackers(attack, data.clients, settings.seed, device)
+            if attack.name == "labelflip":
+                self.data = flip_labels(data, attack.attackers(data.clients, settings.seed))
+        self.weighed: Callable[[Ids], Any] = lambda ids: self.data.sizes[ids]  # what clients weigh, with weights=size
         self.t = 0
         x0, buffers = (v.to(device) for v in net.start())
         self.state: ServerState = first_state(alg, net, x0, buffers, data.clients)
@@ -156,7 +171,7 @@ class Simulation:
 
     @property
     def task(self) -> Task:
-        return Task(self.net, self.data.clients)
+        return Task(self.net, self.data.clients, self.rule, self.attackers)
 
     @property
     def sampling(self) -> Sampling:
@@ -187,15 +202,19 @@ class Simulation:
     def who(self, attendance: Attendance) -> Who:
         """The clients of a round as the server sees them."""
         ids, drawn = (torch.from_numpy(v).to(self.device) for v in (attendance.ids, attendance.drawn))
-        size = torch.from_numpy(self.data.sizes[attendance.ids]).to(self.state.x).unsqueeze(-1)
+        size = torch.from_numpy(self.weighed(attendance.ids)).to(self.state.x).unsqueeze(-1)
         share = size if self.settings.weights == "size" else torch.ones_like(size)
         steps = torch.from_numpy(attendance.steps).to(self.state.x).unsqueeze(-1)
-        return Who(ids, drawn, share, share / share.sum(-2, keepdim=True), steps)
+        keys = attack_keys(self.settings.seed, self.t, ids) if self.attackers and self.attackers.draws else ()
+        return Who(ids, drawn, share, share / share.sum(-2, keepdim=True), steps, attack=keys)
 
     def work(self, attendance: Attendance) -> LocalWork:
         """What the clients of the next round train on."""
         ids, how = attendance.ids, self.settings
-        table = self.data.table(how.plan, how.seed, self.t, ids, self.position[ids])
+        if self.remote is not None:  # who has samples elsewhere chooses them there; here it could have any number
+            table = Table(torch.zeros(len(ids), 0, 0), np.zeros((len(ids), 0), np.int64), attendance.steps)
+        else:
+            table = self.data.table(how.plan, how.seed, self.t, ids, self.position[ids])
         if (attendance.steps < table.steps).any():
             table = table.shorten(attendance.steps)
         return LocalWork(

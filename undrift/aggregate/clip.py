@@ -1,0 +1,31 @@
+"""Norm bound that follows the cohort: no vector is longer than a few times the median of their norms."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from torch import Tensor
+
+from undrift.aggregate import Rule, middle, scaled
+from undrift.aggregate.bound import shorten
+from undrift.core.errors import BadSetting
+from undrift.core.vec import norm
+
+
+@dataclass(frozen=True)
+class Clip(Rule):
+    """v_i min(1, C / |v_i|) with C = `times` the median of all |v_j|; the method takes their weighted mean."""
+
+    times: float = 1.0
+
+    keeps_single: ClassVar[bool] = True
+
+    def __call__(self, v: Tensor, weight: Tensor) -> Tensor:
+        u, unit = scaled(v, weight)
+        length = norm(u)
+        return shorten(v, u, unit, self.times * middle(length, weight).unsqueeze(-2))
+
+    def __post_init__(self) -> None:
+        if not 0.0 < self.times < 1e6:
+            raise BadSetting(f"clip takes a multiple of the median norm above 0 and below 1e6, not {self.times}")
