@@ -1,8 +1,8 @@
-"""NVFlare's simulator for benchmarks/rivals.py: its FedAvg controller, and an executor that trains a client in a process of its own.
+"""NVFlare's simulator for benchmarks/rivals.py: its FedAvg controller, and an executor that trains a client.
 
-The simulator has a process for every client, which would be a hundred. So there are COHORT clients, all of which take part in every
-round, each with another client's samples from round to round. Its waiting times are set as short as they can be, and models are
-not written to disk.
+The simulator keeps a process for every client, which would be a hundred. So there are COHORT clients, all of which take part in
+every round, each with another client's samples from round to round. The controller's waiting time is as short as it can be,
+and models are not written to disk.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What benchmarks/cpu.py and gpu.py compare undrift with: a plain per-client PyTorch loop, pfl-research, Flower, fluke, APPFL, NVFlare.
+"""What benchmarks/cpu.py and gpu.py compare undrift with: a plain loop, pfl-research, Flower, fluke, APPFL and NVFlare.
 
 All of them run FedAvg on the same data with the same model: `CLIENTS` clients, `COHORT` a round, `STEPS` local steps of
 `BATCH` samples. Each is handed floats that are ready; undrift makes them of uint8 images in every round. fluke, APPFL and NVFlare
@@ -411,4 +411,8 @@ def between(times: list[float]) -> list[float]:
 if __name__ == "__main__":
     import rivals  # a `Turn` of __main__ would be unknown at the other end
 
-    rivals.serve(*sys.argv[1:4], Client(sys.argv[4]))
+    if len(sys.argv) > 1:
+        rivals.serve(*sys.argv[1:4], Client(sys.argv[4]))
+    for name, package in PACKAGES.items() if len(sys.argv) == 1 else ():  # for `make rivals`
+        if package.apart:
+            print(name.lower(), package.installs)
