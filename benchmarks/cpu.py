@@ -140,7 +140,9 @@ def main() -> None:
         for name, row in result["rivals"].items():
             low, high = row["quartiles"]
             times = f"{row['ms']:11.1f}{f'{low:.1f} to {high:.1f}':>18}{row['ratio']:11.2f}{row['least']:11.1f}"
-            work = f"{row['ratio of least']:11.2f}{row['steps']:11.0f}   {row['loss'][0]:.4f} to {row['loss'][1]:.4f}"
+            work = (
+                f"{row['ratio of least']:11.2f}{row['steps'] or '':>11}   {row['loss'][0]:.4f} to {row['loss'][1]:.4f}"
+            )
             print(f"{name:16}{times}{work}  {row['note']}")
         for name, reason in result["cannot run"].items():
             print(f"{name:16}cannot run: {reason}")
