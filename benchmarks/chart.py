@@ -47,7 +47,9 @@ def main() -> None:
     for axis, (title, ms) in zip(axes[:, 0], every.items(), strict=True):
         colours = ["#2f6f9f" if name.startswith("undrift") else "#bbbbbb" for name in ms]
         bars = axis.barh(list(ms), list(ms.values()), color=colours)
-        axis.bar_label(bars, [f"{value:.3g} ms" for value in ms.values()], padding=3)
+        axis.bar_label(
+            bars, [f"{value:.0f} ms" if value > 999 else f"{value:.3g} ms" for value in ms.values()], padding=3
+        )
         axis.set_title(title, loc="left", fontsize=9)
         axis.set_xscale("log")
         axis.set_xlim(right=3 * max(ms.values()))

@@ -76,6 +76,8 @@ def compare(model: str, names: list[str], turns: int, each: int) -> dict[str, An
     finally:
         for rival in running.values():
             rival.end()
+    if "undrift" not in played:
+        raise SystemExit(f"undrift itself cannot run: {why.get('undrift', 'it is not among the rivals')}")
     rows = {}
     for name, turn in played.items():
         ms = [1e3 * s for t in turn[1:] for s in t.seconds]  # the first turn warms up

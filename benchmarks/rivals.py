@@ -39,6 +39,7 @@ from undrift.models import lenet5, mlp
 CLIENTS, COHORT, STEPS, BATCH, SAMPLES, LR = 100, 10, 5, 64, 320, 0.1  # 320 = 5 * 64: one pass is one round
 MODELS = {"mlp, 1x28x28": (mlp.build, (1, 28, 28)), "lenet5, 3x32x32": (lenet5.build, (3, 32, 32))}
 Rounds = Callable[[int], list[float]]  # run that many rounds; seconds of each
+PATIENCE = 600  # seconds that a rival may take to begin, or for a turn
 ROOMS = Path(__file__).parent.parent / ".rivals"  # the virtual environments
 
 
@@ -357,7 +358,7 @@ class Rival:
         self.log, address = Path(self.folder.name) / "log", str(Path(self.folder.name) / "socket")
         paths = os.pathsep.join(str(path) for path in (Path(__file__).parent, Path(__file__).parent.parent))
         command = [str(python), __file__, name, model, device, address]
-        socket.setdefaulttimeout(600)  # seconds until it must have begun
+        socket.setdefaulttimeout(PATIENCE)
         try:
             with Listener(address) as listener, self.log.open("w") as log:
                 self.process = subprocess.Popen(
@@ -377,6 +378,8 @@ class Rival:
 
     def receive(self) -> Any:
         try:
+            if not self.pipe.poll(PATIENCE):
+                raise CannotRun(f"no answer in {PATIENCE} s: {self.last_words()}")
             return self.pipe.recv()
         except (EOFError, ConnectionResetError):
             raise CannotRun(self.last_words()) from None

@@ -218,8 +218,9 @@ class Oracle:
         many = torch.vmap(one_model, (0, 0, None), 1, chunk_size=max(1, ASKED // inputs.numel()))
         for _ in range(runs):
             many = torch.vmap(many)
-        outputs: Tensor = many(models.squeeze(runs), statistics.squeeze(runs), inputs.flatten(runs, runs + 1))
-        return outputs.unflatten(runs, (self.lead[-1], -1))
+        outputs = many(models.squeeze(runs), statistics.squeeze(runs), inputs.flatten(runs, runs + 1))
+        by_client: Tensor = outputs.unflatten(runs, (self.lead[-1], -1))
+        return by_client
 
     def grad(self, x: Tensor, objective: Objective | None = None, *others: Tensor, track: bool = True) -> Tensor:
         """The gradient [..., P] at x [..., P] of the mean over real samples of objective(model, x, inputs, targets, *others).
