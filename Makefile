@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 INSTALLED := $(VENV)/installed
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test system cuda lint types imports doctest unit golden bench uplot size clean
+.PHONY: help demo test system cuda lint types imports doctest unit golden rivals bench uplot size clean
 
 help: ## list the targets
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-9s %s\n", $$1, $$2}'
@@ -52,7 +52,11 @@ cuda: $(INSTALLED) ## the tests that need a GPU; writes benchmarks/results/cuda-
 golden: $(INSTALLED) ## write tests/golden anew: only for a deliberate change of results
 	UNDRIFT_WRITE_GOLDEN=1 $(BIN)/pytest -q tests/algorithms/test_all_algorithms.py -k golden
 
-bench: $(INSTALLED) ## speed beside a plain loop and pfl-research; memory and speed with very many clients
+rivals: $(INSTALLED) ## fluke, APPFL and NVFlare for the benchmarks, each in a virtual environment of its own in .rivals
+	@$(BIN)/python benchmarks/rivals.py | while read name package; do \
+		$(PYTHON) -m venv .rivals/$$name && .rivals/$$name/bin/pip install --quiet --disable-pip-version-check -e . $$package; done
+
+bench: $(INSTALLED) ## speed beside a plain loop and other frameworks; memory and speed with very many clients
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[bench]'
 	$(BIN)/python benchmarks/cpu.py
 	$(BIN)/python benchmarks/scale.py
@@ -67,4 +71,4 @@ size: ## lines of each file
 	@git ls-files 'undrift/*.py' | xargs wc -l | sort -rn | head -25
 
 clean: ## remove the virtual environment and caches
-	rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis
+	rm -rf $(VENV) .rivals .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis

@@ -1,6 +1,7 @@
 """The README's bar chart, from the benchmarks' JSON files: `python benchmarks/chart.py` writes docs/speed.svg.
 
-Reads benchmarks/results/gpu.json (`gpu.py --json`) and benchmarks/results/cpu.json (`cpu.py --json`), as far as they are there.
+Reads benchmarks/results/gpu.json (`gpu.py --json`), cpu.json and rivals.json (`cpu.py --json`), as far as they are there.
+rivals.json is of a machine that others used too, so of its rounds the shortest is shown.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ matplotlib.use("svg")
 import matplotlib.pyplot as plt
 
 RESULTS, TO = Path(__file__).parent / "results", Path(__file__).parent.parent / "docs" / "speed.svg"
+RIVALS = ("plain", "pfl", "fluke", "APPFL", "NVFlare", "undrift", "undrift compiled")
 NAMES = {"plain": "plain loop", "pfl": "pfl 0.6.0", "undrift compiled": "undrift, compiled"}
 
 
@@ -23,11 +25,12 @@ def panels() -> dict[str, dict[str, float]]:
     found: dict[str, dict[str, float]] = {}
     gpu: dict[str, Any] = json.loads(text) if (text := read("gpu.json")) else {}
     for row in gpu.get("S=10", []):
-        ms = {NAMES.get(r, r): row[r] for r in ("plain", "pfl", "undrift", "undrift compiled") if r in row}
+        ms = {NAMES.get(r, r): row[r] for r in RIVALS if isinstance(row.get(r), float)}
         if len(ms) > 2:
             found[f"{row['model']}, {gpu['gpu']}"] = ms
-    for row in json.loads(text)["results"] if (text := read("cpu.json")) else []:
-        found[f"{row['model']}, two CPU cores"] = row["ms"]
+    for file, where, which in (("cpu.json", "two CPU cores", "ms"), ("rivals.json", "one thread", "least")):
+        for row in json.loads(text)["results"] if (text := read(file)) else []:
+            found[f"{row['model']}, {where}"] = {name: rival[which] for name, rival in row["rivals"].items()}
     return {title: dict(sorted(ms.items(), key=lambda pair: -pair[1])) for title, ms in found.items()}
 
 
@@ -39,11 +42,14 @@ def read(name: str) -> str:
 def main() -> None:
     every = panels()
     plt.rcParams |= {"svg.hashsalt": "undrift", "svg.fonttype": "none", "font.size": 9.0}
-    figure, axes = plt.subplots(len(every), 1, figsize=(7, 1.1 * len(every) + 0.6), squeeze=False)
+    heights = [0.3 + 0.2 * len(ms) for ms in every.values()]
+    figure, axes = plt.subplots(len(every), 1, figsize=(7, sum(heights) + 0.6), squeeze=False, height_ratios=heights)
     for axis, (title, ms) in zip(axes[:, 0], every.items(), strict=True):
         colours = ["#2f6f9f" if name.startswith("undrift") else "#bbbbbb" for name in ms]
         bars = axis.barh(list(ms), list(ms.values()), color=colours)
-        axis.bar_label(bars, [f"{value:.3g} ms" for value in ms.values()], padding=3)
+        axis.bar_label(
+            bars, [f"{value:.0f} ms" if value > 999 else f"{value:.3g} ms" for value in ms.values()], padding=3
+        )
         axis.set_title(title, loc="left", fontsize=9)
         axis.set_xscale("log")
         axis.set_xlim(right=3 * max(ms.values()))

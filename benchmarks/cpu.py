@@ -1,107 +1,127 @@
-"""One FedAvg round on the CPU: undrift beside a plain per-client PyTorch loop, pfl-research and Flower, in one run.
+"""One FedAvg round on the CPU: undrift beside a plain per-client PyTorch loop and other frameworks, in one run.
 
-    python benchmarks/cpu.py [--json FILE]      # needs: pip install 'undrift[bench]'; what is not installed is left out
+    python benchmarks/cpu.py [--json FILE]                   # pip install 'undrift[bench]' and make rivals install the others
+    python benchmarks/cpu.py --models '' --methods fedsm-extra,ensemble    # rounds of methods beside FedAvg's
 
 100 clients, 10 a round, 5 local steps, batch 64; the MLP on MNIST-shaped and LeNet-5 on CIFAR-shaped data, and models that are
 not computed in C as a whole (`BESIDE_THE_LOOP`), on which only undrift and the plain loop are run. Each rival
 (benchmarks/rivals.py) has a process of its own (undrift changes how memory is handed back, which would help the others
-too); they take turns, some rounds each, so that the machine's moods meet all of them. The figures are medians of rounds.
+too); they take turns, some rounds each, so that the machine's moods meet all of them. A rival that cannot be run says why.
 undrift's round is whole: sampling the cohort and its batches, uint8 to normalised floats, training, the server's step
-and the record. The others are handed floats that are ready.
+and the record. The others are handed floats that are ready, and their start is not timed.
 """
 
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import json
-import multiprocessing
 import os
 import platform
 import statistics
+import time
 from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import Any
 
 import rivals
 import torch
-from rivals import BATCH, CLIENTS, COHORT, LR, MODELS, STEPS, Rounds
+from rivals import BATCH, CLIENTS, COHORT, LR, MODELS, PACKAGES, STEPS, CannotRun, Rival, Turn
 
-from undrift.algorithms.fedavg import FedAvg
 from undrift.data.batches import Plan
 from undrift.data.federation import federate
 from undrift.jobs.course import commit
+from undrift.jobs.registry import algorithm_class, build_model
 from undrift.oracle.net import Net
 from undrift.simulate.simulation import Settings, Simulation
 
-# and the packages they need; ray comes with flwr[simulation], not with flwr alone
-RIVALS = {"undrift": "undrift", "plain loop": "torch", "pfl 0.6.0": "pfl", "Flower 1.41": "ray"}
 # models beside the plain loop only, and rounds of a turn for the slow ones
 BESIDE_THE_LOOP = {"gradma-nn": 10, "gradma-lenet5": 4, "resnet20-gn": 1, "unet": 1}
+BEGIN = 10  # rounds before the second phase of a method that has one
 
 
-def undrift_rounds(model: str) -> tuple[Rounds, Simulation]:
+def simulation(model: str, method: str = "fedavg", **fields: Any) -> Simulation:
     device = torch.device("cpu")
     how = "sites" if rivals.segments(model) else "iid"
     federation = federate(rivals.federated_data(model), how, CLIENTS, 0, device)
     settings = Settings(COHORT, Plan(BATCH, steps=STEPS), eval_every=10**9)
-    net = Net(rivals.built(model), rivals.loss_of(model))
-    simulation = Simulation(FedAvg(lr=LR), net, federation, settings, {}, device)
-    return lambda count: [simulation.round().seconds for _ in range(count)], simulation
+    alg, net = algorithm_class(method)(lr=LR, **fields), Net(rivals.built(model), rivals.criterion(model))
+    for name, (other, outputs) in alg.networks(CLIENTS).items():
+        net.add_network(name, Net(build_model(other, federation.shape, outputs, 0)))
+    return Simulation(alg, net, federation, settings, {}, device)
 
 
-def rival(name: str, model: str, pipe: Connection) -> None:
-    """One rival in a process of its own: answers a number of rounds with the seconds of each."""
-    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # pfl prints its metrics
-    multiprocessing.current_process().name = "MainProcess"  # pfl sets itself up only under that name
-    if name.startswith("Flower"):
-        return rivals.serve_flower(model, pipe)
-    simulation = None
-    if name == "undrift":
-        run, simulation = undrift_rounds(model)
-    elif name == "plain loop":
-        run = rivals.plain_rounds(rivals.built(model), *rivals.ready(model), rivals.loss_of(model))
-    else:
-        run = rivals.pfl_rounds(rivals.built(model), *rivals.ready(model))
-    pipe.send("ready")
+def serve(model: str, pipe: Connection) -> None:
+    """undrift as one of the rivals."""
+    run = simulation(model)
+    pipe.send("")
     while (count := pipe.recv()) is not None:
-        seconds = run(count)
-        pipe.send((seconds, simulation.execution.name if simulation and simulation.execution else ""))
-    return None
+        records = [run.round() for _ in range(count)]
+        loss = rivals.loss_of(run.net.layout.split(run.state.x), model)
+        how = run.execution.name if run.execution else ""
+        pipe.send(Turn([record.seconds for record in records], records[-1].gradients, loss, how))
 
 
-def compare(model: str, names: list[str], turns: int, each: int) -> dict[str, object]:
-    """Median ms a round of every rival; they take turns, so that only one works at a time."""
+def compare(model: str, names: list[str], turns: int, each: int) -> dict[str, Any]:
+    """Times of a round of every rival; they take turns, so that only one works at a time."""
     if (short := model.partition(",")[0]) in BESIDE_THE_LOOP:
-        names, each = ["undrift", "plain loop"], min(each, BESIDE_THE_LOOP[short])
-    context = multiprocessing.get_context("spawn")
-    pipes, times, notes, processes = {}, {name: [] for name in names}, {}, []
-    for name in names:
-        pipes[name], theirs = context.Pipe()
-        processes.append(context.Process(target=rival, args=(name, model, theirs)))
-        processes[-1].start()
-        theirs.close()  # so that a rival that dies ends the wait
+        names, each = [name for name in names if name in ("undrift", "plain loop")], min(each, BESIDE_THE_LOOP[short])
+    running, played, why = dict[str, Rival](), dict[str, list[Turn]](), dict[str, str]()
     try:
-        for pipe in pipes.values():
-            pipe.recv()  # ready: nobody is timed while another one starts
-        for turn in range(turns + 1):
-            for name, pipe in pipes.items():
-                pipe.send(each)
-                seconds, notes[name] = pipe.recv()
-                times[name] += seconds if turn else []  # the first turn warms up
-        for pipe in pipes.values():
-            pipe.send(None)
-        for process in processes:
-            process.join(60)
+        for name in names:
+            try:
+                running[name] = Rival(name, model)
+            except CannotRun as reason:
+                why[name] = str(reason)
+        for _ in range(turns + 1):
+            for name, rival in list(running.items()):
+                try:
+                    played.setdefault(name, []).append(rival.play(each))
+                except CannotRun as reason:
+                    why[name] = str(reason)
+                    del running[name], played[name]
     finally:
-        for process in processes:
-            process.terminate()
-    ms = {name: [1e3 * s for s in t] for name, t in times.items()}
-    medians = {name: statistics.median(t) for name, t in ms.items()}
-    quarters = {name: statistics.quantiles(t, n=4)[::2] for name, t in ms.items()}
-    least = {name: min(t) for name, t in ms.items()}
-    ratio = {name: median / medians["undrift"] for name, median in medians.items()}
-    found = {"ms": medians, "quartiles": quarters, "least": least, "ratio": ratio}
-    return {"model": model, "execution": notes["undrift"]} | found
+        for rival in running.values():
+            rival.end()
+    if "undrift" not in played:
+        raise SystemExit(f"undrift itself cannot run: {why.get('undrift', 'it is not among the rivals')}")
+    rows = {}
+    for name, turn in played.items():
+        ms = [1e3 * s for t in turn[1:] for s in t.seconds]  # the first turn warms up
+        steps, loss = turn[-1].steps, (turn[0].loss, turn[-1].loss)
+        rows[f"{name} {running[name].version}".strip()] = {
+            "ms": statistics.median(ms), "least": min(ms), "quartiles": statistics.quantiles(ms, n=4)[::2],
+            "steps": steps, "loss": loss, "note": turn[-1].note,
+        }  # fmt: skip
+    for row in rows.values():
+        row["ratio"] = row["ms"] / rows["undrift"]["ms"]
+        row["ratio of least"] = row["least"] / rows["undrift"]["least"]
+    return {"model": model, "rivals": rows, "cannot run": why}
+
+
+def methods(names: list[str], turns: int) -> list[dict[str, Any]]:
+    """Rounds of methods on the MLP, in their second phase if they have one, beside FedAvg's: processor time, and by the clock."""
+    model = next(iter(MODELS))
+    phased = {name: hasattr(algorithm_class(name), "begin") for name in names}
+    runs = {
+        name: simulation(model, name, **({"begin": BEGIN} if phased.get(name) else {})) for name in ["fedavg", *names]
+    }
+    spent: dict[str, list[tuple[float, float]]] = {name: [] for name in runs}
+    for run in runs.values():
+        while run.t <= BEGIN:
+            run.round()
+    for _ in range(turns):
+        for name, run in runs.items():
+            began = time.process_time()
+            seconds = run.round().seconds
+            spent[name].append((time.process_time() - began, seconds))
+    of_cpu, of_clock = ({name: min(s[n] for s in t) for name, t in spent.items()} for n in range(2))
+    return [
+        {
+            "method": name, "cpu ms": 1e3 * of_cpu[name], "cpu ratio": of_cpu[name] / of_cpu["fedavg"],
+            "ms": 1e3 * of_clock[name], "ratio": of_clock[name] / of_clock["fedavg"],
+        }
+        for name in runs
+    ]  # fmt: skip
 
 
 def main() -> None:
@@ -109,25 +129,39 @@ def main() -> None:
     arguments.add_argument("--turns", type=int, default=5)
     arguments.add_argument("--rounds", type=int, default=10, help="of each rival in a turn")
     arguments.add_argument("--models", default=",".join(name.partition(",")[0] for name in MODELS))
+    arguments.add_argument("--rivals", default=",".join(PACKAGES), help="comma separated; undrift is one")
+    arguments.add_argument("--methods", default="", help="time rounds of these methods beside FedAvg's")
     arguments.add_argument("--json", type=Path, help="write the results to this file too")
     chosen = arguments.parse_args()
-    names = [name for name, package in RIVALS.items() if importlib.util.find_spec(package)]
-    models = [model for model in MODELS if model.partition(",")[0] in chosen.models.split(",")]
-    results = [compare(model, names, chosen.turns, chosen.rounds) for model in models]
-    print(f"torch {torch.__version__}, {torch.get_num_threads()} threads, {platform.processor() or platform.machine()}")
-    print(f"{'model':24}{'rival':14}{'ms a round':>12}{'quartiles':>18}{'least':>9}{'x undrift':>12}")
-    for result in results:
-        for name, ms in result["ms"].items():  # type: ignore[attr-defined]
-            low, high = result["quartiles"][name]  # type: ignore[index]
-            note = f"  ({result['execution']})" if name == "undrift" else ""
-            ratio = result["ratio"][name]  # type: ignore[index]
-            least = result["least"][name]  # type: ignore[index]
-            spread = f"{low:.1f} to {high:.1f}"
-            print(f"{result['model']:24}{name:14}{ms:12.1f}{spread:>18}{least:9.1f}{ratio:12.2f}{note}")
-    line = json.dumps({"benchmark": "cpu", "torch": torch.__version__, "commit": commit(), "results": results})
-    print(line)
+    found: dict[str, Any] = {"benchmark": "cpu", "torch": torch.__version__, "commit": commit()}
+    found |= {"threads": torch.get_num_threads(), "processor": platform.processor() or platform.machine()}
+    found["load before"] = os.getloadavg()[0]
+    print(
+        f"torch {torch.__version__}, {found['threads']} threads, {found['processor']}, load {found['load before']:.1f}"
+    )
+    if models := [model for model in MODELS if model.partition(",")[0] in chosen.models.split(",")]:
+        names = [name for name in PACKAGES if name in chosen.rivals.split(",")]
+        found["results"] = [compare(model, names, chosen.turns, chosen.rounds) for model in models]
+    titles = ("ms a round", "quartiles", "x undrift", "least", "x undrift", "steps", "loss")
+    for result in found.get("results", []):
+        print(f"{result['model']:16}" + "".join(f"{title:>{18 if n == 1 else 11}}" for n, title in enumerate(titles)))
+        for name, row in result["rivals"].items():
+            low, high = row["quartiles"]
+            times = f"{row['ms']:11.1f}{f'{low:.1f} to {high:.1f}':>18}{row['ratio']:11.2f}{row['least']:11.1f}"
+            work = (
+                f"{row['ratio of least']:11.2f}{row['steps'] or '':>11}   {row['loss'][0]:.4f} to {row['loss'][1]:.4f}"
+            )
+            print(f"{name:16}{times}{work}  {row['note']}")
+        for name, reason in result["cannot run"].items():
+            print(f"{name:16}cannot run: {reason}")
+    if chosen.methods:
+        found["methods"] = methods(chosen.methods.split(","), chosen.turns)
+        for row in found["methods"]:
+            times = f"{row['cpu ms']:9.0f} ms of processors = {row['cpu ratio']:5.1f} x FedAvg,"
+            print(f"{row['method']:14}{times}{row['ms']:9.0f} ms = {row['ratio']:5.1f} x")
+    found["load after"] = os.getloadavg()[0]
     if chosen.json:
-        chosen.json.write_text(line + "\n")
+        chosen.json.write_text(json.dumps(found) + "\n")
 
 
 if __name__ == "__main__":

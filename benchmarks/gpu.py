@@ -1,11 +1,12 @@
-"""Rounds on one GPU: undrift beside a bare captured loop, the plain per-client loop and pfl-research, in one run.
+"""Rounds on one GPU: undrift beside a bare captured loop, the plain per-client loop and other frameworks, in one run.
 
-    python benchmarks/gpu.py [--rivals bare,plain,pfl] [--profile] [--methods all] [--packs mlp,lenet5] [--ragged] [--real]
-        [--json FILE]
+    python benchmarks/gpu.py [--rivals bare,plain,pfl,fluke,APPFL,NVFlare] [--profile] [--methods all] [--packs mlp,lenet5]
+        [--ragged] [--real] [--json FILE]
 
 100 clients, 5 local steps, batch 64, CIFAR-shaped data (the MLP has 3072 inputs), TF32 on for all. undrift's round is
 whole: sampling the cohort and its batches, uint8 to normalised floats, training, the server's step and the record,
-without evaluation. The bare loop (benchmarks/bare.py) and the others are handed floats that are ready.
+without evaluation. The bare loop (benchmarks/bare.py) and the others are handed floats that are ready. fluke, APPFL and NVFlare
+run in processes of their own (benchmarks/rivals.py); a rival that cannot be run says why.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from typing import Any
 import numpy as np
 import torch
 from bare import BATCH, LR, MODELS, SHAPE, STEPS, bare_round, milliseconds, tensor_cores
-from rivals import CLIENTS, SAMPLES, pfl_rounds, plain_rounds
+from rivals import CLIENTS, PACKAGES, SAMPLES, CannotRun, Rival, pfl_rounds, plain_rounds
 from torch import nn
 
 import undrift
@@ -131,6 +132,14 @@ def rivals(wanted: list[str], clients: int, models: list[str], profile: bool) ->
             except ImportError as error:  # a rival that lacks something must not spoil the others' figures
                 print(f"{rival} is left out: {error}", flush=True)
                 wanted = [other for other in wanted if other != rival]  # tried again it might run half imported
+        for rival in (other for other in wanted if other in PACKAGES and PACKAGES[other].apart):
+            try:
+                apart = Rival(rival, name, "cuda")
+                apart.play(2)
+                row[rival] = statistics.median(apart.play(6).seconds) * 1e3
+                apart.end()
+            except CannotRun as reason:
+                row[rival] = f"cannot run: {reason}"
         rows.append(row)
         shown = {k: v for k, v in row.items() if k != "profile"}
         told = "  ".join(f"{k} {v:.2f}" if isinstance(v, float) else f"{k} {v}" for k, v in shown.items())
@@ -293,7 +302,7 @@ def real(on: list[str]) -> list[dict[str, Any]]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rivals", default="bare,plain,pfl", help="comma separated, or nothing")
+    parser.add_argument("--rivals", default="bare,plain,pfl,fluke,APPFL,NVFlare", help="comma separated, or nothing")
     parser.add_argument("--clients", default="10,100", help="cohorts of the comparison")
     parser.add_argument("--models", default=",".join(MODELS), help="of the comparison")
     parser.add_argument("--methods", default="", help="time and capture of these methods, or of all")

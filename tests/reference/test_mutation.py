@@ -56,7 +56,6 @@ DENIED = {
     ("algorithms/fedmlb", "Branched.objective", "-1 in F.log_softmax(logits / self.temperature, -1)"): LAST,
     ("algorithms/fedmlb", "Branched.objective", "-1 in (branch.exp() * (branch - main)).sum(-1)"): LAST,
     ("algorithms/fedsm", "WithSelector.client_init", "-1 in ids.to(down.s.dtype).unsqueeze(-1)"): LAST,
-    ("algorithms/fedsm_extra", "ThenSelector.known", "-1 in torch.stack([model.loss(h, targets) for h in outputs], -1)"): LAST,
     ("algorithms/fedsm_extra", "ThenSelector.objective", "-1 in known.view(len(inputs), -1).argmin(-1)"): LAST,
     ("algorithms/gradient_memory/memory", "Memory.remember", "-1 in self.age[place].unsqueeze(-1)"): LAST,
     ("algorithms/moon", "Contrastive.objective", "-1 in dim=-1"): LAST,

@@ -9,11 +9,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-import torch
 from torch import Tensor
 
 from undrift.algorithms.base import Average
-from undrift.algorithms.fedsm_extra import ThenSelector, outputs_of_all
+from undrift.algorithms.fedsm_extra import ThenSelector
 from undrift.oracle.oracle import View
 
 
@@ -24,12 +23,9 @@ class Weighed(ThenSelector):
     chooses: ClassVar[str] = "mix"
 
     @staticmethod
-    def known(
-        model: View, x: Tensor, inputs: Tensor, targets: Tensor, v: Tensor, buffers: Tensor, statistics: Tensor
-    ) -> Tensor:
+    def known(model: View, h: Tensor, targets: Tensor) -> Tensor:
         """[B, (N + 1) ...] each model's probabilities."""
-        outputs = outputs_of_all(model, x, inputs, v, buffers, statistics)
-        return torch.stack([model.probabilities(h) for h in outputs], 1).flatten(1)
+        return model.probabilities(h.flatten(0, 1)).view(len(h), -1)
 
     @staticmethod
     def objective(model: View, s: Tensor, inputs: Tensor, targets: Tensor, known: Tensor) -> Tensor:

@@ -94,12 +94,9 @@ class ThenSelector(GlobalAndPulled):
         return mean(up.d, cohort.weight), companion._replace(v=put(companion.v, pull.v, cohort), statistics=statistics)
 
     @staticmethod
-    def known(
-        model: View, x: Tensor, inputs: Tensor, targets: Tensor, v: Tensor, buffers: Tensor, statistics: Tensor
-    ) -> Tensor:
+    def known(model: View, h: Tensor, targets: Tensor) -> Tensor:
         """[B, N + 1] each model's loss on each sample."""
-        outputs = outputs_of_all(model, x, inputs, v, buffers, statistics)
-        return torch.stack([model.loss(h, targets) for h in outputs], -1)
+        return model.losses(h, targets)
 
     @staticmethod
     def objective(model: View, s: Tensor, inputs: Tensor, targets: Tensor, known: Tensor) -> Tensor:
@@ -153,7 +150,9 @@ class ExtraRound(Wrapper):
         self, down: ThenSelector.Down, client: ThenSelector.Client, work: Stream, oracle: GradientOracle
     ) -> Stream:
         watching = oracle.other("selector", work.statistics)
-        known = oracle.values(down.x, self.inner.known, down.models, oracle.buffers, down.statistics)
+        v = down.models.unflatten(-1, (-1, down.x.shape[-1]))  # [..., N, P]
+        statistics = down.statistics.unflatten(-1, (v.shape[-2], -1))
+        known = oracle.answers(self.inner.known, down.x, v, statistics)
         g = watching.grad(work.x, self.inner.objective, known.flatten(-2))
         oracle.loss = watching.loss
         rates = LocalOptimizer(lr=self.inner.selector_lr, momentum=self.momentum)
@@ -182,15 +181,6 @@ class ExtraRound(Wrapper):
 
     def leave_moments(self, work: Stream, opt: State) -> State:
         return opt
-
-
-def outputs_of_all(
-    model: View, x: Tensor, inputs: Tensor, v: Tensor, buffers: Tensor, statistics: Tensor
-) -> list[Tensor]:
-    """The outputs h_0, h_1, ... of the server's and the clients' models, in evaluation mode."""
-    models = [x, *v.split(x.shape[-1])]
-    buffers_of = [buffers, *(statistics.split(buffers.shape[-1]) if len(buffers) else [buffers] * (len(models) - 1))]
-    return [model.still(each, own, inputs) for each, own in zip(models, buffers_of, strict=True)]
 
 
 @dataclass(frozen=True)

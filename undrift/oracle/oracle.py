@@ -19,6 +19,7 @@ from undrift.core.vec import descend
 from undrift.oracle.net import Context, Net
 
 Objective = Callable[..., Tensor]
+ASKED = 1 << 25  # numbers of input that are shown to several models at a time
 
 
 class GradientOracle(Protocol):
@@ -34,7 +35,7 @@ class GradientOracle(Protocol):
     def grad(self, x: Tensor, objective: Objective | None = None, *others: Tensor, track: bool = True) -> Tensor: ...
     def grads(self, *points: Tensor) -> list[Tensor]: ...
     def step(self, x: Tensor, rate: float | Tensor) -> Tensor: ...
-    def values(self, x: Tensor, ask: Objective, *others: Tensor) -> Tensor: ...
+    def answers(self, ask: Objective, x: Tensor, models: Tensor, statistics: Tensor) -> Tensor: ...
     def at(self, buffers: Tensor) -> GradientOracle: ...
     def other(self, name: str, buffers: Tensor) -> GradientOracle: ...
     def parts(self, count: int) -> Sequence[GradientOracle]: ...
@@ -99,6 +100,11 @@ class View:
     def loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
         """The task's loss of each sample [B]; where some labels do not count, scaled for a mean over those that do."""
         return self.over_labels(self.net.sample_losses(outputs, targets), targets)
+
+    def losses(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        """The task's loss [B, M] of the outputs [B, M, *] of several models, scaled likewise."""
+        losses: Tensor = torch.vmap(self.loss, (1, None), 1)(outputs, targets)
+        return losses
 
     def probabilities(self, outputs: Tensor) -> Tensor:
         """The probability of each class, or of each structure at each pixel."""
@@ -188,11 +194,33 @@ class Oracle:
         oracle.tally, oracle.task = self.tally, self.task
         return oracle
 
-    def values(self, x: Tensor, ask: Objective, *others: Tensor) -> Tensor:
-        """ask(model, x, inputs, targets, *others) for each sample [..., B, m], without a gradient."""
-        points = [v.detach().expand(*self.lead, v.shape[-1]) for v in (x, *others)]
+    def answers(self, ask: Objective, x: Tensor, models: Tensor, statistics: Tensor) -> Tensor:
+        """ask(model, outputs, targets) for each sample [..., B, m], without a gradient.
+
+        The outputs [B, 1 + M, *] are those of x [..., P], with the statistics `buffers`, and of models [..., M, P] that all
+        clients share, with their statistics [..., M, Q]; all in evaluation mode.
+        """
+        x, behind = x.detach().expand(*self.lead, x.shape[-1]), len(self.lead) + 1
         with torch.no_grad():
-            return self._each(ask, points[0], points[1:])[0]
+            own, _ = self._each(lambda model, x, inputs, targets: model.still(x, model.buffers, inputs), x, [])
+            outputs = torch.cat([own.unsqueeze(behind), self._shared_outputs(models, statistics)], behind)
+            return self._each(lambda model, outputs, inputs, targets: ask(model, outputs, targets), outputs, [])[0]
+
+    def _shared_outputs(self, models: Tensor, statistics: Tensor) -> Tensor:
+        """[..., B, M, *]. The samples of stacked clients form one batch, and many models see it at a time."""
+        inputs, runs = self.batch.inputs, len(self.lead) - 1
+
+        def one_model(x: Tensor, buffers: Tensor, inputs: Tensor) -> Tensor:
+            return self.net(x, buffers, inputs, None, bool(self.lead))[0]
+
+        if not self.lead:
+            return torch.stack([one_model(x, own, inputs) for x, own in zip(models, statistics, strict=True)], 1)
+        many = torch.vmap(one_model, (0, 0, None), 1, chunk_size=max(1, ASKED // inputs.numel()))
+        for _ in range(runs):
+            many = torch.vmap(many)
+        outputs = many(models.squeeze(runs), statistics.squeeze(runs), inputs.flatten(runs, runs + 1))
+        by_client: Tensor = outputs.unflatten(runs, (self.lead[-1], -1))
+        return by_client
 
     def grad(self, x: Tensor, objective: Objective | None = None, *others: Tensor, track: bool = True) -> Tensor:
         """The gradient [..., P] at x [..., P] of the mean over real samples of objective(model, x, inputs, targets, *others).
