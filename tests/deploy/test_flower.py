@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -14,14 +15,16 @@ from safetensors.torch import load_file
 flwr = pytest.importorskip("flwr")
 
 from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Error, Message, RecordDict  # noqa: E402
+from flwr.proto.node_pb2 import NodeInfo  # noqa: E402
 from flwr.supercore.task_identity import TaskIdentity  # noqa: E402
 
 from tests.deploy.test_federation import without  # noqa: E402
 from undrift.core.errors import BadSetting  # noqa: E402
-from undrift.core.names import names  # noqa: E402
+from undrift.core.names import attribute, names  # noqa: E402
 from undrift.data.load import load_dataset  # noqa: E402
 from undrift.deploy.flower import GridPost, client_app, from_records, server_app, to_records  # noqa: E402
 from undrift.deploy.messages import Letter, Refused, encode  # noqa: E402
+from undrift.deploy.node import check_allowed, name_of  # noqa: E402
 from undrift.deploy.settings import Plan  # noqa: E402
 from undrift.jobs.registry import algorithm_class  # noqa: E402
 from undrift.jobs.run import build_simulation  # noqa: E402
@@ -42,11 +45,32 @@ class Nodes:
             )
             for i in range(clients)
         }
+        self.known: dict[int, str] = {}  # names by node id
+        self.mail: dict[str, list[Message]] = {}  # answers by the id of the message
         self.twice = False  # every node answers twice
         self.failing: set[int] = set()
 
     def get_node_ids(self) -> set[int]:
         return set(self.contexts)
+
+    def get_nodes(self) -> list[NodeInfo]:
+        """The nodes as the SuperLink knows them: each was registered under the name that it was given at first."""
+        return [NodeInfo(node_id=node, name=self.registered(node)) for node in sorted(self.get_node_ids())]
+
+    def registered(self, node: int) -> str:
+        return self.known.setdefault(node, name_of(self.contexts[node].node_config))
+
+    def push_messages(self, messages: Iterable[Message]) -> list[str]:
+        messages = list(messages)
+        for message in messages:
+            message.metadata.__dict__["_message_id"] = f"{len(self.mail)}"
+            self.mail[message.metadata.message_id] = []
+        for answer in self.send_and_receive(messages):
+            self.mail[answer.metadata.reply_to_message_id].append(answer)
+        return [message.metadata.message_id for message in messages]
+
+    def pull_messages(self, message_ids: Iterable[str]) -> list[Message]:
+        return [answer for id in message_ids for answer in self.mail.pop(id, [])]
 
     def send_and_receive(self, messages: Iterable[Message], *, timeout: float | None = None) -> list[Message]:
         answers = []
@@ -155,7 +179,7 @@ def test_second_answers_failures_and_doubles_are_dealt_with(tmp_path: Path) -> N
     assert post.node == {"0": 3 * 7919, "1": 2 * 7919, "2": 7919}
     impostor = Context(1, 1, {"partition-id": 1}, RecordDict(), {})
     nodes.contexts[5] = impostor
-    post.roll(5.0)
+    post.roll()
     assert post.node["1"] == 2 * 7919 and said == ["node 5 is turned away: 1 is there already"]
     nodes.twice, nodes.failing = True, {7919}
     run = build_simulation(plan.run, plan.alg, load_dataset("digits"), "logreg", torch.device("cpu"))
@@ -166,16 +190,36 @@ def test_second_answers_failures_and_doubles_are_dealt_with(tmp_path: Path) -> N
     assert (
         isinstance(answers["0"], Letter) and answers["2"] == "failed: out of memory" and answers["7"] == "not connected"
     )
-    assert any("nobody waits for" in line for line in said)
+    assert "a second answer of 0 is ignored" in said
 
 
-def test_a_node_runs_only_what_is_installed_and_allowed(tmp_path: Path) -> None:
-    from undrift.deploy.node import check_allowed
-
-    plan = planned(tmp_path / "out", model="os.path:join")
+@pytest.mark.parametrize("setting", ["algorithm", "model", "dataset"])
+@pytest.mark.parametrize("value", ["evil:thing", "evil.inside:thing", "ok:thing+evil:thing"])
+def test_a_node_imports_nothing_that_it_does_not_allow(
+    setting: str, value: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    """Neither when it is asked for its name nor when it trains, though the module lies in its working folder."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    for module in ("evil", "ok"):
+        (tmp_path / f"{module}.py").write_text(f"open({str(tmp_path / 'run')!r}, 'w')\n")
+    config: Any = planned(tmp_path / "out").flat() | {setting: value}
+    context = Context(1, 1, {"partition-id": 0, "allow": "ok,evil.inside.deeper"}, RecordDict(), config)
+    letter = client_app()(Message(RecordDict(), 1, "query"), context)
+    assert "runs only what undrift has" in str(from_records(letter.content).facts["unfit"])
     with pytest.raises(BadSetting, match="runs only what undrift has"):
-        check_allowed(plan, {"partition-id": 0})
-    check_allowed(plan, {"partition-id": 0, "allow": "os"})
+        client_app()(Message(RecordDict(), 1, "train"), context)
+    assert not (tmp_path / "run").exists()
+    capsys.readouterr()
+
+
+def test_what_is_installed_is_found_before_the_working_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [path for path in sys.path if path])
+    (tmp_path / "colorsys.py").write_text("raise SystemExit('the working folder')")
+    monkeypatch.delitem(sys.modules, "colorsys", raising=False)
+    assert attribute("colorsys:rgb_to_hsv")(1.0, 1.0, 1.0) == (0.0, 0.0, 1.0)
+    check_allowed({"model": "mine.models:net"}, {"allow": "mine"})
 
 
 def test_a_private_run_clips_adds_noise_and_says_epsilon(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

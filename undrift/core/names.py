@@ -103,11 +103,11 @@ def module_of(kind: str, name: str) -> Any:
 
 
 def attribute(reference: str) -> Any:
-    """Import `package.module:attribute`; the current folder is searched too."""
+    """Import `package.module:attribute`; the current folder is searched too, after everything that is installed."""
     path, _, name = reference.partition(":")
     here = str(Path.cwd())
     if here not in sys.path:
-        sys.path.insert(0, here)
+        sys.path.append(here)
     try:
         module = importlib.import_module(path)
     except Exception as error:  # whatever the user's module raises while it is imported

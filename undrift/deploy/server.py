@@ -27,6 +27,9 @@ from undrift.round.who import Who
 from undrift.simulate.simulation import Simulation
 from undrift.simulate.work import LocalWork
 
+CALLS = 100  # most gradients that a method computes of one mini-batch
+LARGEST = 1e9  # largest loss, or other number for the record, that is believed
+
 
 class Post(Protocol):
     """Carries letters to clients by name; a text in place of an answer says why there is none."""
@@ -68,8 +71,14 @@ class Remote:
         arrays = pack(request, work.net)
         letters = {id: self.letter(id, work.round, exchange, arrays) for id in work.ids.tolist()}
 
+        batches = work.table.steps + -(-work.data.sizes[work.ids.cpu().numpy()] // work.batch)  # of a round, and of all samples
+        most = dict(zip((self.names[id] for id in letters), (CALLS * batches).tolist(), strict=True))
+
         def read_counted(answer: Letter) -> Any:
-            gradients, content = answer.fact("gradients", int), read(answer)
+            gradients, largest = answer.fact("gradients", int), most[answer.fact("client", str)]
+            if not 0 <= gradients <= largest:
+                raise Refused(f"it counts {gradients} gradients, but it can have computed at most {largest}")
+            content = read(answer)
             work.gradients += gradients
             return content
 
@@ -121,8 +130,10 @@ class Remote:
                     samples = answer.fact("samples", int)
                     if samples != sizes[id]:  # it joined after the round began, or its file has changed
                         raise Refused(f"it has {samples} samples, but this round counts on {sizes[id]}")
-                    seconds = answer.number("seconds")
-                    content = read(answer)
+                    claimed = answer.number("seconds")
+                    if not 0 <= claimed <= away:
+                        raise Refused(f"it says that it worked for {claimed:g} s, in an exchange of {away:g} s")
+                    seconds, content = claimed, read(answer)
                 except Refused as error:
                     outcome = f"refused: {error}"
             if content is None:
@@ -132,6 +143,14 @@ class Remote:
             self.visits.append(Visit(round, name, exchange, outcome, letter.nbytes, up, seconds, away))
             contents.append(content)
         return contents
+
+
+def bounded(letter: Letter, name: str) -> float:
+    """Read a number for the record; one client's must not drown those of the others."""
+    value = letter.number(name)
+    if abs(value) > LARGEST:
+        raise Refused(f"{name} is {value:g}; at most {LARGEST:g} is believed")
+    return value
 
 
 class Letters:
@@ -156,8 +175,8 @@ class Letters:
             reply = check_finite(unpack(letter.arrays, Reply(form.up, form.buffers), work.net, x.device))
             if letter.fact("anew", bool):
                 remote.say(f"round {work.round + 1}: {letter.facts['client']} had lost its state and begins anew")
-            numbers = type(facts)(*(x.new_tensor([letter.number(f"fact.{n}")]) for n in facts._fields))
-            return Answers(reply.up, Nothing(), reply.buffers, none, x.new_tensor([letter.number("loss")]), numbers)
+            numbers = type(facts)(*(x.new_tensor([bounded(letter, f"fact.{n}")]) for n in facts._fields))
+            return Answers(reply.up, Nothing(), reply.buffers, none, x.new_tensor([bounded(letter, "loss")]), numbers)
 
         def fill(like: State, value: float = torch.nan) -> State:
             return map_leaves(lambda v: torch.full(v.shape, value, dtype=v.dtype, device=x.device), like)
