@@ -45,6 +45,15 @@ def check_text(what: str, text: str) -> None:
         raise BadSetting(f"{what} must be text without control characters, not {text!r}")
 
 
+def printable(text: str) -> str:
+    r"""The text as one line that is safe to print: what would end it or steer a terminal is written as an escape.
+
+    >>> print(printable("a" + chr(10) + chr(27) + "[2J"))
+    a\n\x1b[2J
+    """
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+
+
 def with_options(spec: str) -> tuple[str, dict[str, Any]]:
     """Split a name from its options in brackets.
 

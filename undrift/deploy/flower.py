@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import time
-import unicodedata
 from collections.abc import Callable, Iterable, Mapping, Set
 from dataclasses import dataclass
 from typing import Any
@@ -17,6 +16,7 @@ from flwr.serverapp import Grid, ServerApp
 
 from undrift.core import stopping
 from undrift.core.errors import UndriftError, UnknownName
+from undrift.core.names import printable
 from undrift.deploy.messages import Encoded, Fact, Letter, Refused
 from undrift.deploy.node import build_client, check_allowed, name_of
 from undrift.deploy.run import deploy
@@ -26,7 +26,6 @@ from undrift.deploy.site_files import Report, check_fits, read_report, site_path
 NPY = "numpy.ndarray"  # Flower's name for a .npy file
 PAUSE = 1.0  # seconds between two looks for answers and new nodes
 UNBOUND = "UNDRIFT_INSECURE"  # in the environment of `deploy local --insecure`: nodes without keys say who they are
-HIDDEN = {"Cc", "Cf", "Cs", "Zl", "Zp"}  # Unicode categories that end a line or steer a terminal
 
 
 def to_records(letter: Letter) -> RecordDict:
@@ -90,7 +89,9 @@ class GridPost:
             if question is not None and (question.message or now < question.again):
                 continue
             if not present[node].name and not os.environ.get(UNBOUND):
-                self.say_once(f"node {node} is left out: its key was registered without a name; use undrift deploy admit")
+                self.say_once(
+                    f"node {node} is left out: its key was registered without a name; use undrift deploy admit"
+                )
                 continue
             patience = self.join if question is None else 2 * question.patience  # a machine may be slower than expected
             self.questions[node] = Question(present[node].last_activated_at, "", patience, now + patience)
@@ -114,7 +115,9 @@ class GridPost:
             self.say_once(f"{known} does not say its name: {error}")
             return
         if info.name and name != info.name:
-            self.say_once(f"{known} is turned away: its key was registered for {known}, and it says that it is {name!r}")
+            self.say_once(
+                f"{known} is turned away: its key was registered for {known}, and it says that it is {name!r}"
+            )
         elif reason := self.unfit(letter):
             self.say_once(f"{name} is turned away: {reason}")
         elif self.node.get(name, node) != node and self.node[name] in present:
@@ -246,4 +249,4 @@ def client_app() -> ClientApp:
 
 def say(line: str) -> None:
     """Print one line; what a client wrote can neither end it nor steer the terminal."""
-    print("".join(ascii(c)[1:-1] if unicodedata.category(c) in HIDDEN else c for c in line), flush=True)
+    print(printable(line), flush=True)

@@ -71,7 +71,9 @@ class Remote:
         arrays = pack(request, work.net)
         letters = {id: self.letter(id, work.round, exchange, arrays) for id in work.ids.tolist()}
 
-        batches = work.table.steps + -(-work.data.sizes[work.ids.cpu().numpy()] // work.batch)  # of a round, and of all samples
+        batches = work.table.steps + -(
+            -work.data.sizes[work.ids.cpu().numpy()] // work.batch
+        )  # of a round, and of all samples
         most = dict(zip((self.names[id] for id in letters), (CALLS * batches).tolist(), strict=True))
 
         def read_counted(answer: Letter) -> Any:

@@ -33,7 +33,9 @@ class DeployConfig:
     timeout: float = setting(600.0, "seconds that clients have to answer")
     min_replies: int = setting(1, "fewest answers with which a round changes the model")
     wait: float = setting(600.0, "seconds to wait for all clients before the first round")
-    join: float = setting(120.0, "seconds that a new node has to say what it is; then it is asked again, with twice the time")
+    join: float = setting(
+        120.0, "seconds that a new node has to say what it is; then it is asked again, with twice the time"
+    )
     names: str = setting("", "the clients' names, separated by commas; sorted, they are clients 0, 1, ...")
     shape: str = setting("", "with --dataset own: the shape of one input as the model sees it, such as 1,28,28")
     classes: int = setting(0, "with --dataset own: the number of class labels")
