@@ -97,8 +97,7 @@ def read_public(file: Path) -> tuple[Public, str]:
         raise BadSetting(f"{file} is no public key of undrift deploy identity: {error}") from error
     if not isinstance(key, Public) or not isinstance(key.curve, ec.SECP384R1):
         raise BadSetting(f"{file} is no P-384 key; a client makes one with: undrift deploy identity DIR --name NAME")
-    words = line.decode("utf-8", "replace").split()
-    return key, words[2] if len(words) > 2 else ""
+    return key, " ".join(line.decode("utf-8", "replace").split()[2:])
 
 
 def read_private(file: Path) -> Key:
