@@ -80,8 +80,8 @@ class GridPost:
     def roll(self) -> set[int]:
         """Ask new nodes who they are, take in the answers that have come, and return the connected nodes."""
         present, now = {info.node_id: info for info in self.grid.get_nodes()}, time.monotonic()
-        for node, question in [*self.questions.items()]:
-            if node not in present or question.activation != present[node].last_activated_at:
+        for node, old in [*self.questions.items()]:
+            if node not in present or old.activation != present[node].last_activated_at:
                 del self.questions[node]
         queries = []
         for node in sorted(present.keys() - set(self.node.values())):
@@ -99,9 +99,9 @@ class GridPost:
         ids = list(self.grid.push_messages(queries)) if queries else []
         for query, id in zip(queries, ids, strict=True):
             self.questions[query.metadata.dst_node_id].message = id or ""
-        for node, question in self.questions.items():
-            for reply in self.grid.pull_messages([question.message]) if question.message else ():
-                question.message = ""
+        for node, asked in self.questions.items():
+            for reply in self.grid.pull_messages([asked.message]) if asked.message else ():
+                asked.message = ""
                 self.hear(present[node], reply, present.keys())
         return set(present)
 
