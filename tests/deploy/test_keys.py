@@ -160,3 +160,10 @@ def test_the_commands_admit_and_revoke(tmp_path: Path, capsys: Any) -> None:
     assert main(["deploy", "node", own, "--server", "127.0.0.1:1"]) == 2 and "ca.crt" in capsys.readouterr().err
     assert main(["deploy", "server", str(tmp_path / "none")]) == 2 and "deploy keys" in capsys.readouterr().err
     assert main(["deploy", "server", server, "--listen", "8000"]) == 2 and "--listen" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("host", ["", "ü.example.org", "x" * 65, "a b\n"])
+def test_hosts_that_cannot_be_in_a_certificate_leave_nothing_behind(host: str, tmp_path: Path) -> None:
+    with pytest.raises(BadSetting, match="cannot be a server's address"):
+        write_keys(tmp_path / "server", host)
+    write_keys(tmp_path / "server", "127.0.0.1")

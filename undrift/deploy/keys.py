@@ -11,6 +11,7 @@ import datetime
 import hashlib
 import ipaddress
 import os
+import re
 from pathlib import Path
 
 from cryptography import x509
@@ -26,6 +27,7 @@ from undrift.deploy.settings import NAME
 DAYS, YEARS = 365, 10  # a server's certificate and the authority's are valid for so long
 AUTHORITY = "undrift federation"
 LOOPBACK = "127.0.0.1"
+HOST = re.compile(r"[A-Za-z0-9:][A-Za-z0-9.:-]{0,63}")  # a name, or an IPv4 or IPv6 address
 Key = ec.EllipticCurvePrivateKey
 Public = ec.EllipticCurvePublicKey
 SSH = serialization.Encoding.OpenSSH, serialization.PublicFormat.OpenSSH
@@ -34,6 +36,10 @@ PEM = serialization.Encoding.PEM
 
 def write_keys(folder: Path, host: str, force: bool = False) -> None:
     """Write the authority (ca.crt, ca.key) and the server's certificate and key (server.crt, server.key)."""
+    if not HOST.fullmatch(host):
+        raise BadSetting(
+            f"{host!r} cannot be a server's address; give --host federation.example.org, or its IP address"
+        )
     refuse_to_replace([folder / name for name in ("ca.crt", "ca.key", "server.crt", "server.key")], force)
     make_private(folder)
     authority = new_key()
@@ -63,9 +69,10 @@ def write_certificate(folder: Path, name: str, host: str, days: int = DAYS) -> N
         raise BadSetting(f"{folder} has no authority (ca.key); make one with: undrift deploy keys {folder}") from error
     assert isinstance(authority, Key)
     key = new_key()
+    certificate = certify(host, key, authority, host, days)
     # The pair is read together: a server that looks in between sees a key that does not fit, and looks again.
     write(folder / f"{name}.key", private_bytes(key))
-    write(folder / f"{name}.crt", certify(host, key, authority, host, days).public_bytes(PEM))
+    write(folder / f"{name}.crt", certificate.public_bytes(PEM))
 
 
 def write_identity(folder: Path, name: str, force: bool = False) -> str:

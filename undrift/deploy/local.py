@@ -74,9 +74,10 @@ class LocalFederation:
         for old in self.home.glob("state.db*"):  # left by an earlier federation, whose nodes are gone
             old.unlink()
         if self.secure:
-            if not (self.home / "ca.key").exists():
+            if (self.home / "ca.key").exists():
+                write_certificate(self.home, "server", self.host)
+            else:
                 write_keys(self.home, self.host)
-            write_certificate(self.home, "server", self.host)
             for client, name in enumerate(self.names):
                 if not (self.folder(client) / "client.key").exists():
                     write_identity(self.folder(client), name)
