@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import shutil
+import signal
 import socket
 import ssl
 import stat
@@ -55,6 +56,23 @@ app = {Side}App()
 def act(*given):
     Path({mark!r}).write_text("the stranger was here")
     raise SystemExit
+"""
+HARM = """
+from pathlib import Path
+from flwr.clientapp import ClientApp
+from undrift.deploy.flower import client_app
+
+app = ClientApp()
+honest = client_app()
+
+@app.query()
+def query(message, context):
+    Path({mark!r} + "-" + context.node_config["name"]).write_text("the server was here")
+    return honest(message, context)
+
+@app.train()
+def train(message, context):
+    return honest(message, context)
 """
 SLOW = """
 import time
@@ -355,6 +373,22 @@ def test_a_node_whose_clock_is_off_ends_with_the_reason(tmp_path: Path) -> None:
         finally:
             right.terminate()
             right.wait(60)
+
+
+@pytest.mark.system
+def test_a_node_does_not_run_the_servers_code(tmp_path: Path) -> None:
+    """The app that the server sends does harm where Flower's own SuperNode runs, and none under `undrift deploy node`."""
+    plan = planned(tmp_path / "out", clients=2, rounds=1, names="careful,plain")
+    with federation(["careful", "plain"]) as here:
+        here.start("client-0", *node_command(here.folder(0), f"{here.host}:{here.port}"))
+        here.start_client(1)
+        evil = HARM.format(mark=str(tmp_path / "mark"))
+        finish(here, here.run(plan, {"client_app.py": evil}), plan)
+        assert not list((here.folder(0) / "flwr").rglob("client_app.py"))  # it is not even unpacked
+        here.kill("client-0", signal.SIGTERM)
+    assert [path.name for path in tmp_path.glob("mark*")] == ["mark-plain"]
+    assert [r["dropped"] for r in records(plan)] == [0]
+    agree(plan)
 
 
 @pytest.mark.system

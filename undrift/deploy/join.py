@@ -2,6 +2,7 @@
 
 A SuperNode that the server turns away ends without a reason and with exit code 0. So the server is asked before each start:
 a clock that is off, a key that is not admitted and a certificate that does not fit end the node with a line that says so.
+The SuperNode runs undrift's own client app only (`only.py`).
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from undrift.core.errors import BadSetting
 from undrift.deploy.gate import HELLO, signed_headers
 from undrift.deploy.keys import Key, read_private, read_public
 from undrift.deploy.link import flower_environment
+from undrift.deploy.only import write_programs
 from undrift.deploy.ports import free_port
 
 PAUSE = 3.0  # seconds between two tries
@@ -53,12 +55,15 @@ def join(folder: Path, address: str, data: Path | None, allow: str, say: Callabl
     os.umask(0o077)
     states, file = folder / "states", None if data is None else data.resolve()
     words = node_words(folder, address, node_config(name=name, state_dir=states, data=file, allow=allow))
+    write_programs(folder / "bin")
+    environment = flower_environment(folder)
+    environment["PATH"] = f"{folder / 'bin'}{os.pathsep}{environment['PATH']}"
     while True:
         while reason := greet(address, folder / "ca.crt", key, name):
             say(f"waiting for {address}: {reason}")
             rest()
         say(f"{name} may come in at {address}")
-        process = subprocess.Popen(words, env=flower_environment(folder), cwd=folder, stdin=subprocess.DEVNULL)
+        process = subprocess.Popen(words, env=environment, cwd=folder, stdin=subprocess.DEVNULL)
         try:
             while process.poll() is None:
                 rest(0.5)
