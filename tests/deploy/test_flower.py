@@ -288,7 +288,7 @@ def test_what_a_client_writes_cannot_steer_the_log(
     monkeypatch.setattr("undrift.deploy.flower.PAUSE", 0.0)
     plan = planned(tmp_path / "out", cohort=3, rounds=1)
     nodes, honest = Nodes(3, plan.flat(), tmp_path), Nodes.send_and_receive  # type: ignore[arg-type]
-    evil = "\x1b[2J\x1b]0;x\x07\nround 9 of 9: all is well\r\u202e\u2028\x9b"
+    evil = "\x1b[2J\x1b]0;x\x07\nround 9 of 9: all is well\r\u202e\u2028\x9b" + "x" * 10**6
 
     def spoiled(messages: Iterable[Message], *, timeout: float | None = None) -> list[Message]:
         answers = honest(nodes, messages)
@@ -305,6 +305,7 @@ def test_what_a_client_writes_cannot_steer_the_log(
     server_app()(nodes, Context(1, 1, {}, RecordDict(), plan.flat()))  # type: ignore[arg-type]
     said, files = capsys.readouterr().out, [*(tmp_path / "out").glob("*.jsonl")]
     assert said.count("all is well") == 3 and not any(line.startswith("round 9") for line in said.splitlines())
+    assert len(said) < 20_000 and all(file.stat().st_size < 20_000 for file in files)
     assert all(c == "\n" or c.isprintable() for text in (said, *(f.read_text() for f in files)) for c in text)
 
 

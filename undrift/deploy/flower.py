@@ -25,6 +25,7 @@ from undrift.deploy.site_files import Report, check_fits, read_report, site_path
 
 NPY = "numpy.ndarray"  # Flower's name for a .npy file
 PAUSE = 1.0  # seconds between two looks for answers and new nodes
+LONGEST = 2000  # most characters of a line in the log
 UNBOUND = "UNDRIFT_INSECURE"  # in the environment of `deploy local --insecure`: nodes without keys say who they are
 
 
@@ -248,5 +249,5 @@ def client_app() -> ClientApp:
 
 
 def say(line: str) -> None:
-    """Print one line; what a client wrote can neither end it nor steer the terminal."""
-    print(printable(line), flush=True)
+    """Print one line; what a client wrote can neither end it nor steer the terminal nor fill the disk."""
+    print(printable(line[:LONGEST]), flush=True)

@@ -28,6 +28,7 @@ from undrift.simulate.simulation import Simulation
 from undrift.simulate.work import LocalWork
 
 CALLS = 100  # most gradients that a method computes of one mini-batch
+LONGEST = 300  # most characters of a reason in the record; a client may have written a part of it
 LARGEST = 1e9  # largest loss, or other number for the record, that is believed
 
 
@@ -137,7 +138,7 @@ class Remote:
                         raise Refused(f"it says that it worked for {claimed:g} s, in an exchange of {away:g} s")
                     seconds, content = claimed, read(answer)
                 except Refused as error:
-                    outcome = f"refused: {error}"
+                    outcome = f"refused: {error}"[:LONGEST]
             if content is None:
                 self.say(f"round {round}: {name} {failed}: {outcome}")
             up = answer.nbytes if isinstance(answer, Letter) else 0
