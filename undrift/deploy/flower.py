@@ -164,9 +164,9 @@ class GridPost:
             if name in self.node:
                 names.append(name)
                 messages.append(Message(to_records(letter), self.node[name], "train", ttl=self.timeout))
-        until = time.monotonic() + self.timeout
         waiting = dict(zip(self.grid.push_messages(messages), names, strict=True)) if messages else {}
         waiting.pop(None, None)  # type: ignore[call-overload]  # what Flower could not send
+        until = time.monotonic() + self.timeout
         while waiting and time.monotonic() < until:
             for id, name in [*waiting.items()]:
                 for reply in self.grid.pull_messages([id]):
