@@ -32,7 +32,6 @@ import undrift
 import undrift.data._sources
 import undrift.dataparallel.command
 import undrift.deploy.command
-import undrift.deploy.keys
 import undrift.deploy.settings
 import undrift.jobs.sweep
 import undrift.pipeline.pipe_config
@@ -73,7 +72,7 @@ def kept_short() -> Iterator[None]:
             (start, "drive", play_one_round),
             (undrift.jobs.sweep, "run_all", sweep_nothing),
             (undrift.deploy.command, "local", sweep_nothing),
-            (undrift.deploy.keys, "write_keys", sweep_nothing),
+            (undrift.deploy.command, "run_process", sweep_nothing),
             (undrift.data._sources, "hugging_face_loader", lambda name: None),
         ):
             stack.callback(setattr, place, name, getattr(place, name))
@@ -177,7 +176,8 @@ def arguments(draw: st.DrawFn) -> Case:
     )
     words = [name, *SMALL.get(name, "").split()]
     if name in ("deploy", "data"):
-        words.append(draw(st.sampled_from(["init", "keys", "local", "list", "show", "prepare"]) | texts))
+        actions = [*undrift.deploy.command.ACTIONS, "list", "show", "prepare"]
+        words.append(draw(st.sampled_from(actions) | texts))
     if name in ("list", "cite", "report") or draw(st.integers(0, 9)) == 0:
         words.append(draw(texts))
     known = flags_of(name)

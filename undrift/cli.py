@@ -22,7 +22,7 @@ from undrift import __version__
 from undrift.algorithms.checks import looks_at_single_uploads
 from undrift.core import ranks, stopping
 from undrift.core.errors import BadSetting, LostRank, UndriftError, UnknownName
-from undrift.core.names import algorithms_of, check_text, describe, names, outline_of
+from undrift.core.names import algorithms_of, check_text, describe, names, outline_of, printable
 from undrift.core.outline import outline
 from undrift.dataparallel import parallel_config as parallel
 from undrift.deploy import settings as deployment
@@ -152,7 +152,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def stoppable(arguments: argparse.Namespace) -> bool:
     """Whether the command can be stopped and goes on later."""
-    return arguments.command in (*ON_RANKS, "sweep") or getattr(arguments, "action", "") == "local"
+    return arguments.command in (*ON_RANKS, "sweep") or getattr(arguments, "action", "") in ("local", "server", "node")
 
 
 def heed_signals(arguments: argparse.Namespace, words: Sequence[str]) -> contextlib.AbstractContextManager[None]:
@@ -178,7 +178,7 @@ def message(error: Exception) -> str:
         return str(error)
     text = " ".join(str(error).split())
     text = text if isinstance(error, UndriftError) else f"{type(error).__name__}: {text}"
-    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+    return printable(text)
 
 
 @command(
@@ -200,22 +200,38 @@ def run_command(arguments: argparse.Namespace) -> None:
 
 @command(
     "deploy",
-    "train real clients over Flower: write an app, make keys, or run it all on this machine",
-    arg("action", metavar="init|local|keys"),
-    path("place", nargs="?", help="init, keys: a new folder; local: a folder for the logs"),
+    "train real clients over Flower: make keys, serve, take part, or run it all on this machine",
+    arg("action", metavar="init|local|keys|identity|admit|revoke|server|node"),
+    path(
+        "place",
+        nargs="?",
+        help="init: a new folder; local: one for the logs; identity, node: the client's; others: the server's",
+    ),
     path("--config", "FILE.toml", help="settings; flags override them"),
     arg("--host", default="127.0.0.1", help="init, keys: the server's address [127.0.0.1]"),
     arg("--insecure", action="store_true", help="local: without TLS and node authentication"),
-    path("--data", "FOLDER", help="local, with --dataset own: NAME.npz for each client"),
+    path(
+        "--data", "PATH", help="node: its file; local: a folder with NAME.npz for each client (both with --dataset own)"
+    ),
+    arg(
+        "--name", default="", help="identity, revoke: the client's name; admit: another than the one in the key's file"
+    ),
+    path("--key", "FILE", help="admit: the client's public key"),
+    arg("--listen", default="0.0.0.0:8000", help="server: where clients may reach it [0.0.0.0:8000]"),
+    arg("--server", default="", metavar="HOST:PORT", help="node: the server's address"),
+    arg("--allow", default="", metavar="PACKAGE", help="node: installed packages whose code a run may name"),
+    arg("--renew", action="store_true", help="keys: make a new certificate of the same authority"),
+    arg("--force", action="store_true", help="keys, identity: replace what is there"),
     *make_flags(deployment.FLAGS, deployment.TYPES, federated.CHOICES),
 )
 def deploy_command(arguments: argparse.Namespace) -> None:
-    from undrift.deploy.command import deploy
+    from undrift.deploy.command import Options, deploy
 
     config, settings = read_settings(arguments, deployment.FLAGS)
     deployment.check_flags(settings)
     arguments.out = Path((config | settings).get("out", deployment.DeployConfig.out))
-    deploy(arguments.action, arguments.place, config | settings, arguments.host, arguments.insecure, arguments.data)
+    options = Options(**{field.name: getattr(arguments, field.name) for field in dataclasses.fields(Options)})
+    deploy(arguments.action, arguments.place, config | settings, options)
 
 
 @command(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import io
 import json
+import shlex
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from tests.small import SIZES, path, simulation
-from undrift.cli import main
+from undrift.cli import main, parser
 from undrift.core.errors import BadSetting
 from undrift.core.names import names
 from undrift.deploy.client import Client
@@ -209,6 +210,11 @@ SPOILED: dict[str, tuple[Callable[[Letter], Letter], str]] = {
     "pickle": (lambda a: with_pickle(a), "was expected"),
     "loss": (lambda a: Letter(a.facts | {"loss": float("nan")}, a.arrays), "loss must be a finite number"),
     "kind": (lambda a: Letter(a.facts | {"gradients": "many"}, a.arrays), "gradients must be int"),
+    "gradients": (lambda a: Letter(a.facts | {"gradients": 10**15}, a.arrays), "it can have computed at most"),
+    "undone": (lambda a: Letter(a.facts | {"gradients": -1}, a.arrays), "it can have computed at most"),
+    "large loss": (lambda a: Letter(a.facts | {"loss": -1e30}, a.arrays), "at most 1e+09 is believed"),
+    "hours": (lambda a: Letter(a.facts | {"seconds": 1e6}, a.arrays), "says that it worked for 1e+06 s"),
+    "before": (lambda a: Letter(a.facts | {"seconds": -1.0}, a.arrays), "says that it worked for -1 s"),
 }
 
 
@@ -363,5 +369,11 @@ def test_init_writes_an_app(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
         7,
         0.02,
     )
-    assert "seq 0 4" in (tmp_path / "fed" / "README.md").read_text()
+    text = (tmp_path / "fed" / "README.md").read_text()
+    assert "its number, from 0 to 4" in text
+    commands = [shlex.split(line)[1:] for line in text.splitlines() if line.startswith("undrift ")]
+    assert [parser().parse_args(words).action for words in commands] == [
+        "keys", "server", "identity", "admit", "node", "revoke", "keys"
+    ]  # fmt: skip
+    assert "flower-superlink" not in text  # by itself it would publish the control API
     assert json.dumps(config)

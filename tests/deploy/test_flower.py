@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -14,14 +15,16 @@ from safetensors.torch import load_file
 flwr = pytest.importorskip("flwr")
 
 from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Error, Message, RecordDict  # noqa: E402
+from flwr.proto.node_pb2 import NodeInfo  # noqa: E402
 from flwr.supercore.task_identity import TaskIdentity  # noqa: E402
 
 from tests.deploy.test_federation import without  # noqa: E402
 from undrift.core.errors import BadSetting  # noqa: E402
-from undrift.core.names import names  # noqa: E402
+from undrift.core.names import attribute, names  # noqa: E402
 from undrift.data.load import load_dataset  # noqa: E402
 from undrift.deploy.flower import GridPost, client_app, from_records, server_app, to_records  # noqa: E402
 from undrift.deploy.messages import Letter, Refused, encode  # noqa: E402
+from undrift.deploy.node import check_allowed, name_of  # noqa: E402
 from undrift.deploy.settings import Plan  # noqa: E402
 from undrift.jobs.registry import algorithm_class  # noqa: E402
 from undrift.jobs.run import build_simulation  # noqa: E402
@@ -42,11 +45,32 @@ class Nodes:
             )
             for i in range(clients)
         }
+        self.known: dict[int, str] = {}  # names by node id
+        self.mail: dict[str, list[Message]] = {}  # answers by the id of the message
         self.twice = False  # every node answers twice
         self.failing: set[int] = set()
 
     def get_node_ids(self) -> set[int]:
         return set(self.contexts)
+
+    def get_nodes(self) -> list[NodeInfo]:
+        """The nodes as the SuperLink knows them: each was registered under the name that it was given at first."""
+        return [NodeInfo(node_id=node, name=self.registered(node)) for node in sorted(self.get_node_ids())]
+
+    def registered(self, node: int) -> str:
+        return self.known.setdefault(node, name_of(self.contexts[node].node_config))
+
+    def push_messages(self, messages: Iterable[Message]) -> list[str]:
+        messages = list(messages)
+        for message in messages:
+            message.metadata.__dict__["_message_id"] = f"{len(self.mail)}"
+            self.mail[message.metadata.message_id] = []
+        for answer in self.send_and_receive(messages):
+            self.mail[answer.metadata.reply_to_message_id].append(answer)
+        return [message.metadata.message_id for message in messages]
+
+    def pull_messages(self, message_ids: Iterable[str]) -> list[Message]:
+        return [answer for id in message_ids for answer in self.mail.pop(id, [])]
 
     def send_and_receive(self, messages: Iterable[Message], *, timeout: float | None = None) -> list[Message]:
         answers = []
@@ -155,7 +179,7 @@ def test_second_answers_failures_and_doubles_are_dealt_with(tmp_path: Path) -> N
     assert post.node == {"0": 3 * 7919, "1": 2 * 7919, "2": 7919}
     impostor = Context(1, 1, {"partition-id": 1}, RecordDict(), {})
     nodes.contexts[5] = impostor
-    post.roll(5.0)
+    post.roll()
     assert post.node["1"] == 2 * 7919 and said == ["node 5 is turned away: 1 is there already"]
     nodes.twice, nodes.failing = True, {7919}
     run = build_simulation(plan.run, plan.alg, load_dataset("digits"), "logreg", torch.device("cpu"))
@@ -166,16 +190,152 @@ def test_second_answers_failures_and_doubles_are_dealt_with(tmp_path: Path) -> N
     assert (
         isinstance(answers["0"], Letter) and answers["2"] == "failed: out of memory" and answers["7"] == "not connected"
     )
-    assert any("nobody waits for" in line for line in said)
+    assert "a second answer of 0 is ignored" in said
 
 
-def test_a_node_runs_only_what_is_installed_and_allowed(tmp_path: Path) -> None:
-    from undrift.deploy.node import check_allowed
+def joined(plan: Plan, nodes: Nodes, said: list[str]) -> GridPost:
+    post = GridPost(nodes, plan.deploy.timeout, said.append, plan)  # type: ignore[arg-type]
+    post.meet(plan.names, 0.5)
+    return post
 
-    plan = planned(tmp_path / "out", model="os.path:join")
+
+def test_a_node_has_the_name_that_its_key_was_registered_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that says another name is turned away, also where that name's own node is not there; one without a name too."""
+    monkeypatch.setattr("undrift.deploy.flower.PAUSE", 0.0)
+    plan, said = planned(tmp_path / "out", names="a,b,mallory"), list[str]()
+    nodes = Nodes(3, plan.flat(), tmp_path)  # type: ignore[arg-type]
+    a, b, mallory = (next(n for n in nodes.contexts if nodes.registered(n) == name) for name in plan.names)
+    nodes.contexts[mallory].node_config["name"] = "a"
+    nodes.known[b] = ""
+    away = nodes.contexts.pop(a)
+    post = joined(plan, nodes, said)
+    assert post.node == {}
+    nodes.contexts[a] = away
+    post.meet(plan.names, 0.5)
+    assert post.node == {"a": a}
+    wrong = "mallory is turned away: its key was registered for mallory, and it says that it is 'a'"
+    assert said.count(wrong) == 1 and sum(line.startswith(f"node {b} is left out") for line in said) == 1
+    monkeypatch.setenv("UNDRIFT_INSECURE", "1")  # nobody has a key, as in deploy local --insecure
+    nodes.known[mallory] = ""
+    assert joined(plan, nodes, said).node.keys() == {"a", "b"}
+
+
+def test_an_answer_that_names_another_sender_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Flower takes the sender from what the client wrote."""
+    monkeypatch.setattr("undrift.deploy.flower.PAUSE", 0.0)
+    plan = planned(tmp_path / "out", cohort=3, rounds=1)
+    nodes, honest = Nodes(3, plan.flat(), tmp_path), Nodes.send_and_receive  # type: ignore[arg-type]
+
+    def forged(messages: Iterable[Message], *, timeout: float | None = None) -> list[Message]:
+        answers = honest(nodes, messages)
+        for answer in answers:
+            if answer.metadata.src_node_id == 7919 and answer.metadata.message_type == "train":
+                answer.metadata.__dict__["_src_node_id"] = 2 * 7919
+                answer.content["facts"]["client"] = "1"
+        return answers
+
+    nodes.send_and_receive = forged  # type: ignore[method-assign, assignment]
+    server_app()(nodes, Context(1, 1, {}, RecordDict(), plan.flat()))  # type: ignore[arg-type]
+    visits = [json.loads(line) for line in (tmp_path / "out" / "clients.jsonl").read_text().splitlines()]
+    outcomes = {v["client"]: v["outcome"] for v in visits}
+    assert outcomes == {"0": "answered", "1": "answered", "2": "refused: the message says that another node wrote it"}
+
+
+class SlowNodes(Nodes):
+    """Nodes whose answers come `late` seconds after the question, on a clock that each look moves by one second."""
+
+    def __init__(self, late: float, plan: Plan, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        super().__init__(plan.run.clients, plan.flat(), root)  # type: ignore[arg-type]
+        self.late, self.now, self.asked = late, 0.0, list[tuple[float, float]]()
+        monkeypatch.setattr("undrift.deploy.flower.time.monotonic", lambda: self.now)
+        monkeypatch.setattr("undrift.deploy.flower.time.sleep", self.pass_by)
+        self.due: dict[str, tuple[float, float]] = {}
+
+    def pass_by(self, seconds: float) -> None:
+        self.now += 1.0
+
+    def push_messages(self, messages: Iterable[Message]) -> list[str]:
+        messages = list(messages)
+        ids = super().push_messages(messages)
+        for id, message in zip(ids, messages, strict=True):
+            self.asked.append((self.now, message.metadata.ttl))
+            self.due[id] = self.now + self.late, self.now + message.metadata.ttl
+        return ids
+
+    def pull_messages(self, message_ids: Iterable[str]) -> list[Message]:
+        (id,) = message_ids
+        come, expires = self.due[id]
+        if self.now >= expires and come > expires:
+            return [Message(Error(code=1, reason="expired"), reply_to=self.mail.pop(id)[0])]
+        return super().pull_messages([id]) if self.now >= come else []
+
+
+@pytest.mark.parametrize("late", [0.0, 29.0, 100.0, 500.0])
+def test_slow_nodes_join_and_are_asked_seldom(late: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each question has twice the time of the one before, so that every node can answer one of them in time."""
+    plan, said = planned(tmp_path / "out", join=30.0, clients=1, cohort=1), list[str]()
+    nodes = SlowNodes(late, plan, tmp_path, monkeypatch)
+    post = GridPost(nodes, 5.0, said.append, plan)  # type: ignore[arg-type]
+    assert post.meet(plan.names, 3000.0) == 1 and post.node == {"0": 7919}
+    times = [ttl for _, ttl in nodes.asked]
+    assert times == [30.0 * 2**k for k in range(len(times))] and times[-1] >= late
+    assert len(times) == 1 or times[-2] < late
+
+
+def test_what_a_client_writes_cannot_steer_the_log(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    monkeypatch.setattr("undrift.deploy.flower.PAUSE", 0.0)
+    plan = planned(tmp_path / "out", cohort=3, rounds=1)
+    nodes, honest = Nodes(3, plan.flat(), tmp_path), Nodes.send_and_receive  # type: ignore[arg-type]
+    evil = "\x1b[2J\x1b]0;x\x07\nround 9 of 9: all is well\r\u202e\u2028\x9b" + "x" * 10**6
+
+    def spoiled(messages: Iterable[Message], *, timeout: float | None = None) -> list[Message]:
+        answers = honest(nodes, messages)
+        for answer in answers:
+            if answer.metadata.message_type == "train":
+                answer.content["facts"]["run"] = evil
+            elif answer.metadata.src_node_id == 7919:
+                answer.content["facts"]["client"] = evil
+            elif answer.metadata.src_node_id == 2 * 7919:
+                answer.content["facts"]["unfit"] = evil
+        return [*answers]
+
+    nodes.send_and_receive = spoiled  # type: ignore[method-assign, assignment]
+    server_app()(nodes, Context(1, 1, {}, RecordDict(), plan.flat()))  # type: ignore[arg-type]
+    said, files = capsys.readouterr().out, [*(tmp_path / "out").glob("*.jsonl")]
+    assert said.count("all is well") == 3 and not any(line.startswith("round 9") for line in said.splitlines())
+    assert len(said) < 20_000 and all(file.stat().st_size < 20_000 for file in files)
+    assert all(c == "\n" or c.isprintable() for text in (said, *(f.read_text() for f in files)) for c in text)
+
+
+@pytest.mark.parametrize("setting", ["algorithm", "model", "dataset"])
+@pytest.mark.parametrize("value", ["evil:thing", "evil.inside:thing", "ok:thing+evil:thing"])
+def test_a_node_imports_nothing_that_it_does_not_allow(
+    setting: str, value: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    """Neither when it is asked for its name nor when it trains, though the module lies in its working folder."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    for module in ("evil", "ok"):
+        (tmp_path / f"{module}.py").write_text(f"open({str(tmp_path / 'run')!r}, 'w')\n")
+    config: Any = planned(tmp_path / "out").flat() | {setting: value}
+    context = Context(1, 1, {"partition-id": 0, "allow": "ok,evil.inside.deeper"}, RecordDict(), config)
+    letter = client_app()(Message(RecordDict(), 1, "query"), context)
+    assert "runs only what undrift has" in str(from_records(letter.content).facts["unfit"])
     with pytest.raises(BadSetting, match="runs only what undrift has"):
-        check_allowed(plan, {"partition-id": 0})
-    check_allowed(plan, {"partition-id": 0, "allow": "os"})
+        client_app()(Message(RecordDict(), 1, "train"), context)
+    assert not (tmp_path / "run").exists()
+    capsys.readouterr()
+
+
+def test_what_is_installed_is_found_before_the_working_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [path for path in sys.path if path])
+    (tmp_path / "colorsys.py").write_text("raise SystemExit('the working folder')")
+    monkeypatch.delitem(sys.modules, "colorsys", raising=False)
+    assert attribute("colorsys:rgb_to_hsv")(1.0, 1.0, 1.0) == (0.0, 0.0, 1.0)
+    check_allowed({"model": "mine.models:net"}, {"allow": "mine"})
 
 
 def test_a_private_run_clips_adds_noise_and_says_epsilon(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -298,7 +298,7 @@ def test_the_app_says_what_a_clients_file_holds(tmp_path: Path) -> None:
     plan = planned(tmp_path)
     write_app(tmp_path / "app", plan)
     text = (tmp_path / "app" / "README.md").read_text()
-    assert 'name="NAME" data="/path/to/site.npz"' in text and "class labels [n] from 0 to 2" in text
+    assert "--data /path/to/site.npz" in text and "class labels [n] from 0 to 2" in text
     assert Plan.from_flat(plan.flat()) == plan
     with pytest.raises(BadSetting, match="goes with --dataset own"):
         files_of(plan, None)

@@ -6,6 +6,7 @@ import json
 import os
 import re
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
@@ -26,7 +27,7 @@ pytest.importorskip("flwr")
 from tests.deploy.test_federation import without
 from undrift.data.from_user import dataset_from
 from undrift.data.load import load_dataset
-from undrift.deploy.keys import write_client_key
+from undrift.deploy.keys import write_identity
 from undrift.deploy.local import LocalFederation, descendants, federation, files_of
 from undrift.deploy.settings import Plan
 from undrift.jobs.folder import RunFolder
@@ -129,8 +130,8 @@ def test_clients_with_files_of_their_own_equal_the_simulator_on_the_same_files(t
         np.savez(tmp_path / f"{name}.npz", x=x if name != "west" else x[:, :4], y=y)
     settings = {"dataset": "own", "partition": "own", "shape": "1,8,8", "classes": 10, "names": ",".join(names)}
     plan = planned(tmp_path / "out", algorithm="scaffold", clients=3, wait=40.0, **settings)
-    with federation(3) as here:
-        here.names, here.files = names, files_of(plan, tmp_path)
+    with federation(names) as here:
+        here.files = files_of(plan, tmp_path)
         for client in range(3):
             here.start_client(client)
         finish(here, here.run(plan), plan)
@@ -254,11 +255,12 @@ def test_a_node_that_is_not_registered_is_turned_away(tmp_path: Path) -> None:
     plan = planned(tmp_path / "out", rounds=1, wait=40.0)
     with federation(2) as here:
         here.start_client(0)
-        write_client_key(here.keys / "stranger")
-        here.start_client(1, here.keys / "stranger")
+        write_identity(tmp_path / "stranger", "1")
+        shutil.copyfile(here.home / "ca.crt", tmp_path / "stranger" / "ca.crt")
+        here.start_client(1, tmp_path / "stranger")
         finish(here, here.run(plan), plan)
         assert "1 of 2 clients are there" in here.log("run")
-        assert "Push replies" in here.log("superlink")
+        assert "is turned away: its key is not admitted" in here.log("superlink")
     assert [r["dropped"] for r in records(plan)] == [1]
     agree(plan, {(1, "1")})
 

@@ -22,12 +22,17 @@ def sync(path: Path) -> None:
         os.close(handle)
 
 
-def make_folder(path: Path) -> None:
+def make_folder(path: Path, mode: int = 0o777) -> None:
     """Make a folder, and those above it, if they are not there."""
     if not path.is_dir():
-        make_folder(path.parent)
-        path.mkdir(exist_ok=True)
+        make_folder(path.parent, mode)
+        path.mkdir(mode, exist_ok=True)
         sync(path.parent)
+
+
+def make_private(path: Path) -> None:
+    """Make a folder that only its owner can enter, and those above it, if they are not there."""
+    make_folder(path, 0o700)
 
 
 def cache_folder() -> Path:

@@ -49,6 +49,15 @@ def check_text(what: str, text: str) -> None:
         raise BadSetting(f"{what} must be text without control characters, not {text!r}")
 
 
+def printable(text: str) -> str:
+    r"""The text as one line that is safe to print: what would end it or steer a terminal is written as an escape.
+
+    >>> print(printable("a" + chr(10) + chr(27) + "[2J"))
+    a\n\x1b[2J
+    """
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+
+
 def with_options(spec: str) -> tuple[str, dict[str, Any]]:
     """Split a name from its options in brackets.
 
@@ -107,11 +116,11 @@ def module_of(kind: str, name: str) -> Any:
 
 
 def attribute(reference: str) -> Any:
-    """Import `package.module:attribute`; the current folder is searched too."""
+    """Import `package.module:attribute`; the current folder is searched too, after everything that is installed."""
     path, _, name = reference.partition(":")
     here = str(Path.cwd())
     if here not in sys.path:
-        sys.path.insert(0, here)
+        sys.path.append(here)
     try:
         module = importlib.import_module(path)
     except Exception as error:  # whatever the user's module raises while it is imported

@@ -22,66 +22,68 @@ README = """# {name}
 
 {algorithm} on {dataset} with {clients} clients, {cohort} of them a round: a Flower app made by `undrift deploy init`.
 Its settings stand in `pyproject.toml`. Server and clients need `pip install 'undrift[flower]'`, and {samples}.
-Run the server's commands in this folder.
-
-## Keys
-
-On the server, a certificate for its address and a key for each client (P-384), in `keys/`:
-
-```sh
-undrift deploy keys keys --host {host} --clients {clients}
-```
-
-Give client i the files `ca.crt` and `client-i` and keep `server.key` and the other keys to yourself.
 
 ## The server
 
-```sh
-export FLWR_TELEMETRY_ENABLED=0 FLWR_HOME=$PWD/flwr
-flower-superlink --ssl-ca-certfile keys/ca.crt --ssl-certfile keys/server.crt --ssl-keyfile keys/server.key \\
-  --enable-supernode-auth --host 0.0.0.0 --port {port} --database state.db --disable-runtime-dependency-installation
-```
-
-In another terminal, write its address down and register the clients, each once:
+Its folder, `../{name}-server` here, holds the keys, Flower's database and its files; keep it out of the app, and to yourself.
+Make an authority and a certificate for the server's address, once, and serve:
 
 ```sh
-export FLWR_TELEMETRY_ENABLED=0 FLWR_HOME=$PWD/flwr
-mkdir -p $FLWR_HOME
-cat > $FLWR_HOME/config.toml <<END
-[superlink.federation]
-address = "{host}:{port}"
-root-certificates = "$PWD/keys/ca.crt"
-END
-for i in $(seq 0 {last}); do flwr supernode register keys/client-$i.pub federation; done
+undrift deploy keys ../{name}-server --host {host}
+undrift deploy server ../{name}-server --listen 0.0.0.0:{port}
 ```
 
-## Client i
+Clients reach port {port}, and there Flower's Fleet API alone. Flower's other APIs, by which anybody may run code on the server
+and on all clients, are on loopback: let nobody log in on this machine whom you do not trust with that.
+
+## A client
+
+On its own machine it makes its own key; its name is {names}:
 
 ```sh
-export FLWR_TELEMETRY_ENABLED=0
-flower-supernode --superlink {host}:{port} --root-certificates ca.crt --auth-supernode-private-key client-i \\
-  --node-config '{who} state-dir="/var/lib/undrift"'
+undrift deploy identity client --name {example}
 ```
 
-The server turns away a node that is not registered, and the node ends. Let something start it again, such as systemd with
-`Restart=always`. Several nodes on one machine need a `--port` each, such as 9095.
+It sends `client/client.pub` to the operator, and reads the fingerprint to them over another channel, such as the telephone.
+`client/client.key` stays where it is. The operator admits the key, also while the server runs, and sends back `ca.crt`:
+
+```sh
+undrift deploy admit ../{name}-server --key client.pub
+```
+
+With `ca.crt` in its folder, the client takes part:
+
+```sh
+undrift deploy node client --server {host}:{port}{data}
+```
+
+What it keeps between rounds is in `client/states`. A node that may not come in ends and says why: let something start it again,
+such as systemd with `Restart=always`. To take a key away for good, or to renew the certificate, which holds for a year, also
+while the server runs:
+
+```sh
+undrift deploy revoke ../{name}-server --name {example}
+undrift deploy keys ../{name}-server --renew
+```
 {site_files}
 ## The run
 
-In the server's other terminal:
+In another terminal of the server:
 
 ```sh
+export FLWR_TELEMETRY_ENABLED=0 FLWR_HOME=$(realpath ../{name}-server)/flwr
 flwr run . federation --stream
 ```
 
-It waits for all clients, at most `wait` seconds, and writes to the folder `out` (see `pyproject.toml`). After a crash:
+It waits for all clients, at most `wait` seconds, and writes to the folder `out` (see `pyproject.toml`), which is counted from the
+folder in which the server was started. After a crash:
 
 ```sh
 flwr run . federation --stream --run-config 'resume=true'
 ```
 """
 SITE_FILES = """
-`data` is the client's file, which stays where it is: an .npz of plain arrays with `x_train` and `y_train`, or `x` and `y`,
+`--data` is the client's file, which stays where it is: an .npz of plain arrays with `x_train` and `y_train`, or `x` and `y`,
 all of which it trains on (`split` [n] may say train, val or test for each). Pictures are uint8 [n, height, width] or
 [n, height, width, channels] and are scaled to 0..1; other inputs go in as they are.
 {targets} In Python:
@@ -120,18 +122,26 @@ def write_app(folder: Path, plan: Plan, host: str = "127.0.0.1", port: int = 800
         "build-system": {"requires": ["hatchling"], "build-backend": "hatchling.build"},
         "tool": {
             "hatch": {"build": {"targets": {"wheel": {"packages": ["."]}}}},
-            "flwr": {"app": {"publisher": "undrift", "components": components, "config": plan.flat()}},
+            # Nothing but the app is sent to the nodes, whatever else comes to lie in this folder.
+            "flwr": {
+                "app": {
+                    "publisher": "undrift", "fab-include": [f"{package}/*.py"], "components": components,
+                    "config": plan.flat(),
+                }
+            },
         },
     }  # fmt: skip
     (folder / "pyproject.toml").write_text(tomli_w.dumps(project))
-    who, samples, site_files = 'name="NAME"' if plan.deploy.names else "partition-id=i", "each the data set", ""
+    samples, file, site_files = "each the data set", "", ""
     if plan.site_files:
-        who, samples = f'{who} data="/path/to/site.npz"', "each client a file with its own samples"
+        samples, file = "each client a file with its own samples", " --data /path/to/site.npz"
         targets = MASKS if plan.structures else LABELS
         targets = targets.format(last=plan.classes - 1, structures=", ".join(plan.structures))
         site_files = SITE_FILES.format(targets=targets, shape=plan.deploy.shape)
+    numbers = f"its number, from 0 to {run.clients - 1}"
     text = README.format(
-        name=name, who=who, host=host, port=port, last=run.clients - 1, site_files=site_files, samples=samples,
+        name=name, host=host, port=port, site_files=site_files, samples=samples, data=file, example=plan.names[0],
+        names=f"one of {', '.join(plan.names)}" if plan.deploy.names else numbers,
         algorithm=run.algorithm, dataset=data, clients=run.clients, cohort=run.cohort,
     )  # fmt: skip
     (folder / "README.md").write_text(text)

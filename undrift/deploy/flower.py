@@ -2,25 +2,31 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Set
+from dataclasses import dataclass
 from typing import Any
 
 from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Message, RecordDict
 from flwr.clientapp import ClientApp
+from flwr.proto.node_pb2 import NodeInfo
 from flwr.serverapp import Grid, ServerApp
 
 from undrift.core import stopping
 from undrift.core.errors import UndriftError, UnknownName
+from undrift.core.names import printable
 from undrift.deploy.messages import Encoded, Fact, Letter, Refused
-from undrift.deploy.node import build_client, name_of
+from undrift.deploy.node import build_client, check_allowed, name_of
 from undrift.deploy.run import deploy
-from undrift.deploy.settings import REFUSED, Plan
+from undrift.deploy.settings import REFUSED, DeployConfig, Plan
 from undrift.deploy.site_files import Report, check_fits, read_report, site_path
 
 NPY = "numpy.ndarray"  # Flower's name for a .npy file
-PAUSE = 1.0  # seconds between two queries for new nodes
+PAUSE = 1.0  # seconds between two looks for answers and new nodes
+LONGEST = 2000  # most characters of a line in the log
+UNBOUND = "UNDRIFT_INSECURE"  # in the environment of `deploy local --insecure`: nodes without keys say who they are
 
 
 def to_records(letter: Letter) -> RecordDict:
@@ -40,40 +46,89 @@ def from_records(records: RecordDict) -> Letter:
     return Letter(plain, {name: Encoded(a.dtype, tuple(a.shape), a.data) for name, a in arrays.items()})
 
 
+@dataclass
+class Question:
+    """What a node has been asked: its name and its samples."""
+
+    activation: str  # when the node joined; one that was started again is asked anew
+    message: str  # id of the query; empty once it is answered
+    patience: float  # seconds that the node has
+    again: float  # when it may be asked again
+
+
 class GridPost:
-    """Carries letters over Flower's grid to the nodes of the clients."""
+    """Carries letters over Flower's grid to the nodes of the clients.
+
+    The SuperLink knows each node by its key, under the name with which the operator registered it. An answer belongs to
+    the node that was asked: what the answer itself says about its sender was written by the client.
+    """
 
     def __init__(self, grid: Grid, timeout: float, say: Callable[[str], None], plan: Plan | None = None) -> None:
         self.grid, self.timeout, self.say = grid, timeout, say
+        self.join = plan.deploy.join if plan is not None else DeployConfig.join
         self.plan = plan if plan is not None and plan.site_files else None  # where clients report on their files
         self.node: dict[str, int] = {}  # node ids by client name
+        self.key: dict[str, bytes] = {}  # public keys by client name
         self.samples: dict[str, int] = {}  # numbers of samples that clients with files have reported
-        self.rejected: set[tuple[str, str]] = set()  # (name, reason), to say each once
+        self.questions: dict[int, Question] = {}  # by node id
+        self.said: set[str] = set()  # to say each once
 
-    def roll(self, timeout: float) -> None:
-        """Ask new nodes for their names."""
-        nodes = set(self.grid.get_node_ids())
-        queries = [Message(RecordDict(), n, "query", ttl=timeout) for n in sorted(nodes - set(self.node.values()))]
-        for reply in self.grid.send_and_receive(queries, timeout=timeout) if queries else ():
-            if reply.has_error():  # it is starting, or it is gone
+    def say_once(self, line: str) -> None:
+        if line not in self.said:
+            self.said.add(line)
+            self.say(line)
+
+    def roll(self) -> set[int]:
+        """Ask new nodes who they are, take in the answers that have come, and return the connected nodes."""
+        present, now = {info.node_id: info for info in self.grid.get_nodes()}, time.monotonic()
+        for node, old in [*self.questions.items()]:
+            if node not in present or old.activation != present[node].last_activated_at:
+                del self.questions[node]
+        queries = []
+        for node in sorted(present.keys() - set(self.node.values())):
+            question = self.questions.get(node)
+            if question is not None and (question.message or now < question.again):
                 continue
-            node = reply.metadata.src_node_id
-            try:
-                letter = from_records(reply.content)
-                name = letter.fact("client", str)
-            except Refused as error:
-                self.say(f"node {node} does not say its name: {error}")
+            if not present[node].name and not os.environ.get(UNBOUND):
+                self.say_once(
+                    f"node {node} is left out: its key was registered without a name; use undrift deploy admit"
+                )
                 continue
-            if reason := self.unfit(letter):
-                if (name, reason) not in self.rejected:
-                    self.say(f"{name} is turned away: {reason}")
-                    self.rejected.add((name, reason))
-            elif self.node.get(name) in nodes:
-                self.say(f"node {node} is turned away: {name} is there already")
-            else:
-                self.node[name] = node
-                if self.plan is not None:
-                    self.samples[name] = Report.of(letter).samples
+            patience = self.join if question is None else 2 * question.patience  # a machine may be slower than expected
+            self.questions[node] = Question(present[node].last_activated_at, "", patience, now + patience)
+            queries.append(Message(RecordDict(), node, "query", ttl=patience))
+        ids = list(self.grid.push_messages(queries)) if queries else []
+        for query, id in zip(queries, ids, strict=True):
+            self.questions[query.metadata.dst_node_id].message = id or ""
+        for node, asked in self.questions.items():
+            for reply in self.grid.pull_messages([asked.message]) if asked.message else ():
+                asked.message = ""
+                self.hear(present[node], reply, present.keys())
+        return set(present)
+
+    def hear(self, info: NodeInfo, reply: Message, present: Set[int]) -> None:
+        """Take in a node that says its name, or say why not."""
+        node, known = info.node_id, info.name or f"node {info.node_id}"
+        try:
+            letter = content_of(reply, node)
+            name = letter.fact("client", str)
+        except Refused as error:
+            self.say_once(f"{known} does not say its name: {error}")
+            return
+        if info.name and name != info.name:
+            self.say_once(
+                f"{known} is turned away: its key was registered for {known}, and it says that it is {name!r}"
+            )
+        elif reason := self.unfit(letter):
+            self.say_once(f"{name} is turned away: {reason}")
+        elif self.node.get(name, node) != node and self.node[name] in present:
+            self.say_once(f"node {node} is turned away: {name} is there already")
+        else:
+            if self.key.setdefault(name, info.public_key) != info.public_key:
+                self.say(f"{name} has another key than before: the operator has revoked one and admitted another")
+            self.node[name], self.key[name] = node, info.public_key
+            if self.plan is not None:
+                self.samples[name] = Report.of(letter).samples
 
     def unfit(self, letter: Letter) -> str:
         """Why the client's samples do not fit the run; empty if they do."""
@@ -90,7 +145,7 @@ class GridPost:
         wanted, strangers, until = set(clients), set[str](), time.monotonic() + wait
         awaited: list[str] = []
         while wanted - self.node.keys() and time.monotonic() < until and not stopping.asked():
-            self.roll(min(30.0, wait))
+            self.roll()
             if (missing := sorted(wanted - self.node.keys())) and missing != awaited:
                 more = f" and {len(missing) - 5} more" if len(missing) > 5 else ""
                 self.say(f"waiting for {', '.join(missing[:5])}{more}, at most {until - time.monotonic():.0f} s")
@@ -102,28 +157,38 @@ class GridPost:
         return len(wanted & self.node.keys())
 
     def exchange(self, letters: Mapping[str, Letter]) -> dict[str, Letter | str]:
-        nodes = set(self.grid.get_node_ids())
-        if any(self.node.get(name) not in nodes for name in letters):
-            self.roll(min(30.0, self.timeout))
-        answers: dict[str, Letter | str] = {}
-        messages, names = [], {}
+        present, answers = self.roll(), dict[str, Letter | str]()
+        messages, names = [], []
         for name, letter in letters.items():
-            answers[name] = "no answer in time" if name in self.node else "not connected"
+            answers[name] = "no answer in time" if self.node.get(name) in present else "not connected"
             if name in self.node:
-                names[self.node[name]] = name
+                names.append(name)
                 messages.append(Message(to_records(letter), self.node[name], "train", ttl=self.timeout))
-        for reply in self.grid.send_and_receive(messages, timeout=self.timeout):
-            client = names.get(reply.metadata.src_node_id)
-            if client is None or isinstance(answers[client], Letter):  # a stranger, or a second answer
-                self.say(f"an answer of node {reply.metadata.src_node_id} that nobody waits for is ignored")
-            elif reply.has_error():
-                answers[client] = f"failed: {' '.join(str(reply.error.reason).split())[:300]}"
-            else:
-                try:
-                    answers[client] = from_records(reply.content)
-                except Refused as error:
-                    answers[client] = f"refused: {error}"
+        waiting = dict(zip(self.grid.push_messages(messages), names, strict=True)) if messages else {}
+        waiting.pop(None, None)  # type: ignore[call-overload]  # what Flower could not send
+        until = time.monotonic() + self.timeout
+        while waiting and time.monotonic() < until:
+            for id, name in [*waiting.items()]:
+                for reply in self.grid.pull_messages([id]):
+                    if waiting.pop(id, None) is None:
+                        self.say(f"a second answer of {name} is ignored")
+                        continue
+                    try:
+                        answers[name] = content_of(reply, self.node[name])
+                    except Refused as error:
+                        answers[name] = f"failed: {error}" if reply.has_error() else f"refused: {error}"
+            if waiting:
+                time.sleep(PAUSE)
         return answers
+
+
+def content_of(reply: Message, node: int) -> Letter:
+    """The letter in the reply of a node; raise Refused where there is none, or one that names another sender."""
+    if reply.has_error():
+        raise Refused(" ".join(str(reply.error.reason).split())[:300])
+    if reply.metadata.src_node_id != node:
+        raise Refused("the message says that another node wrote it")
+    return from_records(reply.content)
 
 
 def server_app() -> ServerApp:
@@ -153,8 +218,9 @@ def client_app() -> ClientApp:
     @app.query()
     def query(message: Message, context: Context) -> Message:
         facts: dict[str, Fact] = {"client": name_of(context.node_config)}
-        plan = Plan.from_flat(context.run_config)
         try:
+            check_allowed(context.run_config, context.node_config)
+            plan = Plan.from_flat(context.run_config)
             path = site_path(plan, context.node_config)
             facts |= {} if path is None else read_report(plan, path)._asdict()
         except UndriftError as error:
@@ -165,6 +231,7 @@ def client_app() -> ClientApp:
 
     @app.train()
     def train(message: Message, context: Context) -> Message:
+        check_allowed(context.run_config, context.node_config)  # before anything that the run names is imported
         client, began = build_client(Plan.from_flat(context.run_config), context.node_config), time.perf_counter()
         try:
             letter = from_records(message.content)
@@ -183,4 +250,5 @@ def client_app() -> ClientApp:
 
 
 def say(line: str) -> None:
-    print(line, flush=True)
+    """Print one line; what a client wrote can neither end it nor steer the terminal nor fill the disk."""
+    print(printable(line[:LONGEST]), flush=True)

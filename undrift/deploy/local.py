@@ -1,4 +1,4 @@
-"""`undrift deploy local`: a SuperLink and SuperNodes on this machine, over TLS with new keys.
+"""`undrift deploy local`: a server and SuperNodes on this machine, over TLS with keys of their own.
 
 All processes are ended again, even after Ctrl-C. Flower's processes start others, some of them detached; they are recognised
 by FLWR_HOME and a mark in their environment.
@@ -11,26 +11,30 @@ import os
 import re
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 from undrift.core import stopping
 from undrift.core.errors import BadSetting, UndriftError
+from undrift.core.files import make_private
 from undrift.deploy.app import write_app
-from undrift.deploy.keys import write_keys
+from undrift.deploy.clients import admit
+from undrift.deploy.flower import UNBOUND
+from undrift.deploy.join import node_config, node_words
+from undrift.deploy.keys import LOOPBACK, write_certificate, write_identity, write_keys
+from undrift.deploy.link import READY, flower_environment
+from undrift.deploy.ports import free_port
 from undrift.deploy.settings import REFUSED, Plan
 from undrift.jobs.folder import RunFolder
 
-HOST = "127.0.0.1"
 MARK = "UNDRIFT_DEPLOY_PART"  # in a process's environment: the part that it belongs to
 AGAIN = 'trap \'kill $!; wait; exit\' TERM; while :; do "$0" "$@" & wait $!; sleep 3; done'
-PATIENCE = 60.0  # seconds until the SuperLink must answer
+PATIENCE = 180.0  # seconds until the server must answer
 GRACE = 5.0  # seconds that a process has to end by itself
 Within = Callable[[str], list[str]]  # words before the command of a part, such as those that start it in a namespace
 
@@ -44,84 +48,70 @@ class Failed(UndriftError):
 class LocalFederation:
     """The processes of a federation on loopback. Use it as `with federation(...)`."""
 
-    def __init__(self, home: Path, clients: int, secure: bool, host: str, within: Within) -> None:
-        self.home, self.clients, self.secure, self.host, self.within = home, clients, secure, host, within
-        self.keys, self.app, self.port = home / "keys", home / "app", free_port()
+    def __init__(self, home: Path, names: Sequence[str], secure: bool, host: str, within: Within) -> None:
+        self.home, self.names, self.secure, self.host, self.within = home, names, secure, host, within
+        self.app, self.port = home / "app", free_port()
         self.started: dict[str, subprocess.Popen[bytes]] = {}
-        self.names: list[str] = []  # the clients' names, if they are not numbers
         self.files: list[Path] = []  # the clients' files, if they have any
-        self.environment = os.environ | {
-            "FLWR_HOME": str(home / "flwr"), "FLWR_TELEMETRY_ENABLED": "0", "FLWR_DISABLE_UPDATE_CHECK": "1",
-            "PYTHONUNBUFFERED": "1", "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}",
-        }  # fmt: skip
+        self.environment = flower_environment(home) | ({} if secure else {UNBOUND: "1"})
 
     def start(self, name: str, *command: str) -> subprocess.Popen[bytes]:
         """Start a process whose output goes to its log."""
         with (self.home / f"{name}.log").open("ab") as log:
             process = subprocess.Popen(
                 [*self.within(name), *command], stdout=log, stderr=log, stdin=subprocess.DEVNULL,
-                env=self.environment | {MARK: name}, cwd=self.home, start_new_session=True,
+                env=self.environment | {MARK: name}, cwd=self.home, start_new_session=True, umask=0o077,
             )  # fmt: skip
         self.started[name] = process
         return process
 
-    def flwr(self, *arguments: str) -> str:
-        """Run a `flwr` command and return its output."""
-        done = subprocess.run(
-            [*self.within("run"), "flwr", *arguments], env=self.environment, cwd=self.home, capture_output=True,
-            text=True, check=False,
-        )  # fmt: skip
-        if done.returncode:
-            raise Failed(f"flwr {arguments[0]} failed: {done.stdout}{done.stderr}")
-        return done.stdout + done.stderr
+    def folder(self, client: int) -> Path:
+        """The folder with a client's key."""
+        return self.home / "nodes" / self.names[client]
 
     def open(self) -> None:
-        """Start the SuperLink and register the clients' keys."""
-        known = ["insecure = true"]
-        if self.secure:
-            write_keys(self.keys, self.host, self.clients)
-            known = [f'root-certificates = "{self.keys / "ca.crt"}"']
+        """Make the keys that are not there yet, admit the clients' keys and start the server."""
         for old in self.home.glob("state.db*"):  # left by an earlier federation, whose nodes are gone
             old.unlink()
-        (self.home / "flwr").mkdir(exist_ok=True)
-        config = ["[superlink]", 'default = "here"', "[superlink.here]", f'address = "{self.host}:{self.port}"', *known]
-        (self.home / "flwr" / "config.toml").write_text("\n".join(config) + "\n")
+        if self.secure:
+            if (self.home / "ca.key").exists():
+                write_certificate(self.home, "server", self.host)
+            else:
+                write_keys(self.home, self.host)
+            for client, name in enumerate(self.names):
+                if not (self.folder(client) / "client.key").exists():
+                    write_identity(self.folder(client), name)
+                shutil.copyfile(self.home / "ca.crt", self.folder(client) / "ca.crt")
+                admit(self.home, self.folder(client) / "client.pub")
         self.start_server()
-        for client in range(self.clients) if self.secure else ():
-            self.flwr("supernode", "register", str(self.keys / f"client-{client}.pub"), "here")
 
     def start_server(self) -> None:
-        """Start the SuperLink, and wait until it answers; after a restart its database knows the clients."""
-        security = ["--insecure"]
+        """Start the server, and wait until it answers; after a restart its database knows the clients."""
         if self.secure:
-            files = {"ca-certfile": "ca.crt", "certfile": "server.crt", "keyfile": "server.key"}
-            security = [word for flag, file in files.items() for word in (f"--ssl-{flag}", str(self.keys / file))]
-            security.append("--enable-supernode-auth")
-        ready, before = "Uvicorn running", self.log("superlink")
-        link = self.start(
-            "superlink", "flower-superlink", *security, "--host", self.host, "--port", str(self.port), "--database",
-            str(self.home / "state.db"), "--disable-runtime-dependency-installation",
-        )  # fmt: skip
-        until = time.monotonic() + PATIENCE
-        while self.log("superlink").count(ready) == before.count(ready):
+            ready = READY
+            command = [sys.executable, "-m", "undrift", "deploy", "server", str(self.home)]
+            command += ["--listen", f"{self.host}:{self.port}"]
+        else:
+            ready = "Uvicorn running"
+            config = f'[superlink.federation]\naddress = "{self.host}:{self.port}"\ninsecure = true\n'
+            make_private(self.home / "flwr")
+            (self.home / "flwr" / "config.toml").write_text(config)
+            command = ["flower-superlink", "--insecure", "--host", self.host, "--port", str(self.port), "--database"]
+            command += [str(self.home / "state.db"), "--disable-runtime-dependency-installation"]
+        before = self.log("superlink").count(ready)
+        link, until = self.start("superlink", *command), time.monotonic() + PATIENCE
+        while self.log("superlink").count(ready) == before:
             if link.poll() is not None or time.monotonic() > until:
-                raise Failed(f"the SuperLink did not start:\n{tail(self.log('superlink'))}")
+                raise Failed(f"the server did not start:\n{tail(self.log('superlink'))}")
             time.sleep(0.2)
 
-    def start_client(self, client: int, key: Path | None = None) -> subprocess.Popen[bytes]:
-        """Start a client with its key, or with another one."""
-        security = ["--insecure"]
-        if self.secure:
-            key = key or self.keys / f"client-{client}"
-            security = ["--root-certificates", str(self.keys / "ca.crt"), "--auth-supernode-private-key", str(key)]
-        who = f'name="{self.names[client]}"' if self.names else f"partition-id={client}"
-        config = f'{who} state-dir="{self.home / "states" / str(client)}"'
-        if self.files:
-            config += f' data="{self.files[client]}"'
-        node = (
-            "flower-supernode", *security, "--superlink", f"{self.host}:{self.port}", "--port", str(free_port()),
-            "--node-config", config,
-        )  # fmt: skip
+    def start_client(self, client: int, folder: Path | None = None, name: str = "") -> subprocess.Popen[bytes]:
+        """Start a client with its key, or with that in another folder; it says that it has its name, or another one."""
+        states, file = self.home / "states" / str(client), self.files[client] if self.files else None
+        config = node_config(name=name or self.names[client], state_dir=states, data=file)
+        node = node_words(folder or self.folder(client), f"{self.host}:{self.port}", config)
+        if not self.secure:
+            node = ["flower-supernode", "--insecure", *node[5:]]
         # For a minute after a node was killed, the SuperLink turns it away: it tries again.
         return self.start(f"client-{client}", "sh", "-c", AGAIN, *node)
 
@@ -131,7 +121,7 @@ class LocalFederation:
         write_app(self.app, plan, self.host, self.port)
         for file, text in changed.items():
             (self.app / "app" / file).write_text(text)
-        return self.start("run", "flwr", "run", str(self.app), "here", "--stream")
+        return self.start("run", "flwr", "run", str(self.app), "federation", "--stream")
 
     def server_apps(self) -> list[int]:
         """The processes in which the SuperLink runs the server's app."""
@@ -166,12 +156,14 @@ class LocalFederation:
 
 @contextlib.contextmanager
 def federation(
-    clients: int, secure: bool = True, home: Path | None = None, host: str = HOST, within: Within | None = None
-) -> Iterator[LocalFederation]:
-    """Open a SuperLink in a temporary folder, or in `home`, which is kept."""
+    clients: int | Sequence[str], secure: bool = True, home: Path | None = None, host: str = LOOPBACK,
+    within: Within | None = None,
+) -> Iterator[LocalFederation]:  # fmt: skip
+    """Open a server for so many clients, or for clients with names, in a temporary folder, or in `home`, which is kept."""
     folder = Path(tempfile.mkdtemp(prefix="undrift-")) if home is None else home.resolve()
-    folder.mkdir(parents=True, exist_ok=True)
-    local = LocalFederation(folder, clients, secure, host, within or (lambda name: []))
+    make_private(folder)
+    names = [str(client) for client in range(clients)] if isinstance(clients, int) else clients
+    local = LocalFederation(folder, names, secure, host, within or (lambda name: []))
     try:
         local.open()
         yield local
@@ -197,8 +189,8 @@ def run_local(plan: Plan, secure: bool, home: Path | None, say: Callable[[str], 
     files = files_of(plan, data)
     test = plan.deploy.test and str(Path(plan.deploy.test).resolve())
     plan = replace(plan, deploy=replace(plan.deploy, out=str(Path(plan.deploy.out).resolve()), test=test))
-    with federation(plan.run.clients, secure, home) as parts:
-        parts.names, parts.files = plan.names if plan.deploy.names else [], files
+    with federation(plan.names, secure, home) as parts:
+        parts.files = files
         for client in range(plan.run.clients):
             parts.start_client(client)
         process, shown, ended, stopped = parts.run(plan), 0, False, None
@@ -242,9 +234,3 @@ def command_line(pid: int) -> bytes:
 
 def tail(text: str, lines: int = 20) -> str:
     return "\n".join(text.splitlines()[-lines:])
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind((HOST, 0))
-        return int(probe.getsockname()[1])

@@ -29,22 +29,21 @@ def name_of(node: Mapping[str, Any]) -> str:
     return str(int(node["partition-id"]))
 
 
-def check_allowed(plan: Plan, node: Mapping[str, Any]) -> None:
-    """Refuse a run that names code which this node does not allow."""
+def check_allowed(run: Mapping[str, Any], node: Mapping[str, Any]) -> None:
+    """Refuse a run whose settings name code that this node does not allow; nothing is imported for it."""
     allowed = [part for part in str(node.get("allow", "")).split(",") if part]
     for setting in ("algorithm", "model", "dataset"):
-        value = str(getattr(plan.run, setting))
-        package = value.partition(":")[0]
-        if ":" in value and not any(package == a or package.startswith(f"{a}.") for a in allowed):
-            raise BadSetting(
-                f"the run's {setting} is {value}, and this node runs only what undrift has; to allow it, install the package "
-                f"and start the node with --node-config 'allow=\"{package}\"'"
-            )
+        for value in str(run.get(setting, "")).split("+"):  # an algorithm may be two joined
+            package = value.partition(":")[0]
+            if ":" in value and not any(package == a or package.startswith(f"{a}.") for a in allowed):
+                raise BadSetting(
+                    f"the run's {setting} is {value}, and this node runs only what undrift has; to allow it, install the "
+                    f"package and start the node with --node-config 'allow=\"{package}\"'"
+                )
 
 
 def build_client(plan: Plan, node: Mapping[str, Any]) -> Client:
     """Build this node's client."""
-    check_allowed(plan, node)
     name, run, device = name_of(node), plan.run, pick_device(plan.run.device)
     path, structures = site_path(plan, node), plan.structures
     if path is None:

@@ -34,6 +34,9 @@ from undrift.simulate.work import LocalWork
 # What a client of a private run does not tell, and what the server takes for it: nobody reads these numbers.
 UNTOLD: dict[str, Fact] = {"seconds": 0.0, "gradients": 0, "loss": 0.0, "anew": False}
 LONG = 10.0  # vectors so many times as long as the median client's are reported
+CALLS = 100  # most gradients that a method computes of one mini-batch
+LONGEST = 300  # most characters of a reason in the record; a client may have written a part of it
+LARGEST = 1e9  # largest loss, or other number for the record, that is believed
 
 
 class Post(Protocol):
@@ -86,8 +89,16 @@ class Remote:
         arrays = pack(request, work.net)
         letters = {id: self.letter(id, work.round, exchange, arrays) for id in work.ids.tolist()}
 
+        batches = work.table.steps + -(
+            -work.data.sizes[work.ids.cpu().numpy()] // work.batch
+        )  # of a round, and of all samples
+        most = dict(zip((self.names[id] for id in letters), (CALLS * batches).tolist(), strict=True))
+
         def read_counted(answer: Letter) -> Any:
-            gradients, content = answer.fact("gradients", int), read(answer)
+            gradients, largest = answer.fact("gradients", int), most[answer.fact("client", str)]
+            if not 0 <= gradients <= largest:
+                raise Refused(f"it counts {gradients} gradients, but it can have computed at most {largest}")
+            content = read(answer)
             work.gradients += gradients
             return content
 
@@ -158,10 +169,12 @@ class Remote:
                     samples = answer.fact("samples", int)
                     if samples != sizes[id]:  # it joined after the round began, or its file has changed
                         raise Refused(f"it has {samples} samples, but this round counts on {sizes[id]}")
-                    seconds = answer.number("seconds")
-                    content = read(answer)
+                    claimed = answer.number("seconds")
+                    if not 0 <= claimed <= away:
+                        raise Refused(f"it says that it worked for {claimed:g} s, in an exchange of {away:g} s")
+                    seconds, content = claimed, read(answer)
                 except Refused as error:
-                    outcome = f"refused: {error}"
+                    outcome = f"refused: {error}"[:LONGEST]
             if content is None:
                 self.say(f"round {round}: {name} {failed}: {outcome}")
             up = answer.nbytes if isinstance(answer, Letter) else 0
@@ -169,6 +182,14 @@ class Remote:
             self.visits.append(Visit(round, name, exchange, outcome, letter.nbytes, up, seconds, away))
             contents.append(content)
         return contents
+
+
+def bounded(letter: Letter, name: str) -> float:
+    """Read a number for the record; one client's must not drown those of the others."""
+    value = letter.number(name)
+    if abs(value) > LARGEST:
+        raise Refused(f"{name} is {value:g}; at most {LARGEST:g} is believed")
+    return value
 
 
 class Letters:
@@ -193,9 +214,9 @@ class Letters:
             reply = check_finite(unpack(letter.arrays, Reply(form.up, form.buffers), work.net, x.device))
             if letter.fact("anew", bool):
                 remote.say(f"round {work.round + 1}: {letter.facts['client']} had lost its state and begins anew")
-            told = {n: 0.0 if remote.private else letter.number(f"fact.{n}") for n in facts._fields}
+            told = {n: 0.0 if remote.private else bounded(letter, f"fact.{n}") for n in facts._fields}
             numbers = type(facts)(*(x.new_tensor([value]) for value in told.values()))
-            return Answers(reply.up, Nothing(), reply.buffers, none, x.new_tensor([letter.number("loss")]), numbers)
+            return Answers(reply.up, Nothing(), reply.buffers, none, x.new_tensor([bounded(letter, "loss")]), numbers)
 
         def fill(like: State, value: float = torch.nan) -> State:
             return map_leaves(lambda v: torch.full(v.shape, value, dtype=v.dtype, device=x.device), like)

@@ -33,6 +33,9 @@ class DeployConfig:
     timeout: float = setting(600.0, "seconds that clients have to answer")
     min_replies: int = setting(1, "fewest answers with which a round changes the model")
     wait: float = setting(600.0, "seconds to wait for all clients before the first round")
+    join: float = setting(
+        120.0, "seconds that a new node has to say what it is; then it is asked again, with twice the time"
+    )
     names: str = setting("", "the clients' names, separated by commas; sorted, they are clients 0, 1, ...")
     shape: str = setting("", "with --dataset own: the shape of one input as the model sees it, such as 1,28,28")
     classes: int = setting(0, "with --dataset own: the number of class labels")
@@ -46,8 +49,8 @@ class DeployConfig:
     def __post_init__(self) -> None:
         if not (self.most_samples >= 1 and 0 < self.weight_cap <= 1):
             raise BadSetting("most_samples must be at least 1, and weight_cap above 0 and at most 1")
-        if not (self.timeout > 0 and self.wait > 0 and self.min_replies >= 1):
-            raise BadSetting("timeout, wait and min_replies must be greater than 0")
+        if not (self.timeout > 0 and self.wait > 0 and self.join > 0 and self.min_replies >= 1):
+            raise BadSetting("timeout, wait, join and min_replies must be greater than 0")
 
 
 DEPLOY_FIELDS = {f.name: f for f in dataclasses.fields(DeployConfig)}

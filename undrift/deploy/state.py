@@ -16,7 +16,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from undrift.core.files import sync
+from undrift.core.files import make_private, sync
 from undrift.deploy.messages import Refused
 from undrift.deploy.settings import NAME
 
@@ -52,9 +52,10 @@ class Store:
     def write(self, before: int, round: int, tensors: Mapping[str, Tensor], stage: str = "after") -> None:
         """Write the state after a round, and remove older ones of its stage, except that of the round `before`."""
         file = self.file(round, stage)
-        self.folder.mkdir(parents=True, exist_ok=True)
+        make_private(self.folder)
         temporary = self.folder / f".new-{os.getpid()}"
         save_file({name: t.cpu().contiguous().clone() for name, t in tensors.items()}, temporary, self.owner(round))
+        temporary.chmod(0o600)
         sync(temporary)
         os.replace(temporary, file)
         sync(self.folder)
