@@ -115,7 +115,7 @@ def main() -> None:
     models = [model for model in MODELS if model.partition(",")[0] in chosen.models.split(",")]
     results = [compare(model, names, chosen.turns, chosen.rounds) for model in models]
     print(f"torch {torch.__version__}, {torch.get_num_threads()} threads, {platform.processor() or platform.machine()}")
-    print(f"{'model':24}{'rival':14}{'ms a round':>12}{'quartiles':>18}{'least':>9}{'x undrift':>12}")
+    print(f"{'model':24}{'rival':14}{'ms a round':>12}{'quartiles':>22}{'least':>9}{'x undrift':>12}")
     for result in results:
         for name, ms in result["ms"].items():  # type: ignore[attr-defined]
             low, high = result["quartiles"][name]  # type: ignore[index]
@@ -123,7 +123,7 @@ def main() -> None:
             ratio = result["ratio"][name]  # type: ignore[index]
             least = result["least"][name]  # type: ignore[index]
             spread = f"{low:.1f} to {high:.1f}"
-            print(f"{result['model']:24}{name:14}{ms:12.1f}{spread:>18}{least:9.1f}{ratio:12.2f}{note}")
+            print(f"{result['model']:24}{name:14}{ms:12.1f}{spread:>22}{least:9.1f}{ratio:12.2f}{note}")
     line = json.dumps({"benchmark": "cpu", "torch": torch.__version__, "commit": commit(), "results": results})
     print(line)
     if chosen.json:
