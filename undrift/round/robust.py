@@ -13,7 +13,6 @@ from undrift.algorithms.checks import looks_at_single_uploads
 from undrift.core.errors import BadSetting
 from undrift.core.trees import map_leaves
 from undrift.round.clients import Answers
-from undrift.round.private import Private
 
 T = TypeVar("T")
 
@@ -38,15 +37,15 @@ def agree_answers(rule: Rule | None, answers: Answers, cohort: Cohort, buffers: 
     return answers._replace(up=up, buffers=statistics)
 
 
-def check_rule(rule: Rule, alg: Algorithm, cohort: int, compress: str) -> None:
-    """Refuse a rule that cannot go with the method, the cohort or the compression."""
+def check_rule(rule: Rule, alg: Algorithm, cohort: int, compress: str, private: bool) -> None:
+    """Refuse a rule that cannot go with the method, the cohort, the compression or a private sum."""
     name, text = type(alg).__name__, describe(rule)
     if looks_at_single_uploads(alg) and not rule.keeps_single:
         raise BadSetting(
             f"{name} looks at each client's upload by itself, and aggregate={text} shows the server only one for all; "
             "use clip:1 or bound:10, or a method that needs only the mean, such as fedavg"
         )
-    if isinstance(alg, Private):
+    if private:
         raise BadSetting(f"aggregate={text} would break the promise of a private sum, which bounds every update itself")
     if compress:
         raise BadSetting(

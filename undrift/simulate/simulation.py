@@ -141,7 +141,7 @@ class Simulation:
             self.uplink = Uplink(settings.compress, settings.seed, net, upload_form(alg, net, data.clients))
         self.rule, self.attackers = parse_rule(settings.aggregate), None
         if self.rule is not None:
-            check_rule(self.rule, alg, settings.cohort, settings.compress)
+            check_rule(self.rule, alg, settings.cohort, settings.compress, settings.privacy is not None)
         if attack := parse_attack(settings.attack):
             if alg.pools:
                 raise BadSetting(f"{type(alg).__name__} has one client with all samples; attack needs several")
