@@ -18,6 +18,7 @@ import itertools
 import logging
 import os
 import re
+import signal
 import socket
 import subprocess
 import sys
@@ -388,8 +389,9 @@ class Rival:
         try:
             with Listener(address) as listener, self.log.open("w") as log:
                 self.process = subprocess.Popen(
-                    command, env=os.environ | {"PYTHONPATH": paths}, stdout=log, stderr=log, cwd=self.folder.name
-                )
+                    command, env=os.environ | {"PYTHONPATH": paths}, stdout=log, stderr=log, cwd=self.folder.name,
+                    start_new_session=True,
+                )  # fmt: skip
                 self.pipe = listener.accept()
         except TimeoutError:
             raise CannotRun(self.last_words()) from None
@@ -419,7 +421,8 @@ class Rival:
             self.pipe.send(None)
         with contextlib.suppress(subprocess.TimeoutExpired):
             self.process.wait(60)
-        self.process.terminate()
+        with contextlib.suppress(ProcessLookupError):  # what it started and left behind
+            os.killpg(self.process.pid, signal.SIGTERM)
 
 
 class CannotRun(Exception):
