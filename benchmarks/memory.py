@@ -23,7 +23,6 @@ from pathlib import Path
 
 import torch
 from torch import Tensor, nn
-from undrift.simulate.execute import keep_freed_memory
 
 from undrift.algorithms.base import Cohort, Nothing, Up
 from undrift.algorithms.gradma_s import GradMAS
@@ -31,6 +30,7 @@ from undrift.core.trees import leaves, map_leaves
 from undrift.jobs.course import commit
 from undrift.oracle.net import Net
 from undrift.round.order import Answers, server_init, server_part
+from undrift.simulate.choose import keep_freed_memory
 from undrift.simulate.graphs import recorded
 
 CLIENTS, COHORT, SLOTS, SIDE, CLASSES = 150, 10, 100, 1000, 10  # 1000 * 1000 = 10^6 parameters

@@ -209,6 +209,7 @@ SPOILED: dict[str, tuple[Callable[[Letter], Letter], str]] = {
     "lie": (lambda a: with_header(a), "was expected"),
     "pickle": (lambda a: with_pickle(a), "was expected"),
     "loss": (lambda a: Letter(a.facts | {"loss": float("nan")}, a.arrays), "loss must be a finite number"),
+    "huge loss": (lambda a: Letter(a.facts | {"loss": 10**400}, a.arrays), "loss must be a finite number"),
     "kind": (lambda a: Letter(a.facts | {"gradients": "many"}, a.arrays), "gradients must be int"),
     "gradients": (lambda a: Letter(a.facts | {"gradients": 10**15}, a.arrays), "it can have computed at most"),
     "undone": (lambda a: Letter(a.facts | {"gradients": -1}, a.arrays), "it can have computed at most"),

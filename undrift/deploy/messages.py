@@ -68,9 +68,13 @@ class Letter:
     def number(self, name: str) -> float:
         """Read a fact that is a finite number."""
         value = self.facts.get(name)
-        if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        try:
+            number = math.nan if isinstance(value, bool) or not isinstance(value, int | float) else float(value)
+        except OverflowError:  # a whole number beyond all floats
+            number = math.inf
+        if not math.isfinite(number):
             raise Refused(f"{name} must be a finite number, not {value!r}")
-        return float(value)
+        return number
 
 
 def encode(tensor: Tensor) -> Encoded:
