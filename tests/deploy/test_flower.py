@@ -282,6 +282,24 @@ def test_slow_nodes_join_and_are_asked_seldom(late: float, tmp_path: Path, monke
     assert len(times) == 1 or times[-2] < late
 
 
+def test_a_round_waits_for_a_client_that_is_about_to_join(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not for one that is not there: rounds without anybody would otherwise follow each other, or take for ever."""
+    plan, said = planned(tmp_path / "out", join=30.0, clients=2, cohort=2, timeout=60.0), list[str]()
+    nodes = SlowNodes(20.0, plan, tmp_path, monkeypatch)
+    del nodes.contexts[7919]  # client 1
+    post = GridPost(nodes, 60.0, said.append, plan)  # type: ignore[arg-type]
+    honest = nodes.send_and_receive
+
+    def trains_badly(messages: Iterable[Message], *, timeout: float | None = None) -> list[Message]:
+        bad = [m for m in messages if m.metadata.message_type == "train"]
+        return [Message(Error(code=1, reason="bad"), reply_to=m) for m in bad] if bad else honest(messages)
+
+    nodes.send_and_receive = trains_badly  # type: ignore[method-assign, assignment]
+    assert post.exchange({n: Letter({}, {}) for n in ("0", "1")}) == {"0": "failed: bad", "1": "not connected"}
+    assert post.node == {"0": 2 * 7919} and nodes.now == 40.0
+    assert post.exchange({"1": Letter({}, {})}) == {"1": "not connected"} and nodes.now == 40.0
+
+
 def test_what_a_client_writes_cannot_steer_the_log(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:

@@ -50,6 +50,7 @@ def from_records(records: RecordDict) -> Letter:
 class Question:
     """What a node has been asked: its name and its samples."""
 
+    name: str  # under which its key was registered
     activation: str  # when the node joined; one that was started again is asked anew
     message: str  # id of the query; empty once it is answered
     patience: float  # seconds that the node has
@@ -95,7 +96,9 @@ class GridPost:
                 )
                 continue
             patience = self.join if question is None else 2 * question.patience  # a machine may be slower than expected
-            self.questions[node] = Question(present[node].last_activated_at, "", patience, now + patience)
+            self.questions[node] = Question(
+                present[node].name, present[node].last_activated_at, "", patience, now + patience
+            )
             queries.append(Message(RecordDict(), node, "query", ttl=patience))
         ids = list(self.grid.push_messages(queries)) if queries else []
         for query, id in zip(queries, ids, strict=True):
@@ -156,8 +159,17 @@ class GridPost:
             time.sleep(PAUSE)
         return len(wanted & self.node.keys())
 
+    def expects(self, clients: Iterable[str]) -> bool:
+        """Whether one of these clients has not joined yet, but is there and has been asked."""
+        asked = {question.name for question in self.questions.values() if question.message}
+        return any(name not in self.node and asked & {name, ""} for name in clients)
+
     def exchange(self, letters: Mapping[str, Letter]) -> dict[str, Letter | str]:
         present, answers = self.roll(), dict[str, Letter | str]()
+        until = time.monotonic() + min(self.join, self.timeout)
+        while self.expects(letters) and time.monotonic() < until:
+            time.sleep(PAUSE)
+            present = self.roll()
         messages, names = [], []
         for name, letter in letters.items():
             answers[name] = "no answer in time" if self.node.get(name) in present else "not connected"
