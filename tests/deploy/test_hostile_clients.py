@@ -179,7 +179,7 @@ def test_a_rule_without_enough_answers_says_so(tmp_path: Path) -> None:
 def test_attacks_are_simulated_and_private_sums_have_no_further_rule(tmp_path: Path) -> None:
     with pytest.raises(BadSetting, match="attack is for simulations"):
         planned(tmp_path, attack="scale:0.2")
-    pytest.importorskip("dp_accounting")
-    plan = planned(tmp_path, cohort=3, sampling="bernoulli", privacy_clip=0.5, aggregate="median")
+    private = dict(cohort=3, sampling="bernoulli", privacy_clip=0.5, privacy_noise=1.0)
+    plan = planned(tmp_path, **private, aggregate="median")
     with pytest.raises(BadSetting, match="would break the promise of a private sum"):
         serve(plan, Sites(plan, tmp_path, labelled()))

@@ -9,12 +9,10 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
-from undrift.aggregate import parse_rule
 from undrift.core.errors import BadSetting, UnknownName
 from undrift.core.names import check_text
 from undrift.core.names import parse_value as parse_value
 from undrift.core.rates import RateSchedule
-from undrift.round.attack import parse_attack
 
 MOST = 2**31 - 1  # of a whole number
 LARGEST_GROWTH = 1e30  # of the learning rate
@@ -153,8 +151,7 @@ class RunConfig(JobConfig):
         parse_slow(self.slow)
         check_compress(self.compress)
         check_privacy(self)
-        parse_rule(self.aggregate)
-        parse_attack(self.attack)
+        check_attacks(self.aggregate, self.attack)
         check_choices(self, CHOICES)
         if self.batches == "persistent" and self.epochs:
             raise BadSetting("persistent batches count steps; use --steps, or --batches fresh with --epochs")
@@ -290,6 +287,14 @@ def parse_stop(text: str) -> dict[str, float]:
         if name not in ("accuracy", "time") or not stop[name] > 0 or (name == "accuracy" and stop[name] > 1):
             raise BadSetting(f"stop_at {part!r} is not understood; write accuracy=0.9 or time=10m")
     return stop
+
+
+def check_attacks(aggregate: str, attack: str) -> None:
+    from undrift.aggregate import parse_rule  # with PyTorch
+    from undrift.round.attack import parse_attack
+
+    parse_rule(aggregate)
+    parse_attack(attack)
 
 
 def check_compress(text: str) -> None:
