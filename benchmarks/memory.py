@@ -24,12 +24,12 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from undrift.algorithms.base import Cohort, Nothing, Up
+from undrift.algorithms.base import Cohort, Up
 from undrift.algorithms.gradma_s import GradMAS
 from undrift.core.trees import leaves, map_leaves
 from undrift.jobs.course import commit
 from undrift.oracle.net import Net
-from undrift.round.order import Answers, server_init, server_part
+from undrift.round.order import ServerState, first_state
 from undrift.simulate.choose import keep_freed_memory
 from undrift.simulate.graphs import recorded
 
@@ -56,19 +56,24 @@ def measure(device: torch.device, rounds: int, warm: int) -> dict[str, object]:
     net = Net(nn.Linear(SIDE, SIDE, bias=False)).to(device)
     alg = GradMAS(slots=SLOTS)
     x0, buffers = (v.to(device) for v in net.start())
-    state = server_init(alg, net, x0, buffers, CLIENTS)
+    state = first_state(alg, net, x0, buffers, CLIENTS)
     directions, mixture = normal(1 + CLASSES, len(x0)), normal(CLIENTS, CLASSES)
 
     ids, d, ones = torch.arange(COHORT, device=device), normal(COHORT, len(x0)), torch.ones(COHORT, 1, device=device)
-    answers = Answers(Up(d), Nothing(), buffers.expand(COHORT, -1), d, ones, Nothing())
+    up = Up(d)
     cohort = Cohort(ids, torch.arange(COHORT, device=device), ones / COHORT, ones, 0.1, CLIENTS, net.layout)
+
+    def server_part() -> ServerState:
+        mean, companion = alg.gather(state.companion, up, cohort)
+        x, server = alg.server_step(state.server, state.x, mean, up, cohort)
+        return ServerState(x, state.buffers, server, companion)
 
     def step() -> None:
         nonlocal state
-        state = server_part(alg, net, state, answers, cohort)
+        state = server_part()
 
     def in_place() -> None:
-        new = server_part(alg, net, state, answers, cohort)
+        new = server_part()
         for old, tensor in zip(leaves(state), leaves(new), strict=True):
             if old.data_ptr() != tensor.data_ptr():  # the memory's rows are written where they are
                 old.copy_(tensor)
