@@ -229,7 +229,8 @@ def deploy_command(arguments: argparse.Namespace) -> None:
 
     config, settings = read_settings(arguments, deployment.FLAGS)
     deployment.check_flags(settings)
-    arguments.out = Path((config | settings).get("out", deployment.DeployConfig.out))
+    out = federated.typed({"out": (config | settings).get("out", deployment.DeployConfig.out)}, deployment.TYPES)["out"]
+    arguments.out = Path(out)
     options = Options(**{field.name: getattr(arguments, field.name) for field in dataclasses.fields(Options)})
     deploy(arguments.action, arguments.place, config | settings, options)
 

@@ -62,6 +62,7 @@ BAD_COMMANDS = [
     ("sweep five.toml --out s", "set must be a table"),
     ("deploy init d --config five.toml", "set must be a table"),
     ("deploy init d --config table.toml", "clients must be int"),
+    ("deploy local d --config place.toml", "out must be str"),
     ("sweep table.toml --out s", "dataset must be str"),
     ("run nul.toml", "dataset must be text without control characters"),
     ("run deep.toml", "not valid TOML"),
@@ -91,6 +92,7 @@ def test_bad_input_is_one_clear_line_and_exit_code_2(
     (tmp_path / "swept.toml").write_text("[sweep]\nseds = [1]")
     (tmp_path / "five.toml").write_text("set = 5")
     (tmp_path / "table.toml").write_text('dataset = {}\nclients = {}\n[sweep]\nelse_dataset = "digits"')
+    (tmp_path / "place.toml").write_text("out = {}")
     (tmp_path / "nul.toml").write_text('dataset = "imagefolder:a\\u0000b"')
     (tmp_path / "deep.toml").write_text("lr = " + "[" * 5000)
     before = sorted(tmp_path.rglob("*"))
