@@ -64,15 +64,20 @@ def bare_round(module: nn.Module, clients: int, compiled: bool) -> Callable[[], 
         for name, w in weights.items():
             mean[name].copy_(w.mean(0))
 
+    return capture(local_round)
+
+
+def capture(play: Callable[[], None]) -> Callable[[], None]:
+    """`play` as a CUDA graph."""
     aside = torch.cuda.Stream()
     aside.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(aside):
         for _ in range(3):
-            local_round()
+            play()
     torch.cuda.current_stream().wait_stream(aside)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        local_round()
+        play()
     return graph.replay
 
 

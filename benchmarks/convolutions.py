@@ -13,13 +13,12 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import torch
 import torch.nn.functional as F
-from bare import SHAPE, milliseconds
+from bare import SHAPE, capture, milliseconds
 from gpu import profiled, undrift_round
 
 from undrift.core.device import arithmetic
@@ -99,19 +98,6 @@ def vectors(model: str) -> float:
         x.sub_(g, alpha=1e-9)
 
     return milliseconds(capture(touch))
-
-
-def capture(play: Callable[[], None]) -> Callable[[], None]:
-    aside = torch.cuda.Stream()
-    aside.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(aside):
-        for _ in range(3):
-            play()
-    torch.cuda.current_stream().wait_stream(aside)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        play()
-    return graph.replay
 
 
 def main() -> None:

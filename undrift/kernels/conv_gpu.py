@@ -15,7 +15,7 @@ from torch import Tensor
 from undrift.core.device import half_precision
 from undrift.core.forms import faster
 from undrift.kernels import devices
-from undrift.kernels.launch import allocate, current, launch, only_stacked, take_part, tl, triton
+from undrift.kernels.launch import allocate, clients_first, current, launch, only_stacked, take_part, tl, triton
 from undrift.oracle.net import StackedConv2d, conv2d
 
 CHANNELS, OUTPUTS, TAPS = 8, 64, 256  # limits: channels of the inputs, filters, and entries of a filter
@@ -204,8 +204,4 @@ if triton is not None:
 
     @_op.register_vmap
     def _(info: Any, dims: Any, x: Tensor, w: Tensor, b: Tensor | None, padding: int) -> tuple[Tensor, int]:
-        stacked = [
-            t if t is None else t.expand(info.batch_size, *t.shape) if dim is None else t.movedim(dim, 0)
-            for t, dim in zip((x, w, b), dims[:3], strict=True)
-        ]
-        return torch.ops.undrift.stacked_few_channels(*stacked, padding), 0
+        return torch.ops.undrift.stacked_few_channels(*clients_first(info, dims, x, w, b), padding), 0

@@ -23,7 +23,7 @@ from undrift.core.device import half_precision
 from undrift.core.forms import faster
 from undrift.kernels import devices
 from undrift.kernels.choices import choose
-from undrift.kernels.launch import allocate, current, launch, only_stacked, take_part, tl, triton
+from undrift.kernels.launch import allocate, clients_first, current, launch, only_stacked, take_part, tl, triton
 from undrift.oracle.net import StackedConv2d, conv2d
 
 HALF = torch.bfloat16
@@ -398,11 +398,7 @@ if triton is not None:
     def _(
         info: Any, dims: Any, x: Tensor, w: Tensor, b: Tensor | None, stride: int, padding: int
     ) -> tuple[Tensor, int]:
-        stacked = [
-            t if t is None else t.expand(info.batch_size, *t.shape) if dim is None else t.movedim(dim, 0)
-            for t, dim in zip((x, w, b), dims[:3], strict=True)
-        ]
-        return to_outputs(*stacked, stride, padding)[0], 0
+        return to_outputs(*clients_first(info, dims, x, w, b), stride, padding)[0], 0
 
 
 def convolution(x: Tensor, w: Tensor, b: Tensor | None, stride: int, padding: int) -> Tensor:

@@ -32,6 +32,14 @@ def only_stacked() -> bool:
     return under_vmap and torch.autograd.forward_ad._current_level < 0
 
 
+def clients_first(info: Any, dims: Any, *given: Tensor | None) -> list[Any]:
+    """The arguments of an operator under vmap with the clients as their first dimension."""
+    return [
+        t if t is None else t.expand(info.batch_size, *t.shape) if dim is None else t.movedim(dim, 0)
+        for t, dim in zip(given, dims[: len(given)], strict=True)
+    ]
+
+
 class Rehearsal:
     """The kernels requested so far, which are being compiled."""
 

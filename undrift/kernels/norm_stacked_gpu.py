@@ -14,7 +14,7 @@ from torch import Tensor
 from undrift.core.forms import faster
 from undrift.kernels import conv_stacked_gpu, devices
 from undrift.kernels.conv_stacked_gpu import first, last
-from undrift.kernels.launch import allocate, current, launch, only_stacked, take_part, tl, triton
+from undrift.kernels.launch import allocate, clients_first, current, launch, only_stacked, take_part, tl, triton
 from undrift.oracle.net import MaskedBatchNorm, StackedGroupNorm, batch_norm, group_norm, normalise
 
 BLOCK = 8192  # entries that a program holds at once
@@ -343,13 +343,6 @@ if triton is not None:
 
     to_batch.register_autograd(_batch_backward, setup_context=_keep_batch)
 
-    def stacked(info: Any, dims: Any, *given: Tensor | None) -> list[Tensor | None]:
-        """The arguments of an operator under vmap with the clients first."""
-        return [
-            t if t is None else t.expand(info.batch_size, *t.shape) if dim is None else t.movedim(dim, 0)
-            for t, dim in zip(given, dims, strict=False)
-        ]
-
     @torch.library.custom_op("undrift::group_norm", mutates_args=())
     def _group_norm_op(x: Tensor, w: Tensor, b: Tensor, groups: int, eps: float) -> Tensor:
         return torch.nn.functional.group_norm(x, groups, w.to(x.dtype), b.to(x.dtype), eps)
@@ -358,7 +351,7 @@ if triton is not None:
 
     @_group_norm_op.register_vmap
     def _(info: Any, dims: Any, x: Tensor, w: Tensor, b: Tensor, groups: int, eps: float) -> tuple[Tensor, int]:
-        return to_groups(*stacked(info, dims, x, w, b), groups, eps)[0], 0
+        return to_groups(*clients_first(info, dims, x, w, b), groups, eps)[0], 0
 
     @torch.library.custom_op("undrift::batch_norm", mutates_args=())
     def _batch_norm_op(
@@ -375,4 +368,4 @@ if triton is not None:
 
     @_batch_norm_op.register_vmap
     def _(info: Any, dims: Any, x: Tensor, real: Tensor | None, w: Tensor, b: Tensor, eps: float) -> Any:
-        return to_batch(*stacked(info, dims, x, real, w, b), eps), (0, 0, 0, 0)
+        return to_batch(*clients_first(info, dims, x, real, w, b), eps), (0, 0, 0, 0)
