@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from tests.small import SIZES, path, simulation
-from undrift.aggregate import NAMES as RULES
 from undrift.algorithms.base import Cohort
 from undrift.algorithms.fedavg import FedAvg
 from undrift.algorithms.personal import Served
@@ -24,6 +23,7 @@ from undrift.core.trees import leaves, map_leaves, nbytes
 from undrift.dataparallel.methods import FILES as METHODS
 from undrift.jobs.registry import algorithm_class
 from undrift.oracle.oracle import NoData, Objective
+from undrift.round.aggregate import NAMES as RULES
 from undrift.round.clients import train
 
 ALGORITHMS = names("algorithms")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -12,6 +13,7 @@ from undrift.core.seals import last_place
 from undrift.deploy.client import CLOSE, TRAIN
 from undrift.deploy.run import Visits, run_token
 from undrift.deploy.server import Visit
+from undrift.deploy.settings import Plan
 
 
 def visit(round: int, exchange: str = TRAIN) -> Visit:
@@ -41,13 +43,27 @@ def test_visits_are_kept_up_to_the_checkpoint_and_damage_is_refused(tmp_path: Pa
         assert file.read_bytes() == content
 
 
+def plan(out: Path, **settings: Any) -> Plan:
+    return Plan.of({"algorithm": "fedavg", "dataset": "digits", "clients": 2, "cohort": 2, "out": str(out)} | settings)
+
+
 def test_the_token_of_a_run_is_kept_and_checked(tmp_path: Path) -> None:
-    token = run_token(tmp_path, resume=False)
-    assert run_token(tmp_path, resume=True) == token
+    token = run_token(plan(tmp_path))
+    again = plan(tmp_path, resume=True)
+    assert run_token(again) == token
     file = tmp_path / "deploy.json"
     file.write_text(file.read_text().replace(token[0], "x", 1))
     with pytest.raises(BadRunFolder, match=r"deploy\.json is damaged"):
-        run_token(tmp_path, resume=True)
+        run_token(again)
     file.unlink()
     with pytest.raises(BadRunFolder, match="holds no deployed run"):
-        run_token(tmp_path, resume=True)
+        run_token(again)
+
+
+@pytest.mark.parametrize("change", [{"weight_cap": 0.9}, {"most_samples": 5}, {"names": "anna,carl"}])
+def test_a_resumed_run_cannot_weigh_or_name_its_clients_otherwise(change: dict[str, Any], tmp_path: Path) -> None:
+    names = {"names": "bert,anna"}
+    token = run_token(plan(tmp_path, **names))
+    assert run_token(plan(tmp_path, resume=True, names="anna, bert", timeout=5.0)) == token
+    with pytest.raises(BadRunFolder, match=f"its {next(iter(change))} is .*, not "):
+        run_token(plan(tmp_path, resume=True, **names | change))

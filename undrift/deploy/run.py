@@ -19,7 +19,7 @@ from undrift.data.load import load_dataset
 from undrift.deploy.client import CLOSE
 from undrift.deploy.privacy import Ledger
 from undrift.deploy.server import Deployment, Post, Remote, Visit
-from undrift.deploy.settings import Plan
+from undrift.deploy.settings import FIXED, Plan
 from undrift.deploy.site_files import server_federation
 from undrift.jobs.config import RunConfig
 from undrift.jobs.course import Result
@@ -57,7 +57,7 @@ def deploy(
     @contextlib.contextmanager
     def serve(simulation: Simulation) -> Iterator[Deployment]:
         """Open the deployment; at its end, send the clients their last replies."""
-        token, last = run_token(out, plan.deploy.resume), RunFolder(out).latest()
+        token, last = run_token(plan), RunFolder(out).latest()
         ledger = Ledger(out / LEDGER, plan.deploy.resume) if plan.private else None
         visits = Visits(out / VISITS, last)
         say(f"{meet()} of {config.clients} clients are there; run {token}")
@@ -102,14 +102,21 @@ class Visits:
         return {(v["client"], v["round"]) for v in self.kept if v["exchange"] == CLOSE and v["outcome"] == "answered"}
 
 
-def run_token(out: Path, resume: bool) -> str:
-    """The token of this run in letters and clients' states; a resumed run keeps it."""
-    file = out / DEPLOYED
-    if resume:
+def run_token(plan: Plan) -> str:
+    """The token of this run in letters and clients' states; a resumed run keeps it, and the settings that decide numbers."""
+    out = Path(plan.deploy.out)
+    file, now = out / DEPLOYED, {"names": plan.names} | {name: getattr(plan.deploy, name) for name in FIXED}
+    if plan.deploy.resume:
         if not file.exists():
             raise BadRunFolder(f"{out} holds no deployed run (no {DEPLOYED}); choose another --out")
-        return str(read_sealed(file)["token"])
+        kept = read_sealed(file)
+        for name, value in now.items():
+            if kept.get(name, value) != value:
+                raise BadRunFolder(
+                    f"{out} holds another run: its {name} is {kept[name]}, not {value}; give the same, or another --out"
+                )
+        return str(kept["token"])
     token = secrets.token_hex(8)
     with writing(file):
-        write_sealed(file, {"token": token})
+        write_sealed(file, {"token": token} | now)
     return token

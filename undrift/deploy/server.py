@@ -17,13 +17,13 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from undrift.aggregate import MEAN
 from undrift.algorithms.base import Algorithm
 from undrift.core.trees import Nothing, State, leaves, map_leaves, named_leaves, unstack
 from undrift.deploy.client import CLOSE, MEASURE, TRAIN, Measured, Reply, Request
 from undrift.deploy.messages import NOT_FINITE, Encoded, Fact, Letter, Refused, check_finite, encode, pack, unpack
 from undrift.deploy.privacy import Ledger
 from undrift.jobs.protocol import InMemory
+from undrift.round.aggregate import MEAN
 from undrift.round.clients import Answers
 from undrift.round.record import RoundRecord
 from undrift.round.shapes import Forms

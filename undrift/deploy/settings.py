@@ -21,6 +21,7 @@ SIMULATED = ("dropout_rate", "slow", "bandwidth", "latency", "attack")  # real c
 HERE_ONLY = (*SIMULATED, "chunk", "client_state", "compress")  # have no flag
 REFUSED = "undrift: "  # begins the line of the server's log that says why a run ended
 UNUSED = (*HERE_ONLY, "execution", "replay", "compile", "checkpoint_every")
+FIXED = ("shape", "classes", "structures", "weight_cap", "most_samples")  # a resumed run keeps them
 RENAMED = {"dp_clip": "privacy_clip", "dp_noise": "privacy_noise", "dp_delta": "privacy_delta"}
 
 

@@ -290,7 +290,7 @@ def parse_stop(text: str) -> dict[str, float]:
 
 
 def check_attacks(aggregate: str, attack: str) -> None:
-    from undrift.aggregate import parse_rule  # with PyTorch
+    from undrift.round.aggregate import parse_rule  # with PyTorch
     from undrift.round.attack import parse_attack
 
     parse_rule(aggregate)

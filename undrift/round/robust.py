@@ -1,4 +1,4 @@
-"""What the server sees of the clients' answers where a rule (`undrift/aggregate`) guards it against hostile ones."""
+"""What the server sees of the clients' answers where a rule (`undrift/round/aggregate`) guards it against hostile ones."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from undrift.aggregate import Rule, describe, middle, spread
 from undrift.algorithms.base import Algorithm, Cohort
 from undrift.algorithms.checks import looks_at_single_uploads
 from undrift.core.errors import BadSetting
 from undrift.core.trees import map_leaves
+from undrift.round.aggregate import Rule, describe, middle, spread
 from undrift.round.clients import Answers
 
 T = TypeVar("T")

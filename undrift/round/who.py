@@ -20,7 +20,7 @@ from undrift.oracle.net import Net
 from undrift.round.clients import Answers
 
 if TYPE_CHECKING:
-    from undrift.aggregate import Rule
+    from undrift.round.aggregate import Rule
     from undrift.round.attack import Attackers
 
 T = TypeVar("T")

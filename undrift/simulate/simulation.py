@@ -14,7 +14,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from undrift.aggregate import MEAN, parse_rule
 from undrift.algorithms.base import Algorithm
 from undrift.algorithms.checks import check_algorithm
 from undrift.algorithms.personal import Personal
@@ -27,6 +26,7 @@ from undrift.data.batches import Plan, Table
 from undrift.data.federation import Federation, Ids, pool
 from undrift.oracle.net import Net
 from undrift.round.accounting import Accountant
+from undrift.round.aggregate import MEAN, parse_rule
 from undrift.round.attack import attack_keys, flip_labels, make_attackers, parse_attack
 from undrift.round.clients import new_clients
 from undrift.round.compressed import Uplink, check_summed, upload_form, wrap
@@ -89,7 +89,7 @@ class Settings:
     warmup: float = 0.0  # rounds in which the local rate rises
     client_state: str = "auto"  # where it is kept: memory, disk, or auto
     privacy: Privacy | None = None  # the updates are clipped and their sum gets noise
-    aggregate: str = MEAN  # or a rule of undrift/aggregate
+    aggregate: str = MEAN  # or a rule of undrift/round/aggregate
     attack: str = ""  # what some clients send instead, see round/attack.py
 
     def schedule(self, t: int) -> float:

@@ -11,8 +11,8 @@ import torch
 from numpy.typing import NDArray
 from scipy import optimize, stats
 
-from undrift.aggregate import NAMES, describe, parse_rule
 from undrift.core.errors import BadSetting, UnknownName
+from undrift.round.aggregate import NAMES, describe, parse_rule
 
 Array = NDArray[np.float64]
 

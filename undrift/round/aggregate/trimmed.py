@@ -10,9 +10,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from undrift.aggregate import Rule, in_order, spread
 from undrift.core.errors import BadSetting
 from undrift.core.vec import positions
+from undrift.round.aggregate import Rule, in_order, spread
 
 ROUNDING = 1e-4  # 0.3 times 10 clients are three
 

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from undrift.aggregate import Rule, scaled, spread
 from undrift.core.errors import BadSetting
 from undrift.core.vec import mean, positions
+from undrift.round.aggregate import Rule, scaled, spread
 
 
 @dataclass(frozen=True)

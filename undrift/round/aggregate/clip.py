@@ -7,10 +7,10 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from undrift.aggregate import Rule, middle, scaled
-from undrift.aggregate.bound import shorten
 from undrift.core.errors import BadSetting
 from undrift.core.vec import norm
+from undrift.round.aggregate import Rule, middle, scaled
+from undrift.round.aggregate.bound import shorten
 
 
 @dataclass(frozen=True)

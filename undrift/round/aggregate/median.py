@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from undrift.aggregate import Rule, middle, spread
+from undrift.round.aggregate import Rule, middle, spread
 
 
 @dataclass(frozen=True)

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from undrift.aggregate import Rule, middle, scaled, spread
 from undrift.core.errors import BadSetting
 from undrift.core.vec import mean, norm
+from undrift.round.aggregate import Rule, middle, scaled, spread
 
 SMOOTHING = 1e-6  # nu, in units of a usual client's largest entry
 

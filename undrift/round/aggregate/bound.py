@@ -11,9 +11,9 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from undrift.aggregate import Rule, scaled
 from undrift.core.errors import BadSetting
 from undrift.core.vec import norm
+from undrift.round.aggregate import Rule, scaled
 
 
 @dataclass(frozen=True)
