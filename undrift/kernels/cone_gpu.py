@@ -164,11 +164,11 @@ if triton is not None:
                 for first in range(begin, end, WIDTH):
                     at = first + tl.arange(0, WIDTH)
                     valid = real[:, None] & (at < end)[None, :]
-                    unit = tl.load(rows + i.to(tl.int64)[:, None] * apart + at[None, :], mask=valid, other=0.0)
-                    unit = unit.to(tl.float64) * inverse[:, None]
+                    some = tl.load(rows + i.to(tl.int64)[:, None] * apart + at[None, :], mask=valid, other=0.0)
+                    some = some.to(tl.float64) * inverse[:, None]
                     u = tl.load(p + at, mask=at < end, other=0.0).to(tl.float64) / tl.max(long, 0)
-                    u += tl.sum(unit * point[:, None], 0)
-                    w += tl.sum(unit * u[None, :], 1)
+                    u += tl.sum(some * point[:, None], 0)
+                    w += tl.sum(some * u[None, :], 1)
                 if turn < 3:
                     change = tl.sum(tl.load(cells) * tl.where(inside > 0, w, 0.0)[None, :], 1)
                     point = tl.where(inside > 0, tl.maximum(point - change, 0.0), 0.0)
