@@ -15,7 +15,16 @@ import undrift.kernels
 from tests.kernels.rehearsed import Absent, program
 from undrift.kernels import gram_gpu, launch, norm_stacked_gpu, pictures_gpu
 
-PARTS = {"_layer", "_left", "_met", "_over", "_over_groups", "_under", "_unit"}  # called by other kernels
+PARTS = {
+    "_layer",
+    "_left",
+    "_met",
+    "_over",
+    "_correction",
+    "_over_groups",
+    "_under",
+    "_unit",
+}  # called by other kernels
 made: set[str] = set()
 failed: list[str] = []
 
@@ -46,8 +55,8 @@ def layers() -> None:
     for dtype in (torch.bfloat16, torch.float32):
         for channels, filters, k, stride in ((3, 64, 3, 1), (16, 32, 3, 2), (64, 128, 1, 2), (128, 128, 3, 1)):
             x = torch.randn(2, 3, channels, 8, 8).to(dtype).requires_grad_()
-            w, b = torch.randn(2, filters, channels, k, k, requires_grad=True), torch.randn(2, filters)
-            y = torch.ops.undrift.stacked_outputs(x, w, b, stride, k // 2)[0]
+            w = torch.randn(2, filters, channels, k, k, requires_grad=True)
+            y = torch.ops.undrift.stacked_outputs(x, w, stride, k // 2)[0]
             backward = threading.Thread(target=y.sum().backward)
             backward.start()
             backward.join()

@@ -33,7 +33,7 @@ def test_without_a_gpu_everything_is_launched() -> None:
 @pytest.mark.skipif(torch.cuda.is_available(), reason="pretends that there is a GPU")
 @pytest.mark.parametrize("program", ["rehearsed", "compiled"])
 def test_kernels_are_compiled_for_a_gpu(tmp_path: Path, program: str) -> None:
-    """`rehearsed`: what a program asks for is compiled once and found again. `compiled`: every kernel there is can be compiled."""
+    """`rehearsed`: what a program asks for is compiled once and found again. `compiled`: every kernel can be compiled."""
     pytest.importorskip("triton")
     environment = os.environ | {"TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path)}
     found = subprocess.run(

@@ -6,40 +6,22 @@ cuDNN's heuristics choose its kernels, so that the same command gives the same b
 from __future__ import annotations
 
 import contextlib
-import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from undrift.kernels.launch import current
+from undrift.kernels.launch import current, side_by_side
 
 aten: Any = torch.ops.aten
 
 
-@functools.cache
-def streams(device: torch.device, count: int) -> list[torch.cuda.Stream]:
-    return [torch.cuda.Stream(device) for _ in range(count)]
-
-
-def side_by_side(clients: int, branches: int, device: torch.device, run: Callable[[int], None]) -> None:
-    """Call `run` for every client, on some streams in turn; in a rehearsal for nobody."""
-    if current.get() is not None:
-        return
-    if device.type != "cuda":
-        for client in range(clients):
-            run(client)
-        return
-    main, sides = torch.cuda.current_stream(device), streams(device, min(branches, clients))
-    for side in sides:
-        side.wait_stream(main)
-    with without_timing():
-        for client in range(clients):
-            with torch.cuda.stream(sides[client % len(sides)]):
-                run(client)
-    for side in sides:
-        main.wait_stream(side)
+def each(clients: int, branches: int, device: torch.device, run: Callable[[int], None]) -> None:
+    """Call `run` for every client on so many streams; in a rehearsal for nobody."""
+    if current.get() is None:
+        with without_timing():
+            side_by_side(clients, branches, device, run)
 
 
 @contextlib.contextmanager

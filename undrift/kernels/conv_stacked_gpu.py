@@ -24,14 +24,13 @@ from undrift.core.device import half_precision
 from undrift.core.forms import faster
 from undrift.kernels import conv_each_gpu, devices
 from undrift.kernels.choices import choose
-from undrift.kernels.conv_each_gpu import side_by_side
 from undrift.kernels.launch import allocate, clients_first, current, launch, only_stacked, take_part, tl, triton
 from undrift.oracle.net import StackedConv2d, conv2d
 
 HALF = torch.bfloat16
 FEW = 8  # channels of an input that are taken together with the taps
 WIDE = 64  # channels from which on clients apart are the fastest: 2 to 3 times as fast as all in one launch, on an H200
-BRANCHES = 4
+BRANCHES = 8
 
 
 class Shape(NamedTuple):
@@ -80,7 +79,9 @@ def serves(layer: StackedConv2d, x: Tensor) -> bool:
     known = layer.weight.dtype == torch.float32 and x.dtype in (torch.float32, HALF)
     wide = N % 16 == 0 and (C % 16 == 0 or C <= FEW) and x.shape[1] == C
     large = min(x.shape[-2:]) + 2 * int(padding[0]) >= k
-    suits = half_precision(x.device) or (k <= 3 and C > FEW)  # in float32 wide filters are faster as grouped convolutions
+    suits = half_precision(x.device) or (
+        k <= 3 and C > FEW
+    )  # in float32 wide filters are faster as grouped convolutions
     return simple and known and wide and large and suits and only_stacked() and devices.tensor_cores(x.device)
 
 
@@ -250,10 +251,6 @@ if triton is not None:
         """The next power of two, at least 16, which is the least of a product, and at most `most`."""
         return min(most, max(16, int(triton.next_power_of_2(n))))
 
-    def some(channels: int, most: int = 64) -> int:
-        """How many entries of a filter a step takes: of one tap, or of several where channels are few."""
-        return next((n for n in (64, 32, 16) if n <= most and channels % n == 0), 32)
-
     def forms(kind: str, shape: Shape, dtype: torch.dtype) -> list[Apart | Blocks]:
         """The forms worth trying."""
         if min(shape.N, shape.C) >= WIDE:
@@ -261,14 +258,16 @@ if triton is not None:
         return [blocks(kind, shape, dtype), Apart(BRANCHES)]
 
     def blocks(kind: str, shape: Shape, dtype: torch.dtype) -> Blocks:
-        many = 1 if dtype == torch.float32 else 2  # halves are half as long
+        """The fastest of some hundred on an H200."""
+        half = dtype != torch.float32
         if kind == "filters":
-            columns = next((n for n in (128, 64, 32, 16) if shape.C % n == 0), 32)
-            rows = up(shape.N, 128)
-            return Blocks(rows, columns, 64 * many, 4 if rows * columns < 128 * 128 else 8, 3)
+            rows, columns = up(shape.N, 64), 16 if shape.C % 32 and shape.C > FEW else 32
+            return Blocks(rows, columns, 128 if rows == columns == 16 else 64, 4 if half and rows == 64 else 2, 2)
         wide, deep = (shape.N, shape.C) if kind == "outputs" else (shape.C, shape.N)
-        columns, step = up(wide, 128), some(deep, 32 * many)
-        return Blocks(128, columns, step, 8 if columns == 128 else 4, 3)
+        step = next(
+            (n for n in (64, 32, 16) if n <= (64 if half else 32) and deep % n == 0), 32
+        )  # of one tap, if possible
+        return Blocks(256 if wide == 16 else 128, up(wide, 64), step, 4 if half else 8, 2)
 
     def sizes(shape: Shape, blocks: Blocks) -> dict[str, Any]:
         rows, columns, step, warps, stages = blocks
@@ -288,8 +287,8 @@ if triton is not None:
 
         def run(form: Apart | Blocks) -> None:
             if isinstance(form, Apart):
-                given, made, own = first(x), first(out), each(f, len(x))
-                side_by_side(
+                given, made, own = first(x), first(out), own_filters(f, len(x))
+                conv_each_gpu.each(
                     len(x), form.branches, x.device,
                     lambda i: conv_each_gpu.outputs(given[i], own[i], made[i], stride, padding),
                 )  # fmt: skip
@@ -311,8 +310,8 @@ if triton is not None:
 
         def run(form: Apart | Blocks) -> None:
             if isinstance(form, Apart):
-                back, made, own = first(d), first(out), each(f, len(d))
-                side_by_side(
+                back, made, own = first(d), first(out), own_filters(f, len(d))
+                conv_each_gpu.each(
                     len(d), form.branches, d.device,
                     lambda i: conv_each_gpu.inputs(back[i], own[i], made[i], stride, padding),
                 )  # fmt: skip
@@ -344,7 +343,7 @@ if triton is not None:
                 seen, back = first(x), first(d)
                 if current.get() is not None:
                     gather(x, out[:1], 1)  # is compiled
-                side_by_side(
+                conv_each_gpu.each(
                     S, form.branches, x.device,
                     lambda i: gather(conv_each_gpu.filters(seen[i], back[i], k, stride, padding), out[i : i + 1], 1),
                 )  # fmt: skip
@@ -359,7 +358,7 @@ if triton is not None:
         fastest("filters", shape, x, run)
         return out
 
-    def each(f: Tensor, clients: int) -> list[Tensor]:
+    def own_filters(f: Tensor, clients: int) -> list[Tensor]:
         """Every client's filters [N, C, k, k] of [S or 1, N, k, k, C]."""
         own = list(f.permute(0, 1, 4, 2, 3))
         return own if len(own) == clients else own * clients
