@@ -41,10 +41,12 @@ def kind(config: RunConfig, folder: RunFolder) -> Hashable:
     return folder.reached(), seed, *same.items(), structure(alg)
 
 
-def set_up(config: RunConfig, dataset: Dataset, shared: Federation | None = None) -> tuple[RunConfig, Simulation]:
+def set_up(
+    config: RunConfig, dataset: Dataset, shared: Federation | None = None, alone: bool = False
+) -> tuple[RunConfig, Simulation]:
     """Resolve the settings and build the simulation, on the samples of `shared` if given."""
     alg, device = build_algorithm(config), pick_device(config.device)
-    execution = "stacked" if device.type == "cpu" else config.execution
+    execution = "stacked" if device.type == "cpu" and not alone else config.execution
     config = replace(config, set=asdict(alg), execution=execution)
     simulation = build_simulation(config, alg, dataset, config.model, device)
     if shared is not None:
@@ -97,17 +99,24 @@ def split(runs: Sequence[Any], most: int) -> list[list[Any]]:
     return [list(runs[at : at + size]) for at in range(0, len(runs), size)]
 
 
-def run_packed(configs: Sequence[RunConfig], folders: Sequence[Path], progress: Sequence[Progress]) -> None:
-    """Run to their end runs that stand at the same round, each in its folder."""
+def run_packed(
+    configs: Sequence[RunConfig], folders: Sequence[Path], progress: Sequence[Progress], leave_models: bool = True
+) -> list[list[dict[str, Any]]]:
+    """Run to their end runs that stand at the same round, each in its folder; return their records.
+
+    Without `leave_models` only what an interruption needs is written.
+    """
     dataset, shared, courses = load_dataset(configs[0].dataset), None, []
     with contextlib.ExitStack() as stack:
         stack.enter_context(arithmetic(configs[0].precision, configs[0].deterministic))
         for config, path, show in zip(configs, folders, progress, strict=True):
-            config, simulation = set_up(config, dataset, shared)
+            config, simulation = set_up(config, dataset, shared, alone=len(configs) == 1)
             shared, folder = simulation.data, RunFolder(path)
             context = open_course(contextlib.closing(simulation), config, folder, folder.exists(), show)
             courses.append(stack.enter_context(context))
+            courses[-1].leaves_model = leave_models
         drive_together(courses)
+    return [course.records for course in courses]
 
 
 def drive_together(courses: list[Course[Simulation, RunConfig]]) -> None:
