@@ -161,7 +161,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def stoppable(arguments: argparse.Namespace) -> bool:
     """Whether the command can be stopped and goes on later."""
-    return arguments.command in (*ON_RANKS, "sweep", "tune", "reproduce") or getattr(arguments, "action", "") in ("local", "server", "node")
+    return arguments.command in (*ON_RANKS, "sweep", "tune", "reproduce") or getattr(arguments, "action", "") in (
+        "local",
+        "server",
+        "node",
+    )
 
 
 def heed_signals(arguments: argparse.Namespace, words: Sequence[str]) -> contextlib.AbstractContextManager[None]:
@@ -399,7 +403,12 @@ def tune_command(arguments: argparse.Namespace) -> int:
     arg("--columns", type=words, default=(), metavar="NAMES", help="only these columns, with commas"),
     arg("--methods", type=words, default=(), metavar="NAMES", help="only these rows, with commas"),
     arg("--seeds", type=int, default=0, metavar="N", help="seeds of every cell [as in the paper]"),
-    arg("--tune", default="none", metavar="grid|none|FILE", help="pick settings from the paper's grid, or take a file's [none]"),
+    arg(
+        "--tune",
+        default="none",
+        metavar="grid|none|FILE",
+        help="pick settings from the paper's grid, or take a file's [none]",
+    ),
     arg("--scale", default="full", metavar="full|small", help="small: tiny runs on embedded data, to try it out"),
     arg("--minutes", type=float, default=0.0, help="stop after so many; the same command goes on"),
     arg("--plan", action="store_true", help="print the plan and end"),
@@ -413,7 +422,8 @@ def reproduce_command(arguments: argparse.Namespace) -> int:
         for line in list_suites():
             print(line)
         return 0
-    from undrift.jobs.reproduce import Asked, reproduce
+    from undrift.jobs.cells import Asked
+    from undrift.jobs.reproduce import reproduce
 
     if arguments.suite is None:
         raise BadSetting("say which suite to reproduce; undrift reproduce --list shows all")

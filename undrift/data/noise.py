@@ -1,4 +1,4 @@
-"""Random pictures of a given shape, to see how fast and large a run is where its data are not at hand: noise(side=32, classes=100)."""
+"""Random pictures of a given shape, for runs whose data are not at hand: noise(side=32, channels=3, classes=10)."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ def load(
 ) -> Dataset:
     """There is nothing to learn in them."""
     if min(side, channels, classes, train, test) < 1:
-        raise BadSetting(
-            f"noise needs numbers of at least 1, not side={side}, channels={channels}, classes={classes}, train={train}, test={test}"
-        )
+        raise BadSetting(f"noise needs numbers of at least 1, not {side=}, {channels=}, {classes=}, {train=}, {test=}")
     random = np.random.Generator(np.random.PCG64([side, channels, classes, STREAM]))
 
-    def draw(count: int) -> tuple[np.ndarray[tuple[int, ...], np.dtype[np.uint8]], np.ndarray[tuple[int], np.dtype[np.int64]]]:
+    def draw(
+        count: int,
+    ) -> tuple[np.ndarray[tuple[int, ...], np.dtype[np.uint8]], np.ndarray[tuple[int], np.dtype[np.int64]]]:
         return random.integers(0, 256, (count, side, side, channels), np.uint8), random.integers(0, classes, count)
 
     half = (0.5,) * channels

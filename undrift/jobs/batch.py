@@ -1,4 +1,4 @@
-"""Runs for a table: packed where that is possible, each finished one as a line of results, and a clean stop when the time is up."""
+"""Runs for a table: packed where possible, each finished one kept as a line of results, and a clean stop in between."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import shutil
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -140,7 +139,10 @@ class Batch:
 
     def keep(self, runs: Sequence[Run], records: Sequence[list[dict[str, Any]]], together: int) -> None:
         """Write the lines of finished runs, then remove their folders."""
-        lines = [line_of(run, own, together, device_name(self.settings(run)), self.commit) for run, own in zip(runs, records, strict=True)]
+        lines = [
+            line_of(run, own, together, device_name(self.settings(run)), self.commit)
+            for run, own in zip(runs, records, strict=True)
+        ]
         self.results.add(lines)
         for run in runs:
             shutil.rmtree(self.folder(run).path, ignore_errors=True)
@@ -152,8 +154,14 @@ def line_of(run: Run, records: Sequence[Mapping[str, Any]], together: int, devic
     """What is kept of a run."""
     trial = bool(run.about.get("trial"))
     last = records[-1]["round"] if records else 0
-    line = {"key": run.key} | dict(run.about) | {"settings": told_apart(run.command, run.config), "seed": run.config.seed}
-    line |= {"rounds": last, "stopped": "rounds" if last == run.config.rounds else "diverged", "scores": scores_of(records)}
+    line = (
+        {"key": run.key} | dict(run.about) | {"settings": told_apart(run.command, run.config), "seed": run.config.seed}
+    )
+    line |= {
+        "rounds": last,
+        "stopped": "rounds" if last == run.config.rounds else "diverged",
+        "scores": scores_of(records),
+    }
     if not trial:
         shown = next((n for n in ("accuracy", "own_dice", "dice") if n in line["scores"]), "loss")
         line |= {"shown": shown, "curve": curve_of(records, shown), "reached": milestones(records)}

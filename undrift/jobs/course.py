@@ -137,7 +137,11 @@ class Course(Generic[R, C]):
         """Write the model and the last checkpoint."""
         run, folder, stopped = self.run, self.folder, self.reached or "rounds"
         model = run.model()
-        if folder is not None and self.leaves_model and ranks.first_rank_says(self.saved < run.t or not folder.finished()):
+        if (
+            folder is not None
+            and self.leaves_model
+            and ranks.first_rank_says(self.saved < run.t or not folder.finished())
+        ):
             self.save(folder, {"finished": False})  # a model without a checkpoint could not be resumed
             model_sum = folder.write_model(model)
             if (extras := run.extras(self.config.as_toml(), self.records)) is not None:

@@ -80,12 +80,16 @@ def read_lines(file: Path) -> list[Line]:
             line = json.loads(text) if text.strip() else None
         except (ValueError, RecursionError):
             if number < len(texts) and not _begins_anew(texts[number]):
-                raise BadData(f"{file}, line {number}, is damaged; remove the line, and its run is done again") from None
+                raise BadData(
+                    f"{file}, line {number}, is damaged; remove the line, and its run is done again"
+                ) from None
             continue
         if line is None:
             continue
         if not isinstance(line, dict) or not isinstance(line.get("key"), str):
-            raise BadData(f"{file}, line {number}, holds no finished run; only undrift reproduce and tune write such files")
+            raise BadData(
+                f"{file}, line {number}, holds no finished run; only undrift reproduce and tune write such files"
+            )
         found.append(line)
     return found
 
@@ -102,12 +106,12 @@ def scores_of(records: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """
     found: dict[str, Any] = {}
     for name in dict.fromkeys(n for record in records for n in record if SCORE.fullmatch(n)):
-        known = [(r["round"], v) for r in records if _number(v := r.get(name))]
+        known = _known(records, name)
         if known:
-            pick = min if "loss" in name else max
-            best = pick(known, key=lambda pair: pair[1])
-            found[name] = {"best": _short(best[1]), "round": best[0], "last": _short(known[-1][1])}
-    sites = next((r["sites"] for r in reversed(records) if isinstance(r.get("sites"), Mapping)), {})
+            values = [value for _, value in known]
+            best = min(values) if "loss" in name else max(values)
+            found[name] = {"best": _short(best), "round": known[values.index(best)][0], "last": _short(values[-1])}
+    sites: Any = next((r["sites"] for r in reversed(records) if isinstance(r.get("sites"), Mapping)), {})
     return found | ({"sites": _shorten(sites)} if sites else {})
 
 
@@ -118,22 +122,23 @@ def milestones(records: Sequence[Mapping[str, Any]], name: str = "accuracy") -> 
     [1, 1, 6, 6]
     """
     reached: list[int] = []
-    for record in records:
-        if _number(value := record.get(name)):
-            percent = math.floor(100 * value + 1e-9)
-            reached += [record["round"]] * (percent - len(reached))
+    for t, value in _known(records, name):
+        percent = math.floor(100 * value + 1e-9)
+        reached += [t] * (percent - len(reached))
     return reached
 
 
 def curve_of(records: Sequence[Mapping[str, Any]], name: str = "accuracy") -> list[list[float]]:
     """Rounds and values, thinned; the last one is kept."""
-    known = [[r["round"], _short(v)] for r in records if _number(v := r.get(name))]
+    known = [[t, _short(value)] for t, value in _known(records, name)]
     every = -(-len(known) // CURVE) or 1
     return known[len(known) % every - 1 if len(known) % every else every - 1 :: every]
 
 
-def _number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+def _known(records: Sequence[Mapping[str, Any]], name: str) -> list[tuple[int, float]]:
+    """Rounds and values of a number, where it has one."""
+    pairs = ((record["round"], record.get(name)) for record in records)
+    return [(t, float(v)) for t, v in pairs if isinstance(v, int | float) and math.isfinite(v)]
 
 
 def _short(value: float) -> float:

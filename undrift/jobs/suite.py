@@ -1,4 +1,4 @@
-"""The suites of papers: which runs a table or a figure needs, and the numbers that were published. docs/reproduce.md describes the files."""
+"""The suites of papers: which runs a table or a figure needs, and the published numbers. See docs/reproduce.md."""
 
 from __future__ import annotations
 
@@ -87,7 +87,8 @@ class Suite:
     about: Mapping[str, Any]  # the file's content
     columns: dict[str, str]  # key to title
     rows: dict[str, str]
-    cells: list[Cell]
+    cells: list[Cell]  # that are asked for
+    others: dict[tuple[str, str], Cell]  # every cell by column and row
     paper: dict[tuple[str, str], str]  # (row, column) to what was printed
     seeds: tuple[int, ...]
     keep: int  # one in so many goes on to the next rung
@@ -112,7 +113,9 @@ def read_suite(name: str) -> dict[str, Any]:
     if "like" not in content:
         return content
     base = {n: v for n, v in read_suite(content["like"]).items() if n != "claims"}
-    whole = base | {n: v for n, v in content.items() if n not in ("columns", "rows", "settings", "set", "small", "score")}
+    whole = base | {
+        n: v for n, v in content.items() if n not in ("columns", "rows", "settings", "set", "small", "score")
+    }
     for table in ("columns", "rows"):
         kept = content.get(f"only_{table}", list(base.get(table, {})))
         check_known(f"{table[:-1]} of {content['like']}", kept, base[table])
@@ -153,17 +156,20 @@ def load_suite(
     if seeds < 0:
         raise BadSetting(f"seeds must be at least 1, not {seeds}")
     small = content.get("small", {}) if scale == "small" else {}
-    cells = []
+    cells, others = [], {}
     for column, row in itertools.product(content["columns"], content["rows"]):
+        cell = _cell(content, column, row, small)
         asked = (not columns or column in columns) and (not rows or row in rows)
+        if at_hand and (not columns or column in columns):
+            cell = _with_noise(cell)
+        others[column, row] = cell
         if asked and (not paper or content.get("whole") or (row, column) in paper):
-            cell = _cell(content, column, row, small)
-            cells.append(_with_noise(cell) if at_hand else cell)
+            cells.append(cell)
     tune = content.get("tune", {}) | small.get("tune", {})
     count = seeds or len(small.get("seeds", content.get("seeds", [0, 1, 2])))
-    titles = ({n: str(t.get("title", n)) for n, t in content[kind].items()} for kind in ("columns", "rows"))
+    across, down = ({n: str(t.get("title", n)) for n, t in content[kind].items()} for kind in ("columns", "rows"))
     return Suite(
-        name, content, *titles, cells, paper, tuple(range(count)), int(tune.get("keep", 4)),
+        name, content, across, down, cells, others, paper, tuple(range(count)), int(tune.get("keep", 4)),
         float(tune.get("validation", 0.1)), tune.get("settings", {}),
     )  # fmt: skip
 

@@ -36,7 +36,11 @@ class Spent:
     def add(self, lines: Sequence[Line | None], rounds: int) -> None:
         """Count trials; `rounds` is the length of a full run."""
         for line in filter(None, lines):
-            self.runs, self.rounds, self.seconds = self.runs + 1, self.rounds + line["rounds"], self.seconds + line["seconds"]
+            self.runs, self.rounds, self.seconds = (
+                self.runs + 1,
+                self.rounds + line["rounds"],
+                self.seconds + line["seconds"],
+            )
             self.whole += line["rounds"] / max(rounds, 1)
 
     def __str__(self) -> str:
@@ -66,8 +70,9 @@ def halve(
         if len(left) == 1:
             break
         scores = score(left, max(1, math.ceil(share * rounds - 1e-9)))
-        order = sorted(range(len(left)), key=lambda n: -math.inf if scores[n] is None else scores[n], reverse=True)
-        left = [left[n] for n in sorted(order[: -(-len(left) // keep)], key=order.index)]
+        worth = [-math.inf if each is None else each for each in scores]
+        order = sorted(range(len(left)), key=lambda n: worth[n], reverse=True)
+        left = [left[n] for n in order[: -(-len(left) // keep)]]
     return left[0]
 
 
@@ -87,7 +92,9 @@ def mean_score(lines: Sequence[Line | None]) -> float | None:
     return sum(known) / len(known) if known and len(known) == len(scores) else None
 
 
-def tune(file: Path, out: Path, say: Say, pack: bool | None = None, device: str = "", **options: Any) -> dict[str, dict[str, Any]]:
+def tune(
+    file: Path, out: Path, say: Say, pack: bool | None = None, device: str = "", **options: Any
+) -> dict[str, dict[str, Any]]:
     """Pick the settings of every algorithm of a sweep's file over its grid; write NAME.toml and tuned.toml to `out`.
 
     `options` are `rungs`, `keep` and `validation`. Returns what was picked for each algorithm.
@@ -98,7 +105,9 @@ def tune(file: Path, out: Path, say: Say, pack: bool | None = None, device: str 
     seeds = sorted({job.config.seed for job in jobs}) if "seeds" in sweep else list(SEEDS)
     rungs, keep = options.get("rungs", RUNGS), options.get("keep", KEEP)
     if not rungs or not all(0 < share <= 1 for share in rungs) or list(rungs) != sorted(set(rungs)) or keep < 2:
-        raise BadSetting(f"rungs are rising shares of the rounds, such as 0.1,0.3,1, and keep is at least 2, not {rungs}, {keep}")
+        raise BadSetting(
+            f"rungs are rising shares of the rounds, such as 0.1,0.3,1, and keep is at least 2, not {rungs}, {keep}"
+        )
     first = jobs[0].config.seed
     varied = {**sweep.get("grid", {})}
     batch, picked = Batch(Results(out, "trials"), say, pack, device), {}

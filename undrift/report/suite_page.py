@@ -1,4 +1,4 @@
-"""The page of a reproduced table, made from its JSON alone: verdict colours, curves with seed bands, claims. No script runs in it."""
+"""The page of a reproduced table, made from its JSON alone: verdict colours, curves with seed bands, claims; no scripts."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ COLOURS = {"agrees": "agrees", "order agrees": "order", "differs": "differs"}
 MOST_CURVES = 16
 WIDTH, HEIGHT, MARGIN = 420, 220, 34
 STYLE = """
-body { font: 15px/1.45 system-ui, sans-serif; margin: 1rem auto; max-width: 76rem; padding: 0 1rem; color: #1b1f24; background: #fff }
+body { font: 15px/1.45 system-ui, sans-serif; margin: 1rem auto; max-width: 76rem; padding: 0 1rem;
+  color: #1b1f24; background: #fff }
 h1 { font-size: 1.4rem } h2 { font-size: 1.1rem; margin-top: 2rem }
 .wide { overflow-x: auto } table { border-collapse: collapse; font-variant-numeric: tabular-nums }
 th, td { border: 1px solid #d0d7de; padding: .25rem .5rem; text-align: right; vertical-align: top; white-space: nowrap }
@@ -23,7 +24,8 @@ td small { display: block; color: #57606a } td.agrees { background: #d7f0db } td
 td.differs { background: #fbdcd9 } .key span { padding: .1rem .5rem; margin-right: .5rem; border: 1px solid #d0d7de }
 .key .agrees { background: #d7f0db } .key .order { background: #fff4c8 } .key .differs { background: #fbdcd9 }
 figure { display: inline-block; margin: .5rem 1rem .5rem 0; vertical-align: top; max-width: 100% } figcaption { font-weight: 600 }
-svg { max-width: 100%; height: auto } .legend { font-size: .8rem } .legend i { display: inline-block; width: .9rem; height: .25rem; margin: 0 .25rem .15rem .6rem }
+svg { max-width: 100%; height: auto }
+.legend { font-size: .8rem }
 """
 INKS = (
     "#0969da", "#cf222e", "#1a7f37", "#9a6700", "#8250df", "#bf3989", "#0a7d8c", "#57606a",
@@ -50,7 +52,7 @@ def page(verdict: Mapping[str, Any]) -> str:
 def html(title: str, body: str) -> str:
     return (
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
-        '<meta http-equiv="Content-Security-Policy" content="default-src \'none\'; style-src \'unsafe-inline\'">'
+        "<meta http-equiv=\"Content-Security-Policy\" content=\"default-src 'none'; style-src 'unsafe-inline'\">"
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
         f"<title>undrift: {escape(title)}</title><style>{STYLE}</style></head>\n<body>\n{body}\n</body></html>\n"
     )
@@ -105,7 +107,9 @@ def cell_html(cell: Mapping[str, Any] | None) -> str:
         more += f"; {cell['errors']:+.1f} SE"
     said = cell["verdict"] + (f"; {cell['stand_in']}" if cell.get("stand_in") else "")
     title = said + (f"; picked {cell['picked']}" if cell.get("picked") else "")
-    return f'<td class="{colour}" title="{escape(title)}">{escape(shown(cell["ours"]))}<small>{escape(more)}</small></td>'
+    return (
+        f'<td class="{colour}" title="{escape(title)}">{escape(shown(cell["ours"]))}<small>{escape(more)}</small></td>'
+    )
 
 
 def correlations(verdict: Mapping[str, Any]) -> str:
@@ -164,9 +168,12 @@ def drawing(named: Sequence[tuple[str, Sequence[Sequence[Sequence[float]]]]]) ->
         if len(seeds) > 1:
             shapes.append(f'<polygon points="{" ".join(top + bottom[::-1])}" fill="{ink}" opacity=".15"/>')
         shapes.append(f'<polyline points="{mean}" fill="none" stroke="{ink}" stroke-width="1.5"/>')
-        legend.append(f'<svg width="14" height="6" aria-hidden="true"><rect width="14" height="4" fill="{ink}"/></svg> {escape(name)} ')
+        legend.append(
+            f'<svg width="14" height="6" aria-hidden="true"><rect width="14" height="4" fill="{ink}"/></svg> {escape(name)} '
+        )
     ticks = "".join(
-        f'<text x="2" y="{y}" font-size="11">{value:.2g}</text>' for y, value in ((14, high), (HEIGHT - MARGIN + 6, low))
+        f'<text x="2" y="{y}" font-size="11">{value:.2g}</text>'
+        for y, value in ((14, high), (HEIGHT - MARGIN + 6, low))
     )
     ticks += f'<text x="{WIDTH - 6}" y="{HEIGHT - 12}" font-size="11" text-anchor="end">round {last:g}</text>'
     return (
@@ -200,7 +207,9 @@ def as_text(verdict: Mapping[str, Any]) -> Iterator[str]:
 
 def index(folder: Path) -> str:
     """A page that leads to the pages of all tables in a folder."""
-    lines = ["<tr><th>table</th><th>cells run</th><th>agree</th><th>order agrees</th><th>differ</th><th>rank correlation</th></tr>"]
+    lines = [
+        "<tr><th>table</th><th>cells run</th><th>agree</th><th>order agrees</th><th>differ</th><th>rank correlation</th></tr>"
+    ]
     for file in sorted(folder.glob("*.json")):
         verdict = json.loads(file.read_text(encoding="utf-8"))
         if "rank_correlation" not in verdict:

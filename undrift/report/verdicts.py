@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from undrift.core.errors import BadSetting
@@ -53,10 +53,16 @@ def over_seeds(values: Sequence[float | None], why: str) -> Number:
     return Number(statistics.fmean(known), statistics.stdev(known) if len(known) > 1 else None, len(known))
 
 
-def error_of(*numbers: Number) -> float | None:
-    """The standard error of a difference; None where no spread is known."""
-    squares = [n.deviation**2 / n.seeds for n in numbers if n.deviation is not None]
-    return math.sqrt(sum(squares)) if squares and sum(squares) > 0 else None
+def error_of(a: Number, b: Number) -> float | None:
+    """The standard error of a difference; None where no spread is known.
+
+    A number without a spread, such as that of one seed, is taken to have the other's.
+    """
+    known = [n.deviation for n in (a, b) if n.deviation is not None]
+    if not known:
+        return None
+    parts = [(known[-1] if n.deviation is None else n.deviation) ** 2 / n.seeds for n in (a, b)]
+    return math.sqrt(sum(parts)) or None
 
 
 class Verdict(NamedTuple):
@@ -147,10 +153,18 @@ def column_correlation(
     return rank_correlation([(value(ours[place]), value(paper[place])) for place in places])
 
 
-def check_claim(claim: Mapping[str, Any], numbers: Mapping[Place, Number], higher: bool, chance: float = 0.0) -> dict[str, Any]:
+def check_claim(
+    claim: Mapping[str, Any],
+    numbers: Mapping[Place, Number],
+    higher: bool,
+    chance: float = 0.0,
+    table: Collection[Place] = (),
+) -> dict[str, Any]:
     """What becomes of a paper's claim with these numbers: whether it holds (None: nothing can be said), and what was found.
 
-    `best`: one of `rows` has the best number in at least the `share` of the columns that are complete.
+    `table` are the places of the whole table; a column in which some are missing says nothing about the best.
+
+    `best`: one of `rows` has the best number in at least the share `count` / `of` of the complete columns.
     `lead`: every one of `rows` is ahead of the best other method of `column`, and by `by` within two standard errors;
     methods in `aside` do not count.
     `above`: `rows` are ahead of `others` by more than `by` in every one of `columns`.
@@ -161,7 +175,13 @@ def check_claim(claim: Mapping[str, Any], numbers: Mapping[Place, Number], highe
     if kind not in CHECKS:
         raise BadSetting(f"a claim's check is one of {', '.join(CHECKS)}, not {kind!r}")
     sign = 1.0 if higher else -1.0
-    signed = {p: n._replace(mean=None if n.mean is None else sign * n.mean) for p, n in numbers.items()}
+    whole = {column for _, column in numbers} - {column for row, column in table if (row, column) not in numbers}
+    partial = kind in ("best", "lead")
+    signed = {
+        place: n._replace(mean=None if n.mean is None else sign * n.mean)
+        for place, n in numbers.items()
+        if place[1] in whole or not partial
+    }
     return CHECKS[kind](claim, signed, chance)
 
 
@@ -177,11 +197,16 @@ def _best(claim: Mapping[str, Any], numbers: Mapping[Place, Number], chance: flo
             continue
         complete.append(column)
         best = max((n.mean for n in own.values() if n.mean is not None), default=None)
-        won += [column] if any(row in own and own[row].mean == best for row in claim["rows"]) and best is not None else []
+        won += (
+            [column] if any(row in own and own[row].mean == best for row in claim["rows"]) and best is not None else []
+        )
     if not complete:
         return {"holds": None, "found": "not run"}
     share = claim.get("count", len(complete)) / claim.get("of", len(complete))
-    return {"holds": len(won) >= share * len(complete) - 1e-9, "found": f"best in {len(won)} of {len(complete)}"}
+    return {
+        "holds": len(won) >= share * len(complete) - 1e-9,
+        "found": f"best in {len(won)} of {len(complete)} whole columns",
+    }
 
 
 def _lead(claim: Mapping[str, Any], numbers: Mapping[Place, Number], chance: float) -> dict[str, Any]:
