@@ -28,7 +28,7 @@ def asked(out: Path, suite: str = "gradma-table1", **changes: Any) -> Asked:
 def lines(out: Path) -> dict[str, dict[str, Any]]:
     """The finished runs, without times."""
     found = [line for file in out.glob("*.jsonl") for line in read_lines(file) if "scores" in line]
-    return {line["key"]: {n: v for n, v in line.items() if n != "seconds"} for line in found}
+    return {line["key"]: {n: v for n, v in line.items() if n not in ("seconds", "commit")} for line in found}
 
 
 @pytest.fixture(scope="module")
