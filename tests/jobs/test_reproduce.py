@@ -18,6 +18,8 @@ from undrift.jobs.cells import Asked, Work
 from undrift.jobs.config import RunConfig
 from undrift.jobs.reproduce import reproduce
 from undrift.jobs.results import Results, read_lines
+from undrift.jobs.suite import COMMANDS
+from undrift.jobs.sweep import KINDS
 
 
 def asked(out: Path, suite: str = "gradma-table1", **changes: Any) -> Asked:
@@ -174,3 +176,27 @@ def test_a_damaged_results_file_is_named(tmp_path: Path, capsys: pytest.CaptureF
     assert cli.main(f"reproduce gradma-table1 --scale small --plan --out {tmp_path}".split()) == 2
     assert "a.jsonl, line 1, holds no finished run" in capsys.readouterr().err
     assert cli.main(["reproduce"]) == 2 and "undrift reproduce --list shows all" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("suite", "column", "row"), [("def-table6", "ratio-64", "def"), ("dsp-table1", "r98-c10", "dsp-110")]
+)
+def test_other_commands_go_on_where_they_stood(tmp_path: Path, suite: str, column: str, row: str) -> None:
+    """A run is stopped after its first round; its cuts and the like stay as they were."""
+    only = {"columns": (column,), "rows": (row,), "seeds": 1}
+    work = Work(asked(tmp_path, suite, **only).load(), Batch(Results(tmp_path, "x"), print), asked(tmp_path, suite))
+    (run,) = work.finals(work.suite.cells[0], {})
+
+    def stop(record: dict[str, Any], rounds: int) -> None:
+        stopping._end_of_time = 0.0
+
+    def begin() -> None:
+        with stopping.within(float("inf")):
+            KINDS[COMMANDS[run.command]].run(work.batch.given(run), out=work.batch.folder(run).path, progress=stop)
+
+    with pytest.raises(stopping.Stopped):
+        begin()
+    assert work.batch.folder(run).reached() == 1
+    assert not reproduce(asked(tmp_path, suite, **only), lambda text: None)
+    (line,) = lines(tmp_path).values()
+    assert line["rounds"] == 2 and len(line["curve"]) == 2 and not (tmp_path / "runs").exists()

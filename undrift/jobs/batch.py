@@ -26,6 +26,7 @@ from undrift.jobs.suite import COMMANDS
 from undrift.jobs.sweep import KINDS, Job, group_jobs
 
 Say = Callable[[str], None]
+OF_ONE = ("seed", "rounds", "set", "eval_every", "val_fraction")  # settings on which the cost of a round hardly depends
 
 
 class Run(NamedTuple):
@@ -80,7 +81,7 @@ class Batch:
         """What one run costs, measured once for runs of the same shape on this device."""
         config = self.settings(run)
         device = device_name(config)
-        alike = {n: v for n, v in told_apart(run.command, run.config).items() if n not in ("seed", "rounds", "set")}
+        alike = {n: v for n, v in told_apart(run.command, run.config).items() if n not in OF_ONE}
         key = f"cost {device} {run.about['row']} {key_of(alike)}"
         line = self.results.get(key)
         if line is None:
@@ -123,16 +124,18 @@ class Batch:
 
     def do_alone(self, run: Run) -> list[dict[str, Any]]:
         """One run, from where it stood."""
-        folder, config = self.folder(run), self.settings(run)
         if run.command == "run":
             return self.federated([run])[0]
-        given: Any = config
-        if run.command == "pipe":  # what it settles by itself, such as the cuts, must stay open when it goes on
-            given = {n: v for n, v in told_apart("pipe", config).items() if n != "command"}
-            given |= {"device": config.device, "checkpoint_every": config.checkpoint_every}
-        result = KINDS[COMMANDS[run.command]].run(given, out=folder.path, resume=folder.exists())
+        folder = self.folder(run)
+        result = KINDS[COMMANDS[run.command]].run(self.given(run), out=folder.path, resume=folder.exists())
         records: list[dict[str, Any]] = result.records
         return records
+
+    def given(self, run: Run) -> dict[str, Any]:
+        """The settings that are given; what the run settles by itself, such as a pipeline's cuts, stays open."""
+        config = self.settings(run)
+        given = {n: v for n, v in told_apart(run.command, config).items() if n != "command"}
+        return given | {"device": config.device, "checkpoint_every": config.checkpoint_every}
 
     def folder(self, run: Run) -> RunFolder:
         return RunFolder(self.runs_folder / self.name(run))

@@ -71,7 +71,7 @@ class Work:
 
     def search(self, cell: Cell, name: str, run: bool) -> dict[str, Any] | None:
         """Successive halving over the grid of a cell; None where a trial is missing and may not be run."""
-        spent, rounds = Spent(), cell.config(0, {}).rounds
+        spent, rounds, before = Spent(), cell.config(0, {}).rounds, len(self.batch.results.lines)
 
         def score(candidates: list[dict[str, Any]], length: int) -> list[float | None]:
             runs = [self.trial(cell, fields, seed, length) for fields in candidates for seed in SEEDS]
@@ -84,7 +84,7 @@ class Work:
         except KeyError:
             return None
         self.spent[name] = spent
-        if run:
+        if len(self.batch.results.lines) > before:
             self.batch.say(f"{name}: {best}; {len(cell.candidates())} settings, {spent}")
         return best
 

@@ -37,7 +37,7 @@ def write_verdict(work: Work) -> dict[str, Any]:
     verdict, out = verdict_of(work), work.asked.out
     name = work.batch.results.file.stem
     files = {
-        f"{name}.json": json.dumps(verdict, indent=1, allow_nan=False) + "\n",
+        f"{name}.json": as_json(verdict),
         f"{name}.html": suite_page.page(verdict),
     }
     if picked := {n: fields for n, fields in work.picked.items() if fields}:
@@ -50,6 +50,28 @@ def write_verdict(work: Work) -> dict[str, Any]:
         with replaced(out / "index.html") as temporary:
             temporary.write_text(suite_page.index(out), encoding="utf-8")
     return verdict
+
+
+def as_json(verdict: dict[str, Any]) -> str:
+    """JSON with a line for each cell, so that versions can be compared.
+
+    >>> print(as_json({"title": "T", "cells": [{"row": "a"}, {"row": "b"}]}))
+    {
+     "title": "T",
+     "cells": [
+      {"row": "a"},
+      {"row": "b"}
+     ]
+    }
+    <BLANKLINE>
+    """
+
+    def text(value: Any) -> str:
+        if isinstance(value, list) and value and isinstance(value[0], dict):
+            return "[\n  " + ",\n  ".join(json.dumps(each, allow_nan=False) for each in value) + "\n ]"
+        return json.dumps(value, allow_nan=False)
+
+    return "{\n " + ",\n ".join(f"{json.dumps(name)}: {text(value)}" for name, value in verdict.items()) + "\n}\n"
 
 
 def verdict_of(work: Work) -> dict[str, Any]:

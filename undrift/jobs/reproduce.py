@@ -21,12 +21,12 @@ def reproduce(asked: Asked, say: Say) -> bool:
     suite = asked.load()
     results = Results(asked.out, f"{suite.name}-small" if asked.scale == "small" else suite.name)
     work = Work(suite, Batch(results, say, asked.pack, asked.device), asked, read_picks(asked.tune))
-    for line in plan_of(work):
-        say(line)
-    say(f"  results go to {results.file}, pages to {asked.out / 'index.html'}")
-    if asked.plan:
-        return False
     with stopping.within(asked.minutes * 60 or float("inf")) as left:
+        for line in plan_of(work):
+            say(line)
+        say(f"  results go to {results.file}, pages to {asked.out / 'index.html'}")
+        if asked.plan:
+            return False
         try:
             work.do()
         except stopping.Stopped:
