@@ -26,6 +26,7 @@ from undrift.jobs.suite import COMMANDS
 from undrift.jobs.sweep import KINDS, Job, group_jobs
 
 Say = Callable[[str], None]
+LARGEST_STOP = 4 << 30  # bytes of checkpoints that a program may have to write when it is stopped: a few seconds
 OF_ONE = ("seed", "rounds", "set", "eval_every", "val_fraction")  # settings on which the cost of a round hardly depends
 
 
@@ -69,11 +70,12 @@ class Batch:
         return replace(run.config, device=self.device or run.config.device, checkpoint_every=MOST)
 
     def parts(self, runs: list[Run]) -> list[list[Run]]:
-        """Runs that can be packed, in parts that fit in memory together."""
+        """Runs that can be packed, in parts that fit in memory together, and whose checkpoints are soon written at a stop."""
         if len(runs) == 1:
             return [runs]
         try:
-            return packs.split(runs, self.cost(runs[0]).most)
+            cost = self.cost(runs[0])
+            return packs.split(runs, max(1, min(cost.most, LARGEST_STOP // max(cost.state, 1))))
         except UndriftError:  # the runs will say it
             return [[run] for run in runs]
 

@@ -60,6 +60,7 @@ class Cost(NamedTuple):
     most: int  # runs that fit into memory together
     memory: int  # bytes a run
     seconds: float  # seconds a round, for a run alone and without evaluation
+    state: int = 0  # bytes that a checkpoint of a run holds, about
 
 
 def cost(config: RunConfig, processes: int) -> Cost:
@@ -72,13 +73,14 @@ def cost(config: RunConfig, processes: int) -> Cost:
         working = load_of(simulation.state.x, simulation.state.buffers, work).bytes
         _, _, clients = simulation.serving()
         # A pack copies both states when it begins, and the server's again when a stretch ends.
+        state = nbytes(simulation.state) + nbytes(clients)
         one = outlook.clients * working + 2 * nbytes(clients) + 3 * nbytes(simulation.state)
         most = int(0.5 * available_memory(simulation.device) / processes / one)
         simulation.settings = replace(simulation.settings, eval_every=config.rounds + 32)
         simulation.rounds(1)  # prepares everything
         seconds = min(time_round(simulation) for _ in range(4))  # the first one may still be slow
     most = max(1, min(most, config.chunk // outlook.clients) if config.chunk else most)
-    return Cost(most, one, seconds)
+    return Cost(most, one, seconds, state)
 
 
 def time_round(simulation: Simulation) -> float:
