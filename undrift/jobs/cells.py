@@ -91,7 +91,7 @@ class Work:
     def trial(self, cell: Cell, fields: Mapping[str, Any], seed: int, rounds: int) -> Run:
         held_out = {"rounds": rounds, "val_fraction": self.suite.validation}
         usual = int(cell.settings.get("eval_every", 1))
-        held_out["eval_every"] = max(usual, min(rounds, rounds // 20 or 1))  # twenty looks are enough to pick
+        held_out["eval_every"] = max(usual, rounds // 10)  # ten looks are enough to pick
         config = cell.config(seed, fields, **held_out, **self.suite.trial)
         return Run(cell.command, config, self.about(cell) | {"trial": True})
 
