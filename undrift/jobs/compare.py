@@ -25,6 +25,7 @@ from undrift.report.verdicts import (
     check_claim,
     column_correlation,
     judge,
+    learned_nothing,
     over_seeds,
     read_number,
 )
@@ -89,11 +90,12 @@ def verdict_of(work: Work) -> dict[str, Any]:
             ours[place] = over_seeds([number_of(line, cell.score) for line in own], why)
     ours |= {place: Number(value, None, 1) for place, value in computed(suite).items() if place in cells}
     higher = suite.cells[0].score.higher if suite.cells else True
+    chance = 10.0 if higher else 0.0  # per cent, of ten classes
+    ours = {place: learned_nothing(number, paper.get(place), chance) for place, number in ours.items()}
     signed = {p: n if higher or n.mean is None else n._replace(mean=-n.mean) for p, n in ours.items()}
     printed = {p: n if higher or n.mean is None else n._replace(mean=-n.mean) for p, n in paper.items()}
     comparable = work.asked.scale == "full"
     verdicts = judge(signed, printed, lambda place: comparable and not cells[place].stand_in)
-    chance = 10.0 if higher else 0.0  # per cent, of ten classes
     table = suite.paper or set(itertools.product(suite.rows, suite.columns))
     correlations = {c: column_correlation(c, signed, printed) for c in suite.columns}
     known = [value for value in correlations.values() if value is not None]

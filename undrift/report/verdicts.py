@@ -65,6 +65,16 @@ def error_of(a: Number, b: Number) -> float | None:
     return math.sqrt(sum(parts)) or None
 
 
+def learned_nothing(ours: Number, paper: Number | None, chance: float) -> Number:
+    """Our number; where the paper says that a method diverges and ours is no better than chance, it diverges too.
+
+    >>> learned_nothing(Number(10.0, 0.0, 3), Number(None, None, 3, "diverge"), 10.0).why
+    'diverge'
+    """
+    nothing = ours.mean is not None and ours.mean <= CHANCE * chance
+    return Number(None, None, ours.seeds, DIVERGED) if nothing and paper and paper.why == DIVERGED else ours
+
+
 class Verdict(NamedTuple):
     """What is said about one cell."""
 
