@@ -18,6 +18,7 @@ from federation import ADDRESS, check_can, crossed, links, within
 from undrift.deploy.local import federation
 from undrift.deploy.settings import Plan
 from undrift.jobs.folder import RunFolder
+from undrift.report.load import load
 
 CLIENTS, MBIT, ROUNDS = 4, 20.0, 3
 
@@ -42,8 +43,8 @@ def main() -> None:
         if not RunFolder(out).finished():
             sys.exit(parts.log("run"))
         print(f"{crossed(CLIENTS):,} bytes crossed the links, both ways, from the first packet on")
-    last = RunFolder(out).records()[-1]
-    print(f"{CLIENTS} clients behind {MBIT:g} Mbit/s, {ROUNDS} rounds, accuracy {last['accuracy']:.4f}")
+    accuracy = load([out])[0].records.column("accuracy")[-1]
+    print(f"{CLIENTS} clients behind {MBIT:g} Mbit/s, {ROUNDS} rounds, accuracy {accuracy:.4f}")
 
 
 if __name__ == "__main__":

@@ -28,7 +28,7 @@ def query(message, context):
 @app.train()
 def train(message, context):
     reply = honest(message, context)
-    if int(context.node_config["partition-id"]) == 1:
+    if context.node_config["name"] == "1":
         arrays, what = reply.content["arrays"], message.content["facts"]["round"]
         sent = arrays["up.d"]
         if what == 0:  # a header that Python's tokenizer does not survive

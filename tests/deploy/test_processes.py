@@ -12,7 +12,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -219,7 +218,7 @@ def query(message, context):
 @app.train()
 def train(message, context):
     reply = honest(message, context)
-    if int(context.node_config["partition-id"]) != 1:
+    if context.node_config["name"] != "1":
         return reply
     records, what = reply.content, message.content["facts"]["round"]
     d = records["arrays"]["up.d"].numpy()
@@ -267,15 +266,20 @@ def test_a_node_that_is_not_registered_is_turned_away(tmp_path: Path) -> None:
     agree(plan, {(1, "1")})
 
 
+def heed_signals() -> None:
+    """A job of a shell in the background ignores Ctrl-C, one under nohup also hang-ups."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
+
+
 @pytest.mark.system
 @pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_a_signal_ends_everything_after_the_round_and_the_run_goes_on(how: signal.Signals, tmp_path: Path) -> None:
     command = [sys.executable, "-m", "undrift", "deploy", "local", str(tmp_path / "home"), "--clients", "2"]
     command += ["--rounds", "50", "--out", str(tmp_path / "out")]
-    heeded = partial(
-        signal.signal, signal.SIGINT, signal.default_int_handler
-    )  # a shell's background job ignores Ctrl-C
-    process = subprocess.Popen(command, start_new_session=True, preexec_fn=heeded, stderr=subprocess.PIPE, text=True)
+    process = subprocess.Popen(
+        command, start_new_session=True, preexec_fn=heed_signals, stderr=subprocess.PIPE, text=True
+    )
     file, end = tmp_path / "out" / "rounds.jsonl", time.monotonic() + LONG
     while not (file.exists() and file.read_text()):
         assert process.poll() is None and time.monotonic() < end
