@@ -220,6 +220,13 @@ def run_command(arguments: argparse.Namespace) -> None:
     arg("--listen", default="0.0.0.0:8000", help="server: where clients may reach it [0.0.0.0:8000]"),
     arg("--server", default="", metavar="HOST:PORT", help="node: the server's address"),
     arg("--allow", default="", metavar="PACKAGE", help="node: installed packages whose code a run may name"),
+    arg(
+        "--sums",
+        type=int,
+        default=0,
+        metavar="N",
+        help="node: take part only where the server sees sums over N clients",
+    ),
     arg("--renew", action="store_true", help="keys: make a new certificate of the same authority"),
     arg("--force", action="store_true", help="keys, identity: replace what is there"),
     *make_flags(deployment.FLAGS, deployment.TYPES, federated.CHOICES),

@@ -20,10 +20,11 @@ from undrift.core.layout import Vec
 from undrift.core.trees import Nothing, State, leaves, map_leaves, named_leaves
 from undrift.data.federation import Federation
 from undrift.deploy.messages import Fact, Letter, Refused, pack, unpack
+from undrift.deploy.secure import KEYS, SHARES, UNMASK, Summand
 from undrift.deploy.state import Store
 from undrift.oracle.net import Net
 from undrift.round.clients import new_clients, train
-from undrift.round.compressed import wrap
+from undrift.round.compressed import Uplink, upload_form, wrap
 from undrift.round.order import receive
 from undrift.round.shapes import Forms
 from undrift.simulate.simulation import Settings
@@ -31,8 +32,7 @@ from undrift.simulate.work import LocalWhole, LocalWork
 
 # The exchanges: two in a round, and one after the last round for replies that are still to be sent.
 MEASURE, TRAIN, CLOSE = "measure", "train", "close"
-
-
+AROUND = (KEYS, SHARES, UNMASK)  # letters around an exchange whose answers are added up under masks
 ECHOED = ("run", "client", "round", "exchange")  # the facts of a letter that its answer repeats
 
 
@@ -68,13 +68,21 @@ class Client:
     settings: Settings
     device: torch.device
     root: Path  # the folder of its states
+    secure_bound: float = 0.0  # the largest entry of an upload that travels under masks; 0: uploads are not masked
+    sums: int = (
+        0  # how many clients' uploads must at least be added up before the server sees them; 0: any, even its own
+    )
 
     def __post_init__(self) -> None:
-        self.net = self.net.to(self.device)
+        self.net, how = self.net.to(self.device), self.settings
+        self.uplink: Uplink | None = None
+        if how.compress:
+            form = upload_form(self.alg, self.net, self.data.clients)
+            self.uplink = Uplink(how.compress, how.seed, self.net, form)
 
     def algorithm(self, t: int) -> Algorithm:
         """The algorithm as it is in round t."""
-        return wrap(self.alg.at(t), self.settings.schedule(t))
+        return wrap(self.alg.at(t), self.settings.schedule(t), self.uplink, t)
 
     def answer(self, letter: Letter) -> Letter:
         """Answer a letter of the server; raise Refused if it is not for this client or cannot be read."""
@@ -88,6 +96,10 @@ class Client:
         if t < 0 or since < 0 or position < 0:
             raise Refused(f"a round, or a number of batches, below 0: {t}, {since}, {position}")
         store = Store(self.root, letter.fact("run", str), self.name)
+        summand = Summand(store.folder, self.net, self.device, self.secure_bound, self.sums)
+        exchange, dash, step = exchange.partition("-")
+        if self.secure_bound and dash + step in AROUND and exchange in (MEASURE, TRAIN):
+            return Letter(self.echo(letter), summand.answer(letter, exchange, dash + step))
         alg, net = self.algorithm(t), self.net
         past = self.algorithm(since - 1) if since else alg  # as it was in this client's last round
         forms, before = (Forms.of(a, net, self.data.clients) for a in (alg, past))
@@ -99,11 +111,16 @@ class Client:
             state = receive(past, self.place(before.client, kept), reply)
             store.write(since, since, dict(named_leaves("client", state)), "final")
             return Letter(self.about(letter, id) | {"gradients": 0, "seconds": time.perf_counter() - began}, {})
-        down, buffers, reply = unpack(letter.arrays, Request(forms.down, forms.buffers, due), net, self.device)
+        form = Request(forms.down, forms.buffers, due)
+        if self.secure_bound and exchange in (MEASURE, TRAIN):
+            down, buffers, reply = summand.take(letter, exchange, form)
+        else:
+            down, buffers, reply = unpack(letter.arrays, form, net, self.device)
         work = self.work(id, t, position)
-        whole, facts = LocalWhole.of(work, 0, buffers), self.about(letter, id)
+        whole, facts, numbers = LocalWhole.of(work, 0, buffers), self.about(letter, id), list[float]()
+        sent: State
         if exchange == MEASURE:
-            arrays = pack(Measured(alg.measure(down, whole)), net)
+            sent = Measured(alg.measure(down, whole))
         elif exchange == TRAIN:
             kept = store.read(since) if since and leaves(forms.client) else None
             state = new_clients(alg, down, work.ids[0], buffers)
@@ -112,14 +129,17 @@ class Client:
             answers = train(alg, down, state, buffers, work.steps(0), whole)
             if leaves(forms.client):
                 store.write(since, t + 1, dict(named_leaves("client", answers.client)))
-            arrays = pack(Reply(answers.up, answers.buffers), net)
+            sent, numbers = Reply(answers.up, answers.buffers), [float(v) for v in (answers.loss, *answers.facts)]
             lost = bool(since and leaves(forms.client) and kept is None)  # its state, so that it began anew
             facts |= {"loss": float(answers.loss), "steps": int(work.table.steps[0]), "anew": lost}
             facts |= {f"fact.{name}": float(value) for name, value in answers.facts._asdict().items()}
         else:
             raise Refused(f"the exchange is {exchange!r}, not {MEASURE}, {TRAIN} or {CLOSE}")
+        if self.secure_bound:
+            return Letter(self.echo(letter), summand.mask(letter, exchange, sent, numbers))
+        arrays = pack(sent, net)
         if self.settings.privacy is not None:  # the update, and which letter it answers
-            return Letter({name: letter.facts[name] for name in ECHOED}, arrays)
+            return Letter(self.echo(letter), arrays)
         gradients = work.gradients + whole.gradients
         return Letter(facts | {"gradients": gradients, "seconds": time.perf_counter() - began}, arrays)
 
@@ -129,10 +149,13 @@ class Client:
         table = self.data.table(plan, seed, t, ids, np.array([position]))
         return LocalWork(self.net, self.data, seed, t, torch.from_numpy(ids).to(self.device), table, plan.batch)
 
+    def echo(self, letter: Letter) -> dict[str, Fact]:
+        """The facts that say which letter an answer belongs to."""
+        return {name: letter.facts[name] for name in ECHOED}
+
     def about(self, letter: Letter, id: int) -> dict[str, Fact]:
-        """The facts of every answer: which letter it answers, and how many samples this client has."""
-        facts: dict[str, Fact] = {name: letter.facts[name] for name in ECHOED}
-        return facts | {"samples": int(self.data.sizes[id])}
+        """The facts of an answer that is open: which letter it answers, and how many samples this client has."""
+        return self.echo(letter) | {"samples": int(self.data.sizes[id])}
 
     def place(self, fresh: State, kept: dict[str, Tensor]) -> State:
         """Put the kept tensors into the form of a fresh state."""

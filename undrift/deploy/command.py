@@ -28,6 +28,7 @@ class Options:
     listen: str
     server: str
     allow: str
+    sums: int
     renew: bool
     force: bool
 
@@ -103,4 +104,4 @@ def run_process(action: str, place: Path, options: Options) -> None:
     elif not options.server:
         raise BadSetting("give the server's address: undrift deploy node DIR --server federation.example.org:8000")
     else:
-        join(place, options.server, options.data, options.allow, say)
+        join(place, options.server, options.data, options.allow, options.sums, say)

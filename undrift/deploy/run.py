@@ -61,7 +61,7 @@ def deploy(
         ledger = Ledger(out / LEDGER, plan.deploy.resume) if plan.private else None
         visits = Visits(out / VISITS, last)
         say(f"{meet()} of {config.clients} clients are there; run {token}")
-        remote = Remote(post, plan.names, token, plan.deploy.min_replies, say, plan.private)
+        remote = Remote(post, plan.names, token, plan.deploy.min_replies, say, plan.private, plan.deploy.secure_bound)
         reported = samples if plan.site_files else None
         deployment = Deployment(simulation, remote, visits.keep, reported, ledger, plan.deploy.weight_cap)
         with contextlib.closing(visits.file):

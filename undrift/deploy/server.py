@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import replace
 from typing import Any, NamedTuple, Protocol
 
@@ -18,20 +18,25 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from undrift.algorithms.base import Algorithm
+from undrift.algorithms.checks import looks_at_single_uploads
+from undrift.core.errors import BadSetting
 from undrift.core.trees import Nothing, State, leaves, map_leaves, named_leaves, unstack
 from undrift.deploy.client import CLOSE, MEASURE, TRAIN, Measured, Reply, Request
 from undrift.deploy.messages import NOT_FINITE, Encoded, Fact, Letter, Refused, check_finite, encode, pack, unpack
 from undrift.deploy.privacy import Ledger
+from undrift.deploy.sums import SecureLetters, Total, check_secure, fill
 from undrift.jobs.protocol import InMemory
 from undrift.round.aggregate import MEAN
 from undrift.round.clients import Answers
+from undrift.round.compressed import Compressed
+from undrift.round.order import Ask
 from undrift.round.record import RoundRecord
 from undrift.round.shapes import Forms
 from undrift.round.who import Who
 from undrift.simulate.simulation import Simulation
 from undrift.simulate.work import LocalWork
 
-# What a client of a private run does not tell, and what the server takes for it: nobody reads these numbers.
+# What a client of a private or secure run does not tell, and what the server takes for it: nobody reads these numbers.
 UNTOLD: dict[str, Fact] = {"seconds": 0.0, "gradients": 0, "loss": 0.0, "anew": False}
 LONG = 10.0  # vectors so many times as long as the median client's are reported
 CALLS = 100  # most gradients that a method computes of one mini-batch
@@ -42,7 +47,8 @@ LARGEST = 1e9  # largest loss, or other number for the record, that is believed
 class Post(Protocol):
     """Carries letters to clients by name; a text in place of an answer says why there is none."""
 
-    def exchange(self, letters: Mapping[str, Letter]) -> dict[str, Letter | str]: ...
+    def exchange(self, letters: Mapping[str, Letter]) -> Iterable[tuple[str, Letter | str]]:
+        """Give each client's name and answer once, as the answers arrive."""
 
 
 class Visit(NamedTuple):
@@ -71,18 +77,22 @@ class Remote:
         least: int,
         say: Callable[[str], None],
         private: bool = False,
+        secure_bound: float = 0.0,
     ) -> None:
+        """`secure_bound` is the largest entry of an upload whose single values the server must not see; 0: it sees them."""
         self.post, self.names, self.token, self.say = post, names, token, say
-        self.private, self.least = private, 0 if private else least
+        self.private, self.least, self.secure_bound = private, 0 if private else least, secure_bound
+        self.quiet = private or secure_bound > 0  # clients send what they must and nothing else
         # The simulation's arrays: the last round that counts each client's answer, and the batches that each has taken.
         self.counted = self.position = np.zeros(len(names), dtype=np.int64)
         self.replies: dict[int, dict[str, Tensor]] = {}  # by id: replies to last rounds that are still to be sent
         self.visits: list[Visit] = []
         self.aggregate = MEAN  # the rule that guards the server
+        self.adds_up = False  # whether uploads are added up as they arrive
         self.absent = 0.0 if private else torch.nan  # for a missing update: a private sum leaves nobody out
 
-    def __call__(self, work: LocalWork) -> Letters:
-        return Letters(self, work)
+    def __call__(self, work: LocalWork) -> Ask:
+        return SecureLetters(self, work) if self.secure_bound else Letters(self, work)
 
     def ask(self, exchange: str, request: Request, work: LocalWork, read: Callable[[Letter], Any]) -> list[Any]:
         """Ask the cohort; return its answers in the order of its ids, None for each that does not count."""
@@ -137,12 +147,12 @@ class Remote:
             got, sent = sum(map(bool, answers)), sum(letter.nbytes for letter in letters.values())
             self.say(f"{got} of {len(letters)} clients got the reply to their last round, {sent} bytes down")
 
-    def letter(self, id: int, round: int, exchange: str, arrays: dict[str, Encoded]) -> Letter:
+    def letter(self, id: int, round: int, exchange: str, arrays: dict[str, Encoded], **more: Fact) -> Letter:
         if exchange != MEASURE:
             arrays = arrays | {name: encode(tensor) for name, tensor in self.replies.get(id, {}).items()}
         facts: dict[str, Fact] = {"run": self.token, "client": self.names[id], "id": id, "round": round}
         facts |= {"exchange": exchange, "since": int(self.counted[id]), "position": int(self.position[id])}
-        return Letter(facts, arrays)
+        return Letter(facts | more, arrays)
 
     def visit(
         self, letters: Mapping[int, Letter], sizes: NDArray[np.int64], read: Callable[[Letter], Any], failed: str
@@ -151,16 +161,16 @@ class Remote:
 
         `sizes` [N] are the clients' numbers of samples; `failed` tells the user the effect of a missing answer.
         """
-        began = time.perf_counter()
-        answers = self.post.exchange({self.names[id]: letter for id, letter in letters.items()})
-        away = time.perf_counter() - began
-        contents = []
-        for id, letter in letters.items():
-            name, round = self.names[id], letter.fact("round", int) + 1
-            answer, content, seconds = answers.get(name, "no answer"), None, 0.0
+        began, sent = time.perf_counter(), {self.names[id]: (id, letter) for id, letter in letters.items()}
+        contents: dict[int, Any] = dict.fromkeys(letters)
+        visits: dict[int, Visit] = {}
+        for name, answer in self.post.exchange({name: letter for name, (_, letter) in sent.items()}):
+            id, letter = sent[name]
+            round, exchange = letter.fact("round", int) + 1, letter.fact("exchange", str)
+            away, seconds, content = time.perf_counter() - began, 0.0, None
             outcome = answer if isinstance(answer, str) else "answered"
             if isinstance(answer, Letter):
-                if self.private:
+                if self.quiet:
                     answer = replace(answer, facts=answer.facts | UNTOLD | {"samples": int(sizes[id])})
                 try:
                     for fact in ("run", "client", "round", "exchange"):
@@ -177,11 +187,12 @@ class Remote:
                     outcome = f"refused: {error}"[:LONGEST]
             if content is None:
                 self.say(f"round {round}: {name} {failed}: {outcome}")
-            up = answer.nbytes if isinstance(answer, Letter) else 0
-            exchange = letter.fact("exchange", str)
-            self.visits.append(Visit(round, name, exchange, outcome, letter.nbytes, up, seconds, away))
-            contents.append(content)
-        return contents
+            contents[id], up = content, answer.nbytes if isinstance(answer, Letter) else 0
+            visits[id] = Visit(round, name, exchange, outcome, letter.nbytes, up, seconds, away)
+            del answer  # so that it takes no memory while others are waited for
+        away = time.perf_counter() - began
+        self.visits += [visits[id]._replace(away=away) for id in letters]
+        return list(contents.values())
 
 
 def bounded(letter: Letter, name: str) -> float:
@@ -190,6 +201,13 @@ def bounded(letter: Letter, name: str) -> float:
     if abs(value) > LARGEST:
         raise Refused(f"{name} is {value:g}; at most {LARGEST:g} is believed")
     return value
+
+
+def refuse_misplaced(alg: Compressed, up: State) -> None:
+    try:
+        alg.uplink.check(up)
+    except BadSetting as error:
+        raise Refused(str(error)) from error
 
 
 class Letters:
@@ -209,24 +227,33 @@ class Letters:
         remote, work, x = self.remote, self.work, down.x
         form = Forms.of(alg, work.net, work.data.clients).answers
         facts, none = form.facts, x.new_full((1,), torch.nan)  # `none`: the client's model stays with it
+        total = Total() if remote.adds_up and not looks_at_single_uploads(alg) else None
+        lengths: dict[int, float] = {}
 
         def read(letter: Letter) -> Answers:
             reply = check_finite(unpack(letter.arrays, Reply(form.up, form.buffers), work.net, x.device))
             if letter.fact("anew", bool):
                 remote.say(f"round {work.round + 1}: {letter.facts['client']} had lost its state and begins anew")
+            if isinstance(alg, Compressed):
+                refuse_misplaced(alg, reply.up)
             told = {n: 0.0 if remote.private else bounded(letter, f"fact.{n}") for n in facts._fields}
             numbers = type(facts)(*(x.new_tensor([value]) for value in told.values()))
-            return Answers(reply.up, Nothing(), reply.buffers, none, x.new_tensor([bounded(letter, "loss")]), numbers)
+            loss, up = x.new_tensor([bounded(letter, "loss")]), reply.up
+            lengths[remote.names.index(letter.fact("client", str))] = length(up)
+            if total is not None:
+                total.add(up)
+                up = Nothing()
+            return Answers(up, Nothing(), reply.buffers, none, loss, numbers)
 
-        def fill(like: State, value: float = torch.nan) -> State:
-            return map_leaves(lambda v: torch.full(v.shape, value, dtype=v.dtype, device=x.device), like)
-
-        up = fill(form.up, remote.absent)
-        lost = Answers(up, Nothing(), fill(form.buffers), none, fill(form.loss), fill(facts))
+        up = Nothing() if total is not None else fill(form.up, x, remote.absent)
+        lost = Answers(up, Nothing(), fill(form.buffers, x), none, fill(form.loss, x), fill(facts, x))
         answers = remote.ask(TRAIN, Request(down, buffers), work, read)
-        each = zip(work.ids.tolist(), answers, strict=True)
-        remote.say_lengths(work.round, {id: length(a.up) for id, a in each if a is not None})
-        return map_leaves(lambda *rows: torch.stack(rows), *(lost if a is None else a for a in answers))
+        remote.say_lengths(work.round, {id: lengths[id] for id in work.ids.tolist() if id in lengths})
+        rows = map_leaves(lambda *rows: torch.stack(rows), *(lost if a is None else a for a in answers))
+        if total is None:
+            return rows
+        there = torch.tensor([a is not None for a in answers], device=x.device)
+        return rows._replace(up=total.rows(form.up, x, len(answers)), there=there)
 
 
 class Deployment(InMemory):
@@ -253,6 +280,10 @@ class Deployment(InMemory):
             ledger.carry_over(simulation.accountant, 0)
         self.net, self.device = simulation.net, simulation.device
         simulation.remote, remote.aggregate = remote, simulation.settings.aggregate
+        how = simulation.settings
+        remote.adds_up = (how.aggregate, how.weights, how.compress, how.privacy) == (MEAN, "uniform", "", None)
+        if remote.secure_bound:
+            check_secure(simulation.whole, simulation.net, how, simulation.data.clients)
         if samples is not None:
             simulation.weighed = self.weighed
         simulation.data = replace(simulation.data, held_out={})  # clients keep the samples that they hold out
