@@ -75,8 +75,12 @@ def copy(v: Tensor) -> Tensor:
 
 
 def fill(form: State, x: Tensor, value: float = torch.nan) -> State:
-    """A state of this form on the device of x, with one value everywhere."""
-    return map_leaves(lambda v: torch.full(v.shape, value, dtype=v.dtype, device=x.device), form)
+    """A state of this form on the device of x, with one value everywhere, or 0 where numbers are whole."""
+
+    def full(v: Tensor) -> Tensor:
+        return torch.full(v.shape, value if v.is_floating_point() else 0, dtype=v.dtype, device=x.device)
+
+    return map_leaves(full, form)
 
 
 class SecureLetters:
