@@ -93,7 +93,8 @@ class Sites(Nodes):
     def send_and_receive(self, messages: Iterable[Message], *, timeout: float | None = None) -> list[Message]:
         messages = list(messages)
         answers = super().send_and_receive(messages, timeout=timeout)
-        self.trained += any(m.metadata.message_type == "train" for m in messages)
+        rounds = (from_records(m.content).facts["round"] for m in messages if m.metadata.message_type == "train")
+        self.trained = max(self.trained, *(int(t) + 1 for t in rounds), 0)
         return answers
 
 

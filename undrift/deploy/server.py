@@ -30,6 +30,7 @@ from undrift.round.aggregate import MEAN
 from undrift.round.clients import Answers
 from undrift.round.compressed import Compressed
 from undrift.round.order import Ask
+from undrift.round.private import PART
 from undrift.round.record import RoundRecord
 from undrift.round.shapes import Forms
 from undrift.round.who import Who
@@ -395,7 +396,8 @@ class Deployment(InMemory):
 
 def length(up: State) -> float:
     """The norm of all that a client sent, in float64."""
-    return math.sqrt(sum(float(leaf.double().square().sum()) for leaf in leaves(up)))
+    parts = (part for leaf in leaves(up) for part in leaf.flatten().split(PART))  # as float64 one by one
+    return math.sqrt(sum(float(part.double().square().sum()) for part in parts))
 
 
 def cap_shares(sizes: NDArray[np.int64], cap: float) -> NDArray[np.float64]:
