@@ -205,7 +205,7 @@ def run_command(arguments: argparse.Namespace) -> None:
     path(
         "place",
         nargs="?",
-        help="init: a new folder; local: one for the logs; identity, node: the client's; others: the server's",
+        help="init: a new folder; local: for the logs; identity, node: the client's; status, page: the run's; else the server's",
     ),
     path("--config", "FILE.toml", help="settings; flags override them"),
     arg("--host", default="127.0.0.1", help="init, keys: the server's address [127.0.0.1]"),
@@ -227,6 +227,7 @@ def run_command(arguments: argparse.Namespace) -> None:
         metavar="N",
         help="node: take part only where the server sees sums over N clients",
     ),
+    arg("--port", type=int, default=8765, help="page: the port on this machine [8765]"),
     arg("--renew", action="store_true", help="keys: make a new certificate of the same authority"),
     arg("--force", action="store_true", help="keys, identity: replace what is there"),
     *make_flags(deployment.FLAGS, deployment.TYPES, federated.CHOICES),

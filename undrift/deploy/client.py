@@ -21,6 +21,7 @@ from undrift.core.trees import Nothing, State, leaves, map_leaves, named_leaves
 from undrift.data.federation import Federation
 from undrift.deploy.messages import Fact, Letter, Refused, pack, unpack
 from undrift.deploy.secure import KEYS, SHARES, UNMASK, Summand
+from undrift.deploy.sent import write_sent
 from undrift.deploy.state import Store
 from undrift.oracle.net import Net
 from undrift.round.clients import new_clients, train
@@ -85,7 +86,13 @@ class Client:
         return wrap(self.alg.at(t), self.settings.schedule(t), self.uplink, t)
 
     def answer(self, letter: Letter) -> Letter:
-        """Answer a letter of the server; raise Refused if it is not for this client or cannot be read."""
+        """Answer a letter of the server, and write down what was sent; raise Refused if the letter cannot be answered."""
+        answer = self.reply(letter)
+        write_sent(self.root / letter.fact("run", str) / self.name, letter, answer)
+        return answer
+
+    def reply(self, letter: Letter) -> Letter:
+        """The answer to a letter, which must be for this client."""
         began = time.perf_counter()
         id, t, since = (letter.fact(name, int) for name in ("id", "round", "since"))
         position, exchange = letter.fact("position", int), letter.fact("exchange", str)

@@ -22,6 +22,7 @@ from undrift.deploy.node import build_client, check_allowed, name_of
 from undrift.deploy.run import deploy
 from undrift.deploy.settings import REFUSED, DeployConfig, Plan
 from undrift.deploy.site_files import Report, check_fits, read_report, site_path
+from undrift.deploy.versions import differences, report_versions, versions_of
 
 NPY = "numpy.ndarray"  # Flower's name for a .npy file
 PAUSE = 1.0  # seconds between two looks for answers and new nodes
@@ -71,6 +72,7 @@ class GridPost:
         self.node: dict[str, int] = {}  # node ids by client name
         self.key: dict[str, bytes] = {}  # public keys by client name
         self.samples: dict[str, int] = {}  # numbers of samples that clients with files have reported
+        self.versions = {} if plan is None else versions_of(plan)
         self.questions: dict[int, Question] = {}  # by node id
         self.said: set[str] = set()  # to say each once
 
@@ -129,6 +131,8 @@ class GridPost:
         else:
             if self.key.setdefault(name, info.public_key) != info.public_key:
                 self.say(f"{name} has another key than before: the operator has revoked one and admitted another")
+            for line in differences(letter.facts, self.versions):
+                self.say_once(f"{name} has {line}")
             self.node[name], self.key[name] = node, info.public_key
             if self.plan is not None:
                 self.samples[name] = Report.of(letter).samples
@@ -238,6 +242,7 @@ def client_app() -> ClientApp:
         try:
             check_allowed(context.run_config, context.node_config)
             plan = Plan.from_flat(context.run_config)
+            facts |= report_versions(plan)
             path = site_path(plan, context.node_config)
             facts |= {} if path is None else read_report(plan, path)._asdict()
         except UndriftError as error:

@@ -104,7 +104,8 @@ class SecureLetters:
         )
 
         def each(number: float) -> Tensor:
-            return x.new_full((clients, 1), number)
+            number_of_each: Tensor = x.new_full((clients, 1), number)
+            return number_of_each
 
         numbers = type(form.facts)(*map(each, facts))
         none = x.new_full((clients, 1), torch.nan)

@@ -57,7 +57,8 @@ class Uplink:
 
     def blocks(self, p: Tensor) -> Tensor:
         """Entries [..., n] as blocks [..., n / BLOCK, BLOCK]; the last one is filled with zeros."""
-        return F.pad(p, (0, -p.shape[-1] % BLOCK)).unflatten(-1, (-1, BLOCK))
+        blocks: Tensor = F.pad(p, (0, -p.shape[-1] % BLOCK)).unflatten(-1, (-1, BLOCK))
+        return blocks
 
     def check(self, up: State) -> None:
         """Raise BadSetting unless the places in an upload rise and lie in the vector: a client may send any."""
