@@ -132,16 +132,6 @@ def test_a_node_with_a_mistyped_name_is_named(tmp_path: Path, monkeypatch: pytes
     assert said.count("a node is left out") == 1 and "unknown client 'wets'" in said and "did you mean 'west'" in said
 
 
-def test_the_server_scores_no_models_that_it_does_not_have(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("undrift.deploy.flower.PAUSE", 0.0)
-    plan = planned(tmp_path / "out", algorithm="softpull", own_test=0.2)
-    serve(plan, tmp_path)
-    last = json.loads((tmp_path / "out" / "rounds.jsonl").read_text().splitlines()[-1])
-    assert last["accuracy"] is not None and not any(name.startswith("own_") for name in last)
-    alone = build_simulation(plan.run, plan.alg, load_dataset("digits"), plan.run.model, torch.device("cpu"))
-    assert any(name.startswith("own_") for name in alone.round(last=True).more)
-
-
 @pytest.mark.parametrize("name", [name for name in names("algorithms") if not algorithm_class(name).pools])
 def test_the_apps_equal_the_simulator(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("undrift.deploy.flower.PAUSE", 0.0)

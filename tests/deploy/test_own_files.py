@@ -24,7 +24,7 @@ from undrift.data._user_file import read_user_file  # noqa: E402
 from undrift.data.dataset import Dataset  # noqa: E402
 from undrift.data.from_user import dataset_from  # noqa: E402
 from undrift.deploy.app import write_app  # noqa: E402
-from undrift.deploy.flower import server_app  # noqa: E402
+from undrift.deploy.flower import from_records, server_app  # noqa: E402
 from undrift.deploy.local import files_of  # noqa: E402
 from undrift.deploy.settings import Plan  # noqa: E402
 from undrift.jobs.run import build_simulation  # noqa: E402

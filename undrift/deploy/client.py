@@ -7,7 +7,8 @@ It holds the algorithm, the net and its samples. The forms of messages and state
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
@@ -16,10 +17,12 @@ import torch
 from torch import Tensor
 
 from undrift.algorithms.base import Algorithm
+from undrift.algorithms.personal import Served
 from undrift.core.layout import Vec
 from undrift.core.trees import Nothing, State, leaves, map_leaves, named_leaves
 from undrift.data.federation import Federation
 from undrift.deploy.messages import Fact, Letter, Refused, pack, unpack
+from undrift.deploy.scores import SCORE, Scoring, tell_scores
 from undrift.deploy.secure import KEYS, SHARES, UNMASK, Summand
 from undrift.deploy.sent import write_sent
 from undrift.deploy.state import Store
@@ -28,6 +31,7 @@ from undrift.round.clients import new_clients, train
 from undrift.round.compressed import Uplink, upload_form, wrap
 from undrift.round.order import receive
 from undrift.round.shapes import Forms
+from undrift.simulate.evaluate import Metric, means, sample_scores, weights_of
 from undrift.simulate.simulation import Settings
 from undrift.simulate.work import LocalWhole, LocalWork
 
@@ -70,9 +74,8 @@ class Client:
     device: torch.device
     root: Path  # the folder of its states
     secure_bound: float = 0.0  # the largest entry of an upload that travels under masks; 0: uploads are not masked
-    sums: int = (
-        0  # how many clients' uploads must at least be added up before the server sees them; 0: any, even its own
-    )
+    sums: int = 0  # fewest clients whose uploads are added up before the server sees them; 0: any, even this one's
+    metrics: Mapping[str, Metric] = field(default_factory=dict)  # for samples that it holds out
 
     def __post_init__(self) -> None:
         self.net, how = self.net.to(self.device), self.settings
@@ -81,9 +84,9 @@ class Client:
             form = upload_form(self.alg, self.net, self.data.clients)
             self.uplink = Uplink(how.compress, how.seed, self.net, form)
 
-    def algorithm(self, t: int) -> Algorithm:
-        """The algorithm as it is in round t."""
-        return wrap(self.alg.at(t), self.settings.schedule(t), self.uplink, t)
+    def algorithm(self, t: int, later: int = 0) -> Algorithm:
+        """The algorithm as it is in round t, at the rate of so many rounds later."""
+        return wrap(self.alg.at(t), self.settings.schedule(t + later), self.uplink, t + later)
 
     def answer(self, letter: Letter) -> Letter:
         """Answer a letter of the server, and write down what was sent; raise Refused if the letter cannot be answered."""
@@ -111,6 +114,8 @@ class Client:
         past = self.algorithm(since - 1) if since else alg  # as it was in this client's last round
         forms, before = (Forms.of(a, net, self.data.clients) for a in (alg, past))
         due = before.reply if since and exchange in (TRAIN, CLOSE) else Nothing()
+        if exchange == SCORE:
+            return self.score(letter, id, past)
         if exchange == CLOSE:
             reply = unpack(letter.arrays, Request(reply=due), net, self.device).reply
             if (kept := store.read(since)) is None:
@@ -149,6 +154,37 @@ class Client:
             return Letter(self.echo(letter), arrays)
         gradients = work.gradients + whole.gradients
         return Letter(facts | {"gradients": gradients, "seconds": time.perf_counter() - began}, arrays)
+
+    def score(self, letter: Letter, id: int, past: Algorithm) -> Letter:
+        """Score the server's model, and the one that serves this client, on the samples that it holds out.
+
+        `past` is the algorithm as it was in this client's last round.
+        """
+        began, t, since = time.perf_counter(), letter.fact("round", int), letter.fact("since", int)
+        alg, net, own = self.algorithm(t, 1), self.net, self.data.held_out.get("test")
+        if own is None or self.settings.privacy is not None or self.secure_bound:
+            raise Refused("this client holds no samples out, or does not say how models do on them")
+        forms, due = Forms.of(alg, net, self.data.clients), Forms.of(past, net, self.data.clients).reply
+        form = Scoring(forms.down.x, forms.down, forms.buffers, due if since else Nothing())
+        x, down, buffers, reply = unpack(letter.arrays, form, net, self.device)
+        work = self.work(id, t, letter.fact("position", int))
+        mine = own.owners == id
+        rows, owners = own.rows[mine], own.owners[mine]
+        weight = weights_of(net, own.split, rows)
+
+        def means_of(model: Served) -> dict[str, float]:
+            scores = sample_scores(net, *model, own.split, self.data.transform, self.metrics, rows, owners)
+            return means(scores, weight)
+
+        found = {"global": means_of(Served(x, buffers))}
+        if alg.personalises:
+            state = new_clients(alg, down, work.ids[0], buffers)
+            store = Store(self.root, letter.fact("run", str), self.name)
+            if since and leaves(forms.client) and (kept := store.read(since)) is not None:
+                state = receive(past, self.place(state, kept), reply)
+            found["personal"] = means_of(alg.serves(down, state, LocalWhole.of(work, 0, buffers)))
+        facts = self.about(letter, id) | tell_scores(found, float(weight.sum()))
+        return Letter(facts | {"seconds": time.perf_counter() - began}, {})
 
     def work(self, id: int, t: int, position: int) -> LocalWork:
         """The samples and steps of a round, after `position` earlier batches."""

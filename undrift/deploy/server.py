@@ -24,6 +24,7 @@ from undrift.core.trees import Nothing, State, leaves, map_leaves, named_leaves,
 from undrift.deploy.client import CLOSE, MEASURE, TRAIN, Measured, Reply, Request
 from undrift.deploy.messages import NOT_FINITE, Encoded, Fact, Letter, Refused, check_finite, encode, pack, unpack
 from undrift.deploy.privacy import Ledger
+from undrift.deploy.scores import KINDS, SCORE, Best, Scoring, gather_scores, read_scores
 from undrift.deploy.sums import SecureLetters, Total, check_secure, fill
 from undrift.jobs.protocol import InMemory
 from undrift.round.aggregate import MEAN
@@ -33,7 +34,7 @@ from undrift.round.order import Ask
 from undrift.round.private import PART
 from undrift.round.record import RoundRecord
 from undrift.round.shapes import Forms
-from undrift.round.who import Who
+from undrift.round.who import Attendance, Who
 from undrift.simulate.simulation import Simulation
 from undrift.simulate.work import LocalWork
 
@@ -147,6 +148,17 @@ class Remote:
             answers = self.visit(letters, sizes, lambda answer: True, "keeps what it had, without the last reply")
             got, sent = sum(map(bool, answers)), sum(letter.nbytes for letter in letters.values())
             self.say(f"{got} of {len(letters)} clients got the reply to their last round, {sent} bytes down")
+
+    def score(self, run: Simulation) -> dict[str, Any]:
+        """Ask every client how the server's model, and its own, do on the samples that it holds out."""
+        every = np.arange(len(self.names))
+        down = run.down(run.who(Attendance(every, every, every, np.ones_like(every))))
+        arrays = pack(Scoring(run.state.x, down, run.state.buffers), run.net)
+        kinds = KINDS if run.alg.personalises else KINDS[:1]
+        metrics = ["loss", *run.metrics]
+        letters = {id: self.letter(id, run.t - 1, SCORE, arrays) for id in every.tolist()}
+        marks = self.visit(letters, run.data.sizes, lambda a: read_scores(a, kinds, metrics), "is not scored")
+        return gather_scores(marks, kinds, metrics)
 
     def letter(self, id: int, round: int, exchange: str, arrays: dict[str, Encoded], **more: Fact) -> Letter:
         if exchange != MEASURE:
@@ -268,14 +280,18 @@ class Deployment(InMemory):
         samples: Mapping[str, int] | None = None,
         ledger: Ledger | None = None,
         weight_cap: float = 1.0,
+        best: Best | None = None,
+        keep_best: Callable[[dict[str, Tensor], Best], None] | None = None,
     ) -> None:
         """`keep` stores visits, `samples` are what clients with files report, a private run has a `ledger`.
 
-        `weight_cap` is the largest share of a round's weight that a client may have by what it reports.
+        `weight_cap` is the largest share of a round's weight that a client may have by what it reports. With `best` clients
+        score models on samples that they hold out, and `keep_best` stores the model of the best round.
         """
         self.samples, self.sizes = samples, np.zeros(len(remote.names), np.int64)  # as first reported; 0: not yet
         self.weight_cap, self.told = weight_cap, set[str]()  # lines on reports that were said already
         self.simulation, self.remote, self.keep, self.ledger = simulation, remote, keep, ledger
+        self.best, self.keep_best = best, keep_best
         if ledger is not None and simulation.accountant is not None:
             simulation.draw_from(ledger)
             ledger.carry_over(simulation.accountant, 0)
@@ -306,7 +322,20 @@ class Deployment(InMemory):
                 remote.replies[id] = dict(named_leaves("reply", self.net.sent(reply)))
             run.last_reply = None
         self.keep(remote.visits)
-        return [self.complete(record)]
+        record = self.complete(record)
+        if self.best is not None and ((last and most == 1) or run.t % run.settings.eval_every == 0):
+            remote.visits = []
+            scores = remote.score(run)
+            self.keep(remote.visits)
+            if self.best.take(run.t, scores) and self.keep_best is not None:
+                self.keep_best(run.model(), self.best)
+            record = record.with_scores(scores | {"loss": record.loss, "accuracy": record.accuracy})
+        return [record]
+
+    @property
+    def enough(self) -> bool:
+        """Whether clients have not scored a round better for long."""
+        return self.best is not None and self.best.enough
 
     def close(self, delivered: Set[tuple[str, int]] = frozenset()) -> None:
         """After the last round, send clients the replies to their last rounds. The run does not depend on it."""
@@ -374,13 +403,16 @@ class Deployment(InMemory):
 
     def tensors(self) -> dict[str, Tensor]:
         replies = {f"to.{id}.{name}": t for id, reply in self.remote.replies.items() for name, t in reply.items()}
-        return self.simulation.tensors() | {"samples": torch.from_numpy(self.sizes)} | replies
+        best = {} if self.best is None else self.best.tensors()
+        return self.simulation.tensors() | {"samples": torch.from_numpy(self.sizes)} | best | replies
 
     def restore(self, tensors: dict[str, Tensor], t: int) -> None:
         self.simulation.restore(tensors, t)
         if self.ledger is not None and self.simulation.accountant is not None:
             self.ledger.carry_over(self.simulation.accountant, t)
         self.sizes = tensors["samples"].cpu().numpy().copy()
+        if self.best is not None:
+            self.best.restore(tensors)
         self.remote.replies = {}
         for name, tensor in tensors.items():
             if name.startswith("to."):
@@ -391,7 +423,8 @@ class Deployment(InMemory):
         return self.simulation.model()
 
     def about(self) -> dict[str, Any]:
-        return {"parameters": self.net.layout.entries}
+        sites = {} if self.best is None else {"sites": list(self.remote.names)}
+        return {"parameters": self.net.layout.entries} | sites
 
 
 def length(up: State) -> float:

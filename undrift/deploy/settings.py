@@ -52,7 +52,13 @@ class DeployConfig:
         "hide single updates from the server, which sees their sum: the largest entry of an update, such as 16; 0: off",
     )
 
+    patience: int = setting(
+        0, "with --own-test: rounds without a better score on clients' own samples, after which the run ends; 0: never"
+    )
+
     def __post_init__(self) -> None:
+        if self.patience < 0:
+            raise BadSetting(f"patience must be at least 0, not {self.patience}")
         if not 0 <= self.secure_bound <= 1e6:
             raise BadSetting(f"secure_bound must lie between 0 and 1e6, not {self.secure_bound}; 16 is usual")
         if not (self.most_samples >= 1 and 0 < self.weight_cap <= 1):
@@ -99,6 +105,11 @@ class Plan:
     def private(self) -> bool:
         """Whether clients send their update and nothing else about their samples."""
         return self.run.privacy_clip > 0
+
+    @property
+    def scored(self) -> bool:
+        """Whether clients score models on samples that they hold out, and say how they do."""
+        return bool(self.run.own_test) and not self.private and not self.deploy.secure_bound
 
     @property
     def site_files(self) -> bool:
@@ -175,6 +186,10 @@ class Plan:
         if chosen.privacy_clip and deploy.min_replies > 1:
             raise BadSetting("privacy_clip: leave min_replies at 1: a round must not depend on how many answer")
         plan = cls(chosen, alg, deploy)
+        if deploy.patience and not plan.scored:
+            raise BadSetting(
+                "patience needs scores of clients: give --own-test 0.2, and neither privacy nor secure_bound"
+            )
         plan.check_site_files(given)
         return plan
 

@@ -445,6 +445,7 @@ class Simulation:
 
     # What `jobs.protocol.Run` asks for besides.
     diverged = False  # answers that are not finite are left out
+    enough = False  # it ends by its settings alone
 
     def choices(self) -> dict[str, Any]:
         """How rounds are run, which once chosen stays, so that results can be repeated."""
