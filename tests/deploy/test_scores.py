@@ -76,8 +76,8 @@ def test_scores_of_clients_with_files_are_the_simulators(tmp_path: Path) -> None
     for record in records(plan):
         same_scores(record, run.round().more)
     assert read_settings(Path(plan.deploy.out))[0]["made"]["sites"] == plan.names  # for the report
-    assert main(["report", plan.deploy.out]) == 0
-    page = (Path(plan.deploy.out) / "report.html").read_text()
+    assert main(["report", plan.deploy.out, "--out", str(tmp_path / "report.html")]) == 0
+    page = (tmp_path / "report.html").read_text()
     assert all(name in page for name in plan.names)
 
 
@@ -136,7 +136,7 @@ def test_the_best_round_is_kept_and_a_run_that_grows_worse_ends(tmp_path: Path) 
     for _ in range(best):
         run.round()
     kept = run.net.layout.join(load_file(tmp_path / "out" / "best.safetensors"), run.state.x)
-    torch.testing.assert_close(kept, run.state.x, rtol=1e-9, atol=1e-12)
+    torch.testing.assert_close(kept, run.state.x, rtol=1e-6, atol=1e-8)
 
 
 def test_a_lower_loss_is_better_and_a_round_without_scores_is_none() -> None:
