@@ -1,6 +1,6 @@
 """What secure aggregation costs: bytes on the wire, and seconds of one core, for a client and for the server.
 
-    python benchmarks/masks.py --clients 10 --gone 2 --parameters 1000000
+python benchmarks/masks.py --clients 10 --gone 2 --parameters 1000000
 """
 
 from __future__ import annotations
@@ -51,7 +51,9 @@ def main() -> None:
     down = n * (2 * KEY + 8) + n * (SEALED + 8) + stay * 8
     print(f"{n} clients, {gone} leave, {entries:,} parameters; {least} must stay")
     print(f"up, of each client: {up:,} bytes, {up / (4 * entries):.4f} of the plain upload; down: {down:,} bytes more")
-    print(f"a client: {sharing:.3f} s for shares, {masking:.3f} s for masks; the server: {server:.2f} s to take them off")
+    print(
+        f"a client: {sharing:.3f} s for shares, {masking:.3f} s for masks; the server: {server:.2f} s to take them off"
+    )
 
 
 if __name__ == "__main__":
