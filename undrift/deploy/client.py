@@ -90,12 +90,12 @@ class Client:
 
     def answer(self, letter: Letter) -> Letter:
         """Answer a letter of the server, and write down what was sent; raise Refused if the letter cannot be answered."""
-        answer = self.reply(letter)
+        answer = self.make_answer(letter)
         write_sent(self.root / letter.fact("run", str) / self.name, letter, answer)
         return answer
 
-    def reply(self, letter: Letter) -> Letter:
-        """The answer to a letter, which must be for this client."""
+    def make_answer(self, letter: Letter) -> Letter:
+        """Answer a letter, which must be for this client."""
         began = time.perf_counter()
         id, t, since = (letter.fact(name, int) for name in ("id", "round", "since"))
         position, exchange = letter.fact("position", int), letter.fact("exchange", str)
