@@ -93,6 +93,15 @@ def path(name: str, metavar: str = "DIR", **options: Any) -> Argument:
     return name, {"type": Path, "metavar": metavar} | options
 
 
+def words(text: str) -> tuple[str, ...]:
+    """The parts of an argument with commas."""
+    return tuple(part.strip() for part in text.split(",") if part.strip())
+
+
+def numbers(text: str) -> tuple[float, ...]:
+    return tuple(map(float, words(text)))
+
+
 def make_flags(fields: Fields, types: Mapping[str, Any], choices: Mapping[str, tuple[str, ...]]) -> list[Argument]:
     """A flag for each setting."""
     arguments = []
@@ -152,7 +161,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def stoppable(arguments: argparse.Namespace) -> bool:
     """Whether the command can be stopped and goes on later."""
-    return arguments.command in (*ON_RANKS, "sweep") or getattr(arguments, "action", "") in ("local", "server", "node")
+    return arguments.command in (*ON_RANKS, "sweep", "tune", "reproduce") or getattr(arguments, "action", "") in (
+        "local",
+        "server",
+        "node",
+    )
 
 
 def heed_signals(arguments: argparse.Namespace, words: Sequence[str]) -> contextlib.AbstractContextManager[None]:
@@ -359,6 +372,86 @@ def sweep_command(arguments: argparse.Namespace) -> int:
         return 1  # there is nothing to report
     write_report([arguments.out], arguments.out / "report.html", sweep.get("target"))
     return 1 if failed else 0
+
+
+@command(
+    "tune",
+    "pick an algorithm's settings from a sweep's grid, by successive halving on validation samples",
+    path("file", "FILE.toml", help="a sweep's file"),
+    path("--out", required=True, help="for NAME.toml of every algorithm, tuned.toml, and the trials"),
+    arg("--rungs", type=numbers, default=(0.1, 0.3, 1.0), metavar="SHARES", help="of the rounds [0.1,0.3,1]"),
+    arg("--keep", type=int, default=4, metavar="N", help="one in N settings goes on to the next rung [4]"),
+    arg("--validation", type=float, default=0.1, metavar="SHARE", help="of the training samples, held out [0.1]"),
+    arg("--minutes", type=float, default=0.0, help="stop after so many; the same command goes on"),
+    arg("--device", default="", metavar="auto|cpu|cuda"),
+    arg("--pack", action=argparse.BooleanOptionalAction, help="run trials of equal shapes as one program [on a GPU]"),
+)
+def tune_command(arguments: argparse.Namespace) -> int:
+    from undrift.jobs.tune import tune
+
+    options = {name: getattr(arguments, name) for name in ("rungs", "keep", "validation")}
+    with stopping.within(seconds_of(arguments.minutes)) as left:
+        try:
+            tune(arguments.file, arguments.out, say, arguments.pack, arguments.device, **options)
+        except stopping.Stopped:
+            if left() > 0:
+                raise
+            say(f"stopped after {arguments.minutes:g} minutes; the same command goes on")
+            return 0
+    say(f"written to {arguments.out / 'tuned.toml'}")
+    return 0
+
+
+@command(
+    "reproduce",
+    "run what a paper's table or figure needs, and compare with the published numbers",
+    arg("suite", nargs="?", help="such as gradma-table1; --list shows all"),
+    arg("--list", action="store_true", help="list the suites"),
+    path("--out", default=Path("runs/reproduced"), help="for results, pages and unfinished runs [runs/reproduced]"),
+    arg("--columns", type=words, default=(), metavar="NAMES", help="only these columns, with commas"),
+    arg("--methods", type=words, default=(), metavar="NAMES", help="only these rows, with commas"),
+    arg("--seeds", type=int, default=0, metavar="N", help="seeds of every cell [as in the paper]"),
+    arg(
+        "--tune",
+        default="none",
+        metavar="grid|none|FILE",
+        help="pick settings from the paper's grid, or take a file's [none]",
+    ),
+    arg("--scale", default="full", metavar="full|small", help="small: tiny runs on embedded data, to try it out"),
+    arg("--minutes", type=float, default=0.0, help="stop after so many; the same command goes on"),
+    arg("--plan", action="store_true", help="print the plan and end"),
+    arg("--device", default="", metavar="auto|cpu|cuda"),
+    arg("--pack", action=argparse.BooleanOptionalAction, help="run cells of equal shapes as one program [on a GPU]"),
+)
+def reproduce_command(arguments: argparse.Namespace) -> int:
+    if arguments.list:
+        from undrift.jobs.suite import list_suites
+
+        for line in list_suites():
+            print(line)
+        return 0
+    from undrift.jobs.cells import Asked
+    from undrift.jobs.reproduce import reproduce
+
+    if arguments.suite is None:
+        raise BadSetting("say which suite to reproduce; undrift reproduce --list shows all")
+    minutes = seconds_of(arguments.minutes) and arguments.minutes
+    asked = Asked(
+        arguments.suite, arguments.out, arguments.columns, arguments.methods, arguments.seeds, arguments.tune,
+        arguments.scale, minutes, arguments.pack, arguments.device, arguments.plan,
+    )  # fmt: skip
+    return 1 if reproduce(asked, say) else 0
+
+
+def say(text: str) -> None:
+    print(text, flush=True)
+
+
+def seconds_of(minutes: float) -> float:
+    """The seconds that --minutes allows; 0 minutes are no limit."""
+    if not 0 <= minutes < float("inf"):
+        raise BadSetting(f"minutes must be at least 0, not {minutes:g}")
+    return 60 * minutes or float("inf")
 
 
 @command(

@@ -44,7 +44,7 @@ def programmes() -> None:
         gram_gpu.grams_gpu(rows, rows, segments)
         counts = torch.ones(m, dtype=torch.bool)
         products, along, length = torch.randn(2, m, m).double(), torch.randn(2, m).double(), torch.ones(2).double()
-        given = products, along, length, counts, counts.expand(2, m), 0.0, p, rows, [0, 650, 700]
+        given = products, along, length, counts, counts.expand(2, m), 0.0, True
         z, _ = torch.ops.undrift.pivots(*given)
         torch.ops.undrift.add_rows(p, z, rows, [0, 650, 700])
     torch.ops.undrift.project_three(*torch.randn(4, 3, 700), torch.zeros(3), [0, 650, 700])

@@ -8,6 +8,7 @@ while the main thread waits for another process.
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import signal
 import socket
@@ -20,6 +21,7 @@ GRACE = 10.0  # seconds to finish a round
 ECHO = 1.0  # seconds within which signals are one: a terminal sends it to a process, and so may the process's parent
 
 _asked = 0  # the signal that came
+_end_of_time = math.inf  # by time.monotonic(), as `within` sets it
 _noticed = threading.Event()
 
 
@@ -32,8 +34,20 @@ class Stopped(KeyboardInterrupt):
 
 
 def asked() -> int:
-    """The signal that asks this process to stop, or 0."""
-    return _asked
+    """The signal that asks this process to stop, or 0. The end of `within` counts as SIGTERM."""
+    return _asked or (int(signal.SIGTERM) if time.monotonic() >= _end_of_time else 0)
+
+
+@contextlib.contextmanager
+def within(seconds: float) -> Iterator[Callable[[], float]]:
+    """Ask loops in this block to stop when so many seconds have passed; yields a function that counts those left."""
+    global _end_of_time
+    before, end = _end_of_time, time.monotonic() + seconds
+    _end_of_time = min(before, end)
+    try:
+        yield lambda: end - time.monotonic()
+    finally:
+        _end_of_time = before
 
 
 def notice() -> Stopped:

@@ -77,6 +77,7 @@ class Course(Generic[R, C]):
         self.saved, self.seconds_saving = run.t, 0.0
         self.seconds = stopping.GRACE  # of a round; unknown at first
         self.reached = self.stop_reason(self.records[-1] if self.records else {})  # empty while the run goes on
+        self.leaves_model = True  # whether the end is written to the folder
 
     def ahead(self) -> tuple[int, bool]:
         """Count the next rounds, up to a checkpoint and a few seconds long; 0 at the end. Also say whether the run ends there."""
@@ -136,7 +137,11 @@ class Course(Generic[R, C]):
         """Write the model and the last checkpoint."""
         run, folder, stopped = self.run, self.folder, self.reached or "rounds"
         model = run.model()
-        if folder is not None and ranks.first_rank_says(self.saved < run.t or not folder.finished()):
+        if (
+            folder is not None
+            and self.leaves_model
+            and ranks.first_rank_says(self.saved < run.t or not folder.finished())
+        ):
             self.save(folder, {"finished": False})  # a model without a checkpoint could not be resumed
             model_sum = folder.write_model(model)
             if (extras := run.extras(self.config.as_toml(), self.records)) is not None:

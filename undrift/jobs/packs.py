@@ -41,10 +41,12 @@ def kind(config: RunConfig, folder: RunFolder) -> Hashable:
     return folder.reached(), seed, *same.items(), structure(alg)
 
 
-def set_up(config: RunConfig, dataset: Dataset, shared: Federation | None = None) -> tuple[RunConfig, Simulation]:
+def set_up(
+    config: RunConfig, dataset: Dataset, shared: Federation | None = None, alone: bool = False
+) -> tuple[RunConfig, Simulation]:
     """Resolve the settings and build the simulation, on the samples of `shared` if given."""
     alg, device = build_algorithm(config), pick_device(config.device)
-    execution = "stacked" if device.type == "cpu" else config.execution
+    execution = "stacked" if device.type == "cpu" and not alone else config.execution
     config = replace(config, set=asdict(alg), execution=execution)
     simulation = build_simulation(config, alg, dataset, config.model, device)
     if shared is not None:
@@ -58,6 +60,7 @@ class Cost(NamedTuple):
     most: int  # runs that fit into memory together
     memory: int  # bytes a run
     seconds: float  # seconds a round, for a run alone and without evaluation
+    state: int = 0  # bytes that a checkpoint of a run holds, about
 
 
 def cost(config: RunConfig, processes: int) -> Cost:
@@ -70,13 +73,14 @@ def cost(config: RunConfig, processes: int) -> Cost:
         working = load_of(simulation.state.x, simulation.state.buffers, work).bytes
         _, _, clients = simulation.serving()
         # A pack copies both states when it begins, and the server's again when a stretch ends.
+        state = nbytes(simulation.state) + nbytes(clients)
         one = outlook.clients * working + 2 * nbytes(clients) + 3 * nbytes(simulation.state)
         most = int(0.5 * available_memory(simulation.device) / processes / one)
         simulation.settings = replace(simulation.settings, eval_every=config.rounds + 32)
         simulation.rounds(1)  # prepares everything
         seconds = min(time_round(simulation) for _ in range(4))  # the first one may still be slow
     most = max(1, min(most, config.chunk // outlook.clients) if config.chunk else most)
-    return Cost(most, one, seconds)
+    return Cost(most, one, seconds, state)
 
 
 def time_round(simulation: Simulation) -> float:
@@ -97,17 +101,24 @@ def split(runs: Sequence[Any], most: int) -> list[list[Any]]:
     return [list(runs[at : at + size]) for at in range(0, len(runs), size)]
 
 
-def run_packed(configs: Sequence[RunConfig], folders: Sequence[Path], progress: Sequence[Progress]) -> None:
-    """Run to their end runs that stand at the same round, each in its folder."""
+def run_packed(
+    configs: Sequence[RunConfig], folders: Sequence[Path], progress: Sequence[Progress], leave_models: bool = True
+) -> list[list[dict[str, Any]]]:
+    """Run to their end runs that stand at the same round, each in its folder; return their records.
+
+    Without `leave_models` only what an interruption needs is written.
+    """
     dataset, shared, courses = load_dataset(configs[0].dataset), None, []
     with contextlib.ExitStack() as stack:
         stack.enter_context(arithmetic(configs[0].precision, configs[0].deterministic))
         for config, path, show in zip(configs, folders, progress, strict=True):
-            config, simulation = set_up(config, dataset, shared)
+            config, simulation = set_up(config, dataset, shared, alone=len(configs) == 1)
             shared, folder = simulation.data, RunFolder(path)
             context = open_course(contextlib.closing(simulation), config, folder, folder.exists(), show)
             courses.append(stack.enter_context(context))
+            courses[-1].leaves_model = leave_models
         drive_together(courses)
+    return [course.records for course in courses]
 
 
 def drive_together(courses: list[Course[Simulation, RunConfig]]) -> None:

@@ -38,6 +38,8 @@ from undrift.jobs.course import Progress
 from undrift.jobs.crew import Crew, Died
 from undrift.jobs.folder import RunFolder
 from undrift.jobs.run import run
+from undrift.pipeline import pipe_config
+from undrift.pipeline.train import run_pipe
 
 
 class Job(NamedTuple):
@@ -136,11 +138,15 @@ def resolve_federated(chosen: dict[str, Any], values: Mapping[str, Any]) -> RunC
     return config
 
 
-KINDS = {  # by the setting that names what is compared
+KINDS = {  # of a sweep by the setting that names what is compared; pipe only in suites
     "algorithm": Kind(FIELDS, resolve_federated, lambda config: asdict(build_algorithm(config)), run, packs.kind),
     "method": Kind(
         parallel.FIELDS, lambda chosen, values: parallel.resolve(parallel.from_mapping(chosen | values)),
         lambda config: {}, parallel.run_parallel, lambda config, folder: None,
+    ),
+    "pipe": Kind(
+        pipe_config.FIELDS, lambda chosen, values: pipe_config.from_mapping(chosen | values),
+        lambda config: {}, run_pipe, lambda config, folder: None,
     ),
 }  # fmt: skip
 

@@ -1,9 +1,9 @@
 """Projection on cones of up to 128 constraints on a GPU, one for each segment of a vector, without waiting for the host.
 
 One program solves one dual problem as `cone.lawson_hanson` does, on a table in the cache: w = Gz + b with unit columns and unit
-p, where an exchange of w_k and z_k lets column k in or out. Products are float64, so that columns down to 1e-6 apart can be
-told from dependent ones. Such nearly dependent columns cost the table digits, which come back from the columns themselves if
-the segment is short (biases); in a long segment they are left to the host.
+p, where an exchange of w_k and z_k lets column k in or out. Products are float64. For float32 vectors a little is added to the
+diagonal of G, so that every exchange is possible, however close the columns are to dependence. z is then corrected with G itself,
+as long as that helps. In float64, columns less than 1e-3 apart from a span that matter are left to the host.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from undrift.kernels.launch import allocate, launch, tl, triton
 from undrift.kernels.segments import blocks, bounds
 
 MOST = 128  # constraints: their table fits the cache of one multiprocessor
-SHORT = 4096  # entries of a segment whose columns may be read again by one program
+RIDGE = 1e-12  # on the diagonal of G
 
 
 def serves(
@@ -39,7 +39,7 @@ def project_parts_gpu(
     square = (grams_gpu if p.dtype == torch.float32 else grams)(p[None], p[None], segments)
     length = square.flatten().sqrt()
     edges = bounds(segments)
-    z, solved = torch.ops.undrift.pivots(products, along, length, counts, start, rho, p, rows, edges)
+    z, solved = torch.ops.undrift.pivots(products, along, length, counts, start, rho, p.dtype != torch.float64)
     if p.dtype == torch.float64:  # float32 vectors of any length can be squared in float64
         size = products.diagonal(dim1=1, dim2=2).clamp(min=0).sqrt()
         solved = solved & ~(counts & odd(rows, size, segments)).any(1) & ~odd(p[None], length[:, None], segments)[:, 0]
@@ -79,16 +79,14 @@ if triton is not None:
 
     @triton.jit  # type: ignore[untyped-decorator]
     def _pivots(  # type: ignore[no-untyped-def]
-        products, along, length, counts, guess, rho, p, rows, apart, edges, table, z, solved, m,
-        tolerance, allowed, smallest, smallest_long,
-        SIZE: tl.constexpr, SHORT: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr,
+        products, along, length, counts, guess, rho, table, z, solved, m, ridge, tolerance, allowed, smallest,
+        SIZE: tl.constexpr, ROWS: tl.constexpr,
     ):  # fmt: skip
         """One segment's multipliers. The table [SIZE + 1, SIZE] is read ROWS at a time; its last line is for vectors."""
         part = tl.program_id(0).to(tl.int64)
         products, along, guess, z = products + part * m * m, along + part * m, guess + part * m, z + part * m
         table += part * (SIZE + 1) * SIZE
         line = table + SIZE * SIZE
-        begin, end = tl.load(edges + part * 3), tl.load(edges + part * 3 + 1)
         i = tl.arange(0, SIZE)
         real = i < m
         long, margin = tl.load(length + part + i * 0), tl.load(rho + i * 0)
@@ -102,7 +100,7 @@ if triton is not None:
             r = first + tl.arange(0, ROWS)
             unit = _unit(products, counts, inverse, r, i, m)
             total += tl.sum(unit, 0)
-            tl.store(table + r[:, None] * SIZE + i[None, :], unit)
+            tl.store(table + r[:, None] * SIZE + i[None, :], tl.where(r[:, None] == i[None, :], 1.0 + ridge, unit))
         tl.debug_barrier()
         finite = (tl.sum(total * 0.0, 0) == 0.0).to(tl.int32)
 
@@ -110,9 +108,7 @@ if triton is not None:
         point = tl.zeros([SIZE], tl.float64)  # a feasible z
         inside, refused = tl.zeros([SIZE], tl.int32), tl.zeros([SIZE], tl.int32)
         hoped = tl.where(counted, tl.load(guess + i, mask=real, other=0).to(tl.int32), 0)
-        settled, turns, least = 0, 0, tl.max(tl.zeros([SIZE], tl.float64) + 1.0, 0)  # the smallest pivot
-        short = end - begin <= SHORT
-        smallest = tl.where(short, smallest, smallest_long)
+        settled, turns = 0, 0
         going = finite
         while going > 0:
             # First the columns of the guess come in. Then those whose z is not positive leave: the most negative first, and
@@ -157,16 +153,15 @@ if triton is not None:
                 at_k = tl.sum(tl.where(i == k, value, 0.0), 0) / pivot
                 value = tl.where(i == k, -at_k, value - column * at_k)
                 inside = tl.where(i == k, 1 - inside, inside)
-                least = tl.where(goes > 0, least, tl.minimum(least, pivot))
                 refused = tl.zeros([SIZE], tl.int32)
             else:  # it depends on the columns inside; an unlucky guess is no matter
                 refused = tl.where((i == k) & (first == SIZE), 1, refused)
             turns += 1
             going = ((k < SIZE) & (turns < 12 * SIZE)).to(tl.int32)
 
-        # The table carries the round-off of all exchanges, but corrects z nearly as well as the exact inverse.
-        w = b
-        for turn in range(0, 3):
+        # The table carries the round-off of all exchanges and the ridge, but corrects z nearly as well as the exact inverse.
+        best, off = point, tl.max(tl.zeros([SIZE], tl.float64) + float("inf"), 0)
+        for turn in range(0, 4):
             tl.debug_barrier()
             tl.store(line + i, point)
             tl.debug_barrier()
@@ -174,45 +169,28 @@ if triton is not None:
             for first in range(0, SIZE, ROWS):
                 r = first + tl.arange(0, ROWS)
                 w += tl.sum(_unit(products, counts, inverse, r, i, m) * tl.load(line + r)[:, None], 0)
-            if turn < 2:
+            now = tl.max(tl.where(counted, tl.where(point > 0.0, tl.abs(w), -w), 0.0), 0)
+            best, off = tl.where(now < off, point, best), tl.minimum(now, off)
+            if turn < 3:
                 change = _correction(table, line, w, inside, i, SIZE, ROWS)
                 point = tl.where(inside > 0, tl.maximum(point - change, 0.0), 0.0)
-        if short & (least < 1e-8):
-            for turn in range(0, 4):
-                w = tl.where(counted, -margin, 0.0)
-                for entry in range(begin, end, WIDTH):
-                    at = entry + tl.arange(0, WIDTH)
-                    valid = real[:, None] & (at < end)[None, :]
-                    some = tl.load(rows + i.to(tl.int64)[:, None] * apart + at[None, :], mask=valid, other=0.0)
-                    some = some.to(tl.float64) * inverse[:, None]
-                    u = tl.load(p + at, mask=at < end, other=0.0).to(tl.float64) / tl.max(long, 0)
-                    u += tl.sum(some * point[:, None], 0)
-                    w += tl.sum(some * u[None, :], 1)
-                if turn < 3:
-                    change = _correction(table, line, w, inside, i, SIZE, ROWS)
-                    point = tl.where(inside > 0, tl.maximum(point - change, 0.0), 0.0)
-        off = tl.where(counted, tl.where(inside > 0, tl.abs(w), -w), 0.0)
-        sure = tl.where((turns < 12 * SIZE) & (tl.max(off, 0) <= allowed), finite, 0)
-        tl.store(z + i, tl.where(finite > 0, point * inverse * long, 0.0), mask=real)
+        sure = tl.where((turns < 12 * SIZE) & (off <= allowed), finite, 0)
+        tl.store(z + i, tl.where(finite > 0, best * inverse * long, 0.0), mask=real)
         tl.store(solved + part, sure.to(tl.int8))
 
     @torch.library.custom_op("undrift::pivots", mutates_args=())
     def pivots(
-        products: Tensor, along: Tensor, length: Tensor, counts: Tensor, guess: Tensor, rho: float, p: Tensor, rows: Tensor,
-        edges: list[int],
+        products: Tensor, along: Tensor, length: Tensor, counts: Tensor, guess: Tensor, rho: float, single: bool
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
-        """z [T, m] and whether it is exact [T], from products [T, m, m] and along [T, m]."""
+        """z [T, m] and whether it is exact [T], from products [T, m, m] and along [T, m]; `single`: of float32 vectors."""
         parts, m = along.shape
         z, solved = allocate(along, parts, m, dtype=torch.float64), allocate(along, parts, dtype=torch.int8)
-        rows = rows if rows.stride(1) == 1 else rows.contiguous()
-        size, single = triton.next_power_of_2(max(m, 16)), p.dtype != torch.float64
-        whole, _ = blocks(edges, edges[-1], p)  # one block is one segment
-        table = z.new_empty(parts, size + 1, size)
+        size = triton.next_power_of_2(max(m, 16))
         launch(
             _pivots, (parts,), products.double().contiguous(), along.double().contiguous(), length, counts.to(torch.int8),
-            guess.to(torch.int8).contiguous(), z.new_full((1,), rho), p, rows, rows.stride(0), whole, table, z, solved, m,
-            *((1e-9, 1e-6, 1e-12, 1e-10) if single else (1e-12, 1e-9, 1e-9, 1e-9)),
-            SIZE=size, SHORT=SHORT, WIDTH=16, ROWS=16, num_warps=4 if size < MOST else 8,
+            guess.to(torch.int8).contiguous(), z.new_full((1,), rho), z.new_empty(parts, size + 1, size), z, solved, m,
+            *((RIDGE, 1e-9, 1e-6, 1e-12) if single else (0.0, 1e-12, 1e-9, 1e-6)),
+            SIZE=size, ROWS=16, num_warps=4 if size < MOST else 8,
         )  # fmt: skip
         return z, solved.bool()
 

@@ -1,0 +1,84 @@
+"""Successive halving: what goes on, what it costs, and files that other commands take."""
+
+from __future__ import annotations
+
+import json
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from undrift import cli
+from undrift.jobs.config import from_mapping, from_toml
+from undrift.jobs.sweep import plan
+from undrift.jobs.tune import halve
+
+SEARCH = """
+dataset = "digits"
+model = "logreg"
+clients = 12
+cohort = 4
+steps = 2
+batch = 8
+rounds = 10
+eval_every = 1
+[sweep]
+algorithms = ["fedavg", "fedavgm"]
+[sweep.grid]
+lr = [1e-7, 0.2]
+[sweep.only.fedavgm]
+beta1 = [0.5]
+"""
+
+
+def test_one_in_four_goes_on_and_64_cost_no_more_than_16_runs() -> None:
+    asked: list[tuple[int, int]] = []
+
+    def score(some: list[int], rounds: int) -> list[float | None]:
+        asked.append((len(some), rounds))
+        return [None if value == 63 else float(value) for value in some]
+
+    assert halve(list(range(64)), 500, score) == 62, "what has no score is the worst"
+    assert asked == [(64, 50), (16, 150), (4, 500)] and sum(n * rounds for n, rounds in asked) / 500 < 16
+
+
+def test_among_equals_the_first_wins_and_a_single_one_needs_no_trial() -> None:
+    assert halve([3, 1, 2], 10, lambda some, rounds: [0.0] * len(some)) == 3
+    assert halve([3], 10, lambda some, rounds: pytest.fail("nothing to compare")) == 3
+
+
+def test_tune_picks_the_rate_that_learns(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "s.toml").write_text(SEARCH)
+    command = f"tune {tmp_path / 's.toml'} --out {tmp_path / 'o'} --keep 2 --rungs 0.2,1".split()
+    assert cli.main(command) == 0
+    said = capsys.readouterr().out
+    assert "fedavg: lr = 0.2; 2 settings, 2 trials, 4 rounds, as many as 0.4 full runs" in said
+    lines = [json.loads(text) for text in (tmp_path / "o/trials.jsonl").read_text().splitlines()]
+    trials = [line for line in lines if "scores" in line]
+    assert {line["seed"] for line in trials} == {100} and all("val_accuracy" in line["scores"] for line in trials)
+    one = from_mapping(from_toml(tmp_path / "o/fedavgm.toml"))
+    assert (one.algorithm, one.rounds, one.set) == ("fedavgm", 10, {"lr": 0.2, "beta1": 0.5})
+    jobs, _ = plan(tmp_path / "o/tuned.toml")
+    assert {(job.config.algorithm, job.config.seed) for job in jobs} == {  # type: ignore[attr-defined]
+        (name, seed) for name in ("fedavg", "fedavgm") for seed in (0, 1, 2)
+    }
+    assert all(job.config.set["lr"] == 0.2 for job in jobs)
+    assert tomllib.loads((tmp_path / "o/tuned.toml").read_text())["sweep"]["only"]["fedavg"] == {"lr": 0.2}
+    before = (tmp_path / "o/trials.jsonl").read_bytes()
+    assert cli.main(command) == 0 and (tmp_path / "o/trials.jsonl").read_bytes() == before, "nothing is tried twice"
+
+
+def test_data_parallel_methods_are_tuned_too(tmp_path: Path) -> None:
+    (tmp_path / "s.toml").write_text(
+        'dataset = "digits"\nmodel = "logreg"\nworkers = 2\nrounds = 2\nsteps = 5\n'
+        '[sweep]\nmethods = ["def"]\n[sweep.grid]\nlr = [1e-7, 0.1]\n'
+    )
+    assert cli.main(f"tune {tmp_path / 's.toml'} --out {tmp_path / 'o'} --rungs 1".split()) == 0
+    assert plan(tmp_path / "o/def.toml")[0][0].config.lr == 0.1  # type: ignore[attr-defined]
+
+
+def test_rungs_that_make_no_sense_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "s.toml").write_text(SEARCH)
+    for wrong in ("--rungs=0.5,0.1", "--keep=1", "--rungs=0"):
+        assert cli.main(["tune", str(tmp_path / "s.toml"), "--out", str(tmp_path / "o"), wrong]) == 2
+        assert "rungs are rising shares" in capsys.readouterr().err
