@@ -218,7 +218,7 @@ def run_command(arguments: argparse.Namespace) -> None:
     path(
         "place",
         nargs="?",
-        help="init: a new folder; local: one for the logs; identity, node: the client's; others: the server's",
+        help="init: a new folder; local: for the logs; identity, node: the client's; status, page: the run's; else the server's",
     ),
     path("--config", "FILE.toml", help="settings; flags override them"),
     arg("--host", default="127.0.0.1", help="init, keys: the server's address [127.0.0.1]"),
@@ -233,6 +233,14 @@ def run_command(arguments: argparse.Namespace) -> None:
     arg("--listen", default="0.0.0.0:8000", help="server: where clients may reach it [0.0.0.0:8000]"),
     arg("--server", default="", metavar="HOST:PORT", help="node: the server's address"),
     arg("--allow", default="", metavar="PACKAGE", help="node: installed packages whose code a run may name"),
+    arg(
+        "--sums",
+        type=int,
+        default=0,
+        metavar="N",
+        help="node: take part only where the server sees sums over N clients",
+    ),
+    arg("--port", type=int, default=8765, help="page: the port on this machine [8765]"),
     arg("--renew", action="store_true", help="keys: make a new certificate of the same authority"),
     arg("--force", action="store_true", help="keys, identity: replace what is there"),
     *make_flags(deployment.FLAGS, deployment.TYPES, federated.CHOICES),

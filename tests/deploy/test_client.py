@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -55,9 +55,9 @@ class Kept:
     def __init__(self) -> None:
         self.letters: dict[str, Letter] = {}
 
-    def exchange(self, letters: Mapping[str, Letter]) -> dict[str, Letter | str]:
+    def exchange(self, letters: Mapping[str, Letter]) -> Iterator[tuple[str, Letter | str]]:
         self.letters |= letters
-        return dict.fromkeys(letters, "not connected")
+        yield from dict.fromkeys(letters, "not connected").items()
 
 
 def wide() -> nn.Module:

@@ -6,13 +6,14 @@ import dataclasses
 import io
 import json
 import shlex
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from safetensors import safe_open
 from torch import Tensor, nn
 
 from tests.small import SIZES, path, simulation
@@ -45,20 +46,17 @@ class Direct:
         self.away: set[str] = set()  # clients that no letter reaches
         self.spoil: dict[str, Callable[[Letter], Letter]] = {}
 
-    def exchange(self, letters: Mapping[str, Letter]) -> dict[str, Letter | str]:
-        answers: dict[str, Letter | str] = {}
+    def exchange(self, letters: Mapping[str, Letter]) -> Iterator[tuple[str, Letter | str]]:
         for name, letter in letters.items():
-            if name in self.away:
-                answers[name] = "not connected"
-                continue
-            try:
-                answer = client(name, self.make(), self.root / name).answer(letter)
-            except Refused as error:
-                answers[name] = f"failed: {error}"
-                continue
-            gone = (letter.fact("round", int) + 1, name) in self.lost
-            answers[name] = "no answer in time" if gone else self.spoil.get(name, lambda a: a)(answer)
-        return answers
+            yield name, "not connected" if name in self.away else self.ask(name, letter)
+
+    def ask(self, name: str, letter: Letter) -> Letter | str:
+        try:
+            answer = client(name, self.make(), self.root / name).answer(letter)
+        except Refused as error:
+            return f"failed: {error}"
+        gone = (letter.fact("round", int) + 1, name) in self.lost
+        return "no answer in time" if gone else self.spoil.get(name, lambda a: a)(answer)
 
 
 class Federation:
@@ -96,6 +94,34 @@ FEDERATED = [name for name in names("algorithms") if not algorithm_class(name).p
 def test_a_federation_equals_the_simulator(name: str, tmp_path: Path) -> None:
     make = maker(name, cohort=4, weights="size")
     same(Federation(tmp_path, make).path(3), path(make(), 3))
+
+
+@pytest.mark.parametrize("spec", ["rbgs:5", "randk:5", "topk:5", "fp16", "int8"])
+def test_compressed_uploads_and_their_errors_are_the_simulators(spec: str, tmp_path: Path) -> None:
+    """What was not sent is on the client's disk; of a lost answer it is as before the round."""
+    make, lost = maker("scaffold", cohort=4, compress=spec), {(2, "2"), (2, "4"), (3, "0")}
+    federation = Federation(tmp_path, make)
+    federation.post.lost = lost
+    same(federation.path(5), without(make, lost, 5))
+    plain = Federation(tmp_path / "plain", maker("scaffold", cohort=4))
+    plain.path(5)
+    assert federation.record.bytes_up < plain.record.bytes_up
+    kept = {name for file in (tmp_path / "2").rglob("after-*") for name in safe_open(file, "pt").keys()}  # noqa: SIM118
+    assert {"client.error.d", "client.error.dc"} <= kept
+
+
+@pytest.mark.parametrize("places", [[3, 2, 1], [0, 1, 39], [-1, 0, 1], [5, 5, 6]])
+def test_entries_at_places_that_there_are_not_are_refused(places: list[int], tmp_path: Path) -> None:
+    make = maker("fedavg", cohort=6, compress="topk:13")
+    federation = Federation(tmp_path, make)
+
+    def elsewhere(answer: Letter) -> Letter:
+        moved = encode(torch.tensor(places, dtype=torch.int32))
+        return Letter(answer.facts, answer.arrays | {"up.places.d": moved})
+
+    federation.post.spoil = {"3": elsewhere}
+    same(federation.path(1), without(make, {(1, "3")}, 1))
+    assert "the places of its entries do not rise from 0 to 38" in federation.said[0]
 
 
 def normalised() -> nn.Module:
@@ -329,7 +355,6 @@ def test_settings_travel_as_plain_values() -> None:
     [
         ({"dropout_rate": 0.5}, "is for simulations"),
         ({"slow": "0.5,0.5"}, "is for simulations"),
-        ({"compress": "fp16"}, "not offered"),
         ({"min_replies": 5}, "only 2 clients are asked"),
         ({"timeout": 0.0}, "must be greater than 0"),
         ({"names": "a,b,c"}, "3 names for 4 clients"),

@@ -24,7 +24,7 @@ from undrift.data._user_file import read_user_file  # noqa: E402
 from undrift.data.dataset import Dataset  # noqa: E402
 from undrift.data.from_user import dataset_from  # noqa: E402
 from undrift.deploy.app import write_app  # noqa: E402
-from undrift.deploy.flower import server_app  # noqa: E402
+from undrift.deploy.flower import from_records, server_app  # noqa: E402
 from undrift.deploy.local import files_of  # noqa: E402
 from undrift.deploy.settings import Plan  # noqa: E402
 from undrift.jobs.run import build_simulation  # noqa: E402
@@ -93,7 +93,8 @@ class Sites(Nodes):
     def send_and_receive(self, messages: Iterable[Message], *, timeout: float | None = None) -> list[Message]:
         messages = list(messages)
         answers = super().send_and_receive(messages, timeout=timeout)
-        self.trained += any(m.metadata.message_type == "train" for m in messages)
+        rounds = (from_records(m.content).facts["round"] for m in messages if m.metadata.message_type == "train")
+        self.trained = max(self.trained, *(int(t) + 1 for t in rounds), 0)
         return answers
 
 

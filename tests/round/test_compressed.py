@@ -31,12 +31,15 @@ from undrift.simulate.here import AskHere, Stacked
 from undrift.simulate.personal_scores import personal_models
 
 ROUNDS, SIZE = 6, 39  # of tests.small's network
-SPECS = ["rbgs:5", "randk:5", "topk:5", "fp16"]
+SPECS = ["rbgs:5", "randk:5", "topk:5", "fp16", "int8"]
 
 
 def compressed(spec: str, t: int, p: Tensor) -> Tensor:
     if spec == "fp16":
         return p.half().double()
+    if spec == "int8":
+        scale = float((p.abs().max() / 127).float())
+        return (p / scale).round().clamp(-127, 127) * scale
     mask = {"rbgs": plain.block_mask([SIZE], 5, 0), "randk": plain.random_mask([SIZE], 5, 0)}
     return torch.where(mask.get(spec.partition(":")[0], plain.top_mask([SIZE], 5))(t, p), p, 0.0)
 
@@ -205,15 +208,37 @@ def test_every_vector_of_an_upload_arrives_in_the_end() -> None:
 
 def test_what_is_too_large_for_sixteen_bits_arrives_later() -> None:
     uplink = Uplink("fp16", 0, Net(nn.Linear(3, 1, bias=False)), Nothing())
-    p, nowhere = torch.tensor([1e5, -1.0, float("inf")]), torch.zeros(0, dtype=torch.int32)
-    sent = uplink.unpack(uplink.pack(p, MODEL, nowhere, 0), MODEL, nowhere, 0)[:3]
+    p, none = torch.tensor([1e5, -1.0, float("inf")]), torch.zeros(0)
+    sent = uplink.unpack(uplink.pack(p, MODEL, none, none, 0), MODEL, none, none, 0)[:3]
     assert sent.tolist() == [65504.0, -1.0, float("inf")]
     assert (p - sent)[0] == 1e5 - 65504.0
 
 
+def test_each_block_of_eight_bits_has_a_scale_of_its_own() -> None:
+    """Small numbers in one block are not lost beside large ones in another; a block of zeros is zeros, NaN is not hidden."""
+    uplink = Uplink("int8", 0, Net(nn.Linear(600, 1, bias=False)), Nothing())
+    p = torch.cat([torch.linspace(-1e-3, 1e-3, 256), torch.zeros(256), torch.linspace(-50, 50, 88)])
+    scales = uplink.scales(p, MODEL)
+    sent = uplink.pack(p, MODEL, torch.zeros(0), scales, 0)
+    assert (sent.dtype, sent.shape, scales.shape) == (torch.int8, (600,), (3,))
+    back = uplink.unpack(sent, MODEL, torch.zeros(0), scales, 0)[:600]
+    apart = (back - p).abs()
+    assert 0 < apart[:256].max() <= 1e-3 / 254 * 1.001 and apart[512:].max() <= 50 / 254 * 1.001
+    assert not back[256:512].any()
+    p[3] = torch.nan
+    assert uplink.scales(p, MODEL)[0].isnan()
+
+
 def test_bytes_are_those_of_what_travels() -> None:
     b = 8  # ceil(39 / 5)
-    for spec, each in (("", 39 * 8), ("rbgs:5", b * 8), ("randk:5", b * 8), ("topk:5", b * (8 + 4)), ("fp16", 39 * 2)):
+    for spec, each in (
+        ("", 39 * 8),
+        ("rbgs:5", b * 8),
+        ("randk:5", b * 8),
+        ("topk:5", b * (8 + 4)),
+        ("fp16", 39 * 2),
+        ("int8", 39 + 4),
+    ):
         record = simulation(Scaffold(lr=0.1), cohort=3, compress=spec).round()
         assert record.bytes_up == 3 * 2 * each, spec
         assert record.bytes_down == 3 * 2 * 39 * 8
@@ -252,7 +277,7 @@ def test_on_the_command_line(tmp_path: Any, capsys: pytest.CaptureFixture[str]) 
 def test_mistakes_are_explained() -> None:
     with pytest.raises(UnknownName, match="did you mean 'rbgs'"):
         from_mapping({"compress": "rgbs:64"})
-    for text in ("rbgs", "rbgs:0.5", "topk:many", "fp16:2"):
+    for text in ("rbgs", "rbgs:0.5", "topk:many", "fp16:2", "int8:2"):
         with pytest.raises(BadSetting, match="compress takes rbgs:R"):
             from_mapping({"compress": text})
 

@@ -15,6 +15,7 @@ TABLE = "clients.table"  # what clients keep, where that is on disk
 SUPER = "super.safetensors", "super.json"  # all models of a personal method, and facts about them
 FIGURES = "figures.json"  # of these models
 LEDGER = "privacy.json"  # of a private deployment: its secret, and what it has spent
+BEST = "best.safetensors"  # of a deployment whose clients score models: that of the best round
 DEPLOYED, VISITS = "deploy.json", "clients.jsonl"  # of a deployment: its token, and who answered what
 
 

@@ -1,4 +1,4 @@
-"""`undrift deploy init | local | keys | identity | admit | revoke | server | node`."""
+"""`undrift deploy init | local | keys | identity | admit | revoke | server | node | status | page`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from undrift.core.errors import BadSetting, UnknownName
 from undrift.deploy.settings import Plan, split_names
 from undrift.jobs.config import RunConfig, as_type
 
-ACTIONS = ("init", "local", "keys", "identity", "admit", "revoke", "server", "node")
+ACTIONS = ("init", "local", "keys", "identity", "admit", "revoke", "server", "node", "status", "page")
 
 
 @dataclass(frozen=True)
@@ -28,6 +28,8 @@ class Options:
     listen: str
     server: str
     allow: str
+    sums: int
+    port: int
     renew: bool
     force: bool
 
@@ -54,7 +56,11 @@ def deploy(action: str, place: Path | None, settings: Mapping[str, Any], options
 
         write_app(place, plan, options.host)
         print(f"written to {place}; read {place / 'README.md'}")
-    elif action in ("server", "node"):
+    elif action == "status":
+        from undrift.deploy.status import as_text, read_status
+
+        print(as_text(read_status(place)))
+    elif action in ("server", "node", "page"):
         run_process(action, place, options)
     else:
         print(change_keys(action, place, options))
@@ -97,10 +103,13 @@ def run_process(action: str, place: Path, options: Options) -> None:
     from undrift.deploy.flower import say
     from undrift.deploy.join import join
     from undrift.deploy.link import serve
+    from undrift.deploy.status import serve_page
 
-    if action == "server":
+    if action == "page":
+        serve_page(place, options.port, say)
+    elif action == "server":
         serve(place, options.listen, say)
     elif not options.server:
         raise BadSetting("give the server's address: undrift deploy node DIR --server federation.example.org:8000")
     else:
-        join(place, options.server, options.data, options.allow, say)
+        join(place, options.server, options.data, options.allow, options.sums, say)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Callable, Iterable, Mapping, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Set
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,6 +22,7 @@ from undrift.deploy.node import build_client, check_allowed, name_of
 from undrift.deploy.run import deploy
 from undrift.deploy.settings import REFUSED, DeployConfig, Plan
 from undrift.deploy.site_files import Report, check_fits, read_report, site_path
+from undrift.deploy.versions import differences, report_versions, versions_of
 
 NPY = "numpy.ndarray"  # Flower's name for a .npy file
 PAUSE = 1.0  # seconds between two looks for answers and new nodes
@@ -71,6 +72,7 @@ class GridPost:
         self.node: dict[str, int] = {}  # node ids by client name
         self.key: dict[str, bytes] = {}  # public keys by client name
         self.samples: dict[str, int] = {}  # numbers of samples that clients with files have reported
+        self.versions = {} if plan is None else versions_of(plan)
         self.questions: dict[int, Question] = {}  # by node id
         self.said: set[str] = set()  # to say each once
 
@@ -129,6 +131,8 @@ class GridPost:
         else:
             if self.key.setdefault(name, info.public_key) != info.public_key:
                 self.say(f"{name} has another key than before: the operator has revoked one and admitted another")
+            for line in differences(letter.facts, self.versions):
+                self.say_once(f"{name} has {line}")
             self.node[name], self.key[name] = node, info.public_key
             if self.plan is not None:
                 self.samples[name] = Report.of(letter).samples
@@ -164,34 +168,39 @@ class GridPost:
         asked = {question.name for question in self.questions.values() if question.message}
         return any(name not in self.node and asked & {name, ""} for name in clients)
 
-    def exchange(self, letters: Mapping[str, Letter]) -> dict[str, Letter | str]:
-        present, answers = self.roll(), dict[str, Letter | str]()
+    def exchange(self, letters: Mapping[str, Letter]) -> Iterator[tuple[str, Letter | str]]:
+        present = self.roll()
         until = time.monotonic() + min(self.join, self.timeout)
         while self.expects(letters) and time.monotonic() < until:
             time.sleep(PAUSE)
             present = self.roll()
-        messages, names = [], []
+        waiting, missing = dict[str, str](), dict[str, str]()
         for name, letter in letters.items():
-            answers[name] = "no answer in time" if self.node.get(name) in present else "not connected"
+            missing[name] = "no answer in time" if self.node.get(name) in present else "not connected"
             if name in self.node:
-                names.append(name)
-                messages.append(Message(to_records(letter), self.node[name], "train", ttl=self.timeout))
-        waiting = dict(zip(self.grid.push_messages(messages), names, strict=True)) if messages else {}
-        waiting.pop(None, None)  # type: ignore[call-overload]  # what Flower could not send
+                message = Message(to_records(letter), self.node[name], "train", ttl=self.timeout)
+                for id in self.grid.push_messages([message]):  # one by one: Flower copies what it sends
+                    waiting |= {id: name} if id else {}  # there is none where Flower could not send
         until = time.monotonic() + self.timeout
         while waiting and time.monotonic() < until:
             for id, name in [*waiting.items()]:
-                for reply in self.grid.pull_messages([id]):
+                replies = list(self.grid.pull_messages([id]))
+                for _ in range(len(replies)):
+                    reply = replies.pop(0)  # nothing holds an answer but who has asked for it
                     if waiting.pop(id, None) is None:
                         self.say(f"a second answer of {name} is ignored")
                         continue
+                    del missing[name]
                     try:
-                        answers[name] = content_of(reply, self.node[name])
+                        answer: Letter | str = content_of(reply, self.node[name])
                     except Refused as error:
-                        answers[name] = f"failed: {error}" if reply.has_error() else f"refused: {error}"
+                        answer = f"failed: {error}" if reply.has_error() else f"refused: {error}"
+                    del reply
+                    yield name, answer
+                    del answer
             if waiting:
                 time.sleep(PAUSE)
-        return answers
+        yield from missing.items()
 
 
 def content_of(reply: Message, node: int) -> Letter:
@@ -233,6 +242,7 @@ def client_app() -> ClientApp:
         try:
             check_allowed(context.run_config, context.node_config)
             plan = Plan.from_flat(context.run_config)
+            facts |= report_versions(plan)
             path = site_path(plan, context.node_config)
             facts |= {} if path is None else read_report(plan, path)._asdict()
         except UndriftError as error:

@@ -46,7 +46,7 @@ def node_config(**values: str | Path | None) -> str:
     return " ".join(f'{name.replace("_", "-")}="{value}"' for name, value in values.items() if value)
 
 
-def join(folder: Path, address: str, data: Path | None, allow: str, say: Callable[[str], None]) -> None:
+def join(folder: Path, address: str, data: Path | None, allow: str, sums: int, say: Callable[[str], None]) -> None:
     """Run the client whose identity is in a folder, until a signal comes or the server says that it may not come in."""
     folder = folder.resolve()
     if not (folder / "ca.crt").exists():
@@ -54,7 +54,9 @@ def join(folder: Path, address: str, data: Path | None, allow: str, say: Callabl
     key, name = read_private(folder / "client.key"), read_public(folder / "client.pub")[1]
     os.umask(0o077)
     states, file = folder / "states", None if data is None else data.resolve()
-    words = node_words(folder, address, node_config(name=name, state_dir=states, data=file, allow=allow))
+    words = node_words(
+        folder, address, node_config(name=name, state_dir=states, data=file, allow=allow, sums=str(sums or ""))
+    )
     write_programs(folder / "bin")
     environment = flower_environment(folder)
     environment["PATH"] = f"{folder / 'bin'}{os.pathsep}{environment['PATH']}"

@@ -111,7 +111,7 @@ class Header(NamedTuple):
         return f"{self.dtype} {list(self.shape)}{' by columns' if self.fortran else ''}"
 
 
-def split_npy(name: str, data: bytes) -> tuple[Header, bytes]:
+def split_npy(name: str, data: bytes) -> tuple[Header, memoryview]:
     """The header and the numbers of a .npy file of version 1.0, which NumPy writes in one form only.
 
     >>> split_npy("d", encode(torch.zeros(2, 3)).data)[0]
@@ -125,7 +125,7 @@ def split_npy(name: str, data: bytes) -> tuple[Header, bytes]:
     if form is None:
         raise Refused(f"{name} is not a .npy file: its header is not as NumPy writes it")
     shape = tuple(int(n) for n in form[3].split(b",") if n)
-    return Header(form[1].decode(), form[2] == b"True", shape), data[end:]
+    return Header(form[1].decode(), form[2] == b"True", shape), memoryview(data)[end:]
 
 
 def pack(state: Any, net: Net) -> dict[str, Encoded]:
@@ -143,11 +143,12 @@ def unpack(arrays: Mapping[str, Encoded], like: T, net: Net, device: torch.devic
     total = sum(len(array.data) for array in arrays.values())
     if total > largest:
         raise Refused(f"the arrays have {total} bytes, but at most {largest} were expected")
-    sent: Iterator[Tensor] = iter([decode(name, arrays[name], leaf) for name, leaf in expected.items()])
+    sent: Iterator[Tensor] = (decode(name, arrays[name], leaf) for name, leaf in expected.items())
 
     def pad(whole: Tensor) -> Tensor:
         tensor = next(sent)
-        return F.pad(tensor, (0, whole.shape[-1] - tensor.shape[-1])).to(device)
+        missing = whole.shape[-1] - tensor.shape[-1]
+        return (F.pad(tensor, (0, missing)) if missing else tensor).to(device)
 
     return map_leaves(pad, like)
 

@@ -1,7 +1,8 @@
 """Builds a node's client from its --node-config.
 
 `partition-id=3` or `name="clinic-a"` is its name; `data="/path/to/its.npz"` its samples, if the run's dataset is `own`;
-`state-dir="/path"` the folder of its states; `allow="mypackage"` an installed package whose code the run may use.
+`state-dir="/path"` the folder of its states; `sums=3` lets it take part only where the server sees sums over so many clients;
+`allow="mypackage"` an installed package whose code the run may use.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from undrift.data.load import load_dataset
 from undrift.deploy.client import Client
 from undrift.deploy.settings import Plan
 from undrift.deploy.site_files import site_federation, site_path
-from undrift.jobs.run import build_net, deal_out, settings_of
+from undrift.jobs.run import build_net, deal_out, metrics_of, settings_of
 
 
 def name_of(node: Mapping[str, Any]) -> str:
@@ -30,7 +31,13 @@ def name_of(node: Mapping[str, Any]) -> str:
 
 
 def check_allowed(run: Mapping[str, Any], node: Mapping[str, Any]) -> None:
-    """Refuse a run whose settings name code that this node does not allow; nothing is imported for it."""
+    """Refuse a run whose settings name code that this node does not allow, or that shows the server single uploads where
+    the node wants sums; nothing is imported for it."""
+    if int(node.get("sums", 0)) and not run.get("secure_bound"):
+        raise BadSetting(
+            f"this node takes part only in sums over {node['sums']} clients, but the run shows the server every upload; "
+            "start the run with --secure-bound, or the node without --sums"
+        )
     allowed = [part for part in str(node.get("allow", "")).split(",") if part]
     for setting in ("algorithm", "model", "dataset"):
         for value in str(run.get(setting, "")).split("+"):  # an algorithm may be two joined
@@ -53,4 +60,6 @@ def build_client(plan: Plan, node: Mapping[str, Any]) -> Client:
         data = site_federation(plan, name, path, device)
     net = build_net(data, run, plan.alg, structures, run.model)
     states = node.get("state-dir") or os.environ.get("UNDRIFT_STATE") or Path.home() / ".undrift" / "clients"
-    return Client(name, plan.alg, net, data, settings_of(run, data.sizes, device), device, Path(str(states)))
+    settings, root = settings_of(run, data.sizes, device), Path(str(states))
+    sums, metrics = int(node.get("sums", 0)), metrics_of(net, structures)
+    return Client(name, plan.alg, net, data, settings, device, root, plan.deploy.secure_bound, sums, metrics)

@@ -10,14 +10,18 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from safetensors.torch import save_file
+from torch import Tensor
+
 from undrift.core.device import pick_device
 from undrift.core.errors import BadRunFolder
 from undrift.core.files import replaced, writing
-from undrift.core.run_files import DEPLOYED, LEDGER, VISITS, Checkpoint
+from undrift.core.run_files import BEST, DEPLOYED, LEDGER, VISITS, Checkpoint
 from undrift.core.seals import Place, append_lines, read_lines, read_sealed, write_sealed
 from undrift.data.load import load_dataset
 from undrift.deploy.client import CLOSE
 from undrift.deploy.privacy import Ledger
+from undrift.deploy.scores import Best
 from undrift.deploy.server import Deployment, Post, Remote, Visit
 from undrift.deploy.settings import FIXED, Plan
 from undrift.deploy.site_files import server_federation
@@ -61,9 +65,17 @@ def deploy(
         ledger = Ledger(out / LEDGER, plan.deploy.resume) if plan.private else None
         visits = Visits(out / VISITS, last)
         say(f"{meet()} of {config.clients} clients are there; run {token}")
-        remote = Remote(post, plan.names, token, plan.deploy.min_replies, say, plan.private)
+        remote = Remote(post, plan.names, token, plan.deploy.min_replies, say, plan.private, plan.deploy.secure_bound)
         reported = samples if plan.site_files else None
-        deployment = Deployment(simulation, remote, visits.keep, reported, ledger, plan.deploy.weight_cap)
+        best = Best(next(iter(simulation.metrics), "loss"), plan.deploy.patience) if plan.scored else None
+
+        def keep_best(model: dict[str, Tensor], best: Best) -> None:
+            with writing(out / BEST), replaced(out / BEST) as temporary:
+                save_file(model, temporary, {"round": str(best.round), best.metric: str(abs(best.score))})
+
+        deployment = Deployment(
+            simulation, remote, visits.keep, reported, ledger, plan.deploy.weight_cap, best, keep_best
+        )
         with contextlib.closing(visits.file):
             yield deployment
             deployment.close(visits.closed())

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import replace
 from typing import Any, NamedTuple, Protocol
 
@@ -18,20 +18,27 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from undrift.algorithms.base import Algorithm
+from undrift.algorithms.checks import looks_at_single_uploads
+from undrift.core.errors import BadSetting
 from undrift.core.trees import Nothing, State, leaves, map_leaves, named_leaves, unstack
 from undrift.deploy.client import CLOSE, MEASURE, TRAIN, Measured, Reply, Request
 from undrift.deploy.messages import NOT_FINITE, Encoded, Fact, Letter, Refused, check_finite, encode, pack, unpack
 from undrift.deploy.privacy import Ledger
+from undrift.deploy.scores import KINDS, SCORE, Best, Scoring, gather_scores, read_scores
+from undrift.deploy.sums import SecureLetters, Total, check_secure, fill
 from undrift.jobs.protocol import InMemory
 from undrift.round.aggregate import MEAN
 from undrift.round.clients import Answers
+from undrift.round.compressed import Compressed
+from undrift.round.order import Ask
+from undrift.round.private import PART
 from undrift.round.record import RoundRecord
 from undrift.round.shapes import Forms
-from undrift.round.who import Who
+from undrift.round.who import Attendance, Who
 from undrift.simulate.simulation import Simulation
 from undrift.simulate.work import LocalWork
 
-# What a client of a private run does not tell, and what the server takes for it: nobody reads these numbers.
+# What a client of a private or secure run does not tell, and what the server takes for it: nobody reads these numbers.
 UNTOLD: dict[str, Fact] = {"seconds": 0.0, "gradients": 0, "loss": 0.0, "anew": False}
 LONG = 10.0  # vectors so many times as long as the median client's are reported
 CALLS = 100  # most gradients that a method computes of one mini-batch
@@ -42,7 +49,8 @@ LARGEST = 1e9  # largest loss, or other number for the record, that is believed
 class Post(Protocol):
     """Carries letters to clients by name; a text in place of an answer says why there is none."""
 
-    def exchange(self, letters: Mapping[str, Letter]) -> dict[str, Letter | str]: ...
+    def exchange(self, letters: Mapping[str, Letter]) -> Iterable[tuple[str, Letter | str]]:
+        """Give each client's name and answer once, as the answers arrive."""
 
 
 class Visit(NamedTuple):
@@ -71,18 +79,22 @@ class Remote:
         least: int,
         say: Callable[[str], None],
         private: bool = False,
+        secure_bound: float = 0.0,
     ) -> None:
+        """`secure_bound` is the largest entry of an upload whose single values the server must not see; 0: it sees them."""
         self.post, self.names, self.token, self.say = post, names, token, say
-        self.private, self.least = private, 0 if private else least
+        self.private, self.least, self.secure_bound = private, 0 if private else least, secure_bound
+        self.quiet = private or secure_bound > 0  # clients send what they must and nothing else
         # The simulation's arrays: the last round that counts each client's answer, and the batches that each has taken.
         self.counted = self.position = np.zeros(len(names), dtype=np.int64)
         self.replies: dict[int, dict[str, Tensor]] = {}  # by id: replies to last rounds that are still to be sent
         self.visits: list[Visit] = []
         self.aggregate = MEAN  # the rule that guards the server
+        self.adds_up = False  # whether uploads are added up as they arrive
         self.absent = 0.0 if private else torch.nan  # for a missing update: a private sum leaves nobody out
 
-    def __call__(self, work: LocalWork) -> Letters:
-        return Letters(self, work)
+    def __call__(self, work: LocalWork) -> Ask:
+        return SecureLetters(self, work) if self.secure_bound else Letters(self, work)
 
     def ask(self, exchange: str, request: Request, work: LocalWork, read: Callable[[Letter], Any]) -> list[Any]:
         """Ask the cohort; return its answers in the order of its ids, None for each that does not count."""
@@ -137,12 +149,23 @@ class Remote:
             got, sent = sum(map(bool, answers)), sum(letter.nbytes for letter in letters.values())
             self.say(f"{got} of {len(letters)} clients got the reply to their last round, {sent} bytes down")
 
-    def letter(self, id: int, round: int, exchange: str, arrays: dict[str, Encoded]) -> Letter:
+    def score(self, run: Simulation) -> dict[str, Any]:
+        """Ask every client how the server's model, and its own, do on the samples that it holds out."""
+        every = np.arange(len(self.names))
+        down = run.down(run.who(Attendance(every, every, every, np.ones_like(every))))
+        arrays = pack(Scoring(run.state.x, down, run.state.buffers), run.net)
+        kinds = KINDS if run.alg.personalises else KINDS[:1]
+        metrics = ["loss", *run.metrics]
+        letters = {id: self.letter(id, run.t - 1, SCORE, arrays) for id in every.tolist()}
+        marks = self.visit(letters, run.data.sizes, lambda a: read_scores(a, kinds, metrics), "is not scored")
+        return gather_scores(marks, kinds, metrics)
+
+    def letter(self, id: int, round: int, exchange: str, arrays: dict[str, Encoded], **more: Fact) -> Letter:
         if exchange != MEASURE:
             arrays = arrays | {name: encode(tensor) for name, tensor in self.replies.get(id, {}).items()}
         facts: dict[str, Fact] = {"run": self.token, "client": self.names[id], "id": id, "round": round}
         facts |= {"exchange": exchange, "since": int(self.counted[id]), "position": int(self.position[id])}
-        return Letter(facts, arrays)
+        return Letter(facts | more, arrays)
 
     def visit(
         self, letters: Mapping[int, Letter], sizes: NDArray[np.int64], read: Callable[[Letter], Any], failed: str
@@ -151,16 +174,16 @@ class Remote:
 
         `sizes` [N] are the clients' numbers of samples; `failed` tells the user the effect of a missing answer.
         """
-        began = time.perf_counter()
-        answers = self.post.exchange({self.names[id]: letter for id, letter in letters.items()})
-        away = time.perf_counter() - began
-        contents = []
-        for id, letter in letters.items():
-            name, round = self.names[id], letter.fact("round", int) + 1
-            answer, content, seconds = answers.get(name, "no answer"), None, 0.0
+        began, sent = time.perf_counter(), {self.names[id]: (id, letter) for id, letter in letters.items()}
+        contents: dict[int, Any] = dict.fromkeys(letters)
+        visits: dict[int, Visit] = {}
+        for name, answer in self.post.exchange({name: letter for name, (_, letter) in sent.items()}):
+            id, letter = sent[name]
+            round, exchange = letter.fact("round", int) + 1, letter.fact("exchange", str)
+            away, seconds, content = time.perf_counter() - began, 0.0, None
             outcome = answer if isinstance(answer, str) else "answered"
             if isinstance(answer, Letter):
-                if self.private:
+                if self.quiet:
                     answer = replace(answer, facts=answer.facts | UNTOLD | {"samples": int(sizes[id])})
                 try:
                     for fact in ("run", "client", "round", "exchange"):
@@ -177,11 +200,12 @@ class Remote:
                     outcome = f"refused: {error}"[:LONGEST]
             if content is None:
                 self.say(f"round {round}: {name} {failed}: {outcome}")
-            up = answer.nbytes if isinstance(answer, Letter) else 0
-            exchange = letter.fact("exchange", str)
-            self.visits.append(Visit(round, name, exchange, outcome, letter.nbytes, up, seconds, away))
-            contents.append(content)
-        return contents
+            contents[id], up = content, answer.nbytes if isinstance(answer, Letter) else 0
+            visits[id] = Visit(round, name, exchange, outcome, letter.nbytes, up, seconds, away)
+            del answer  # so that it takes no memory while others are waited for
+        away = time.perf_counter() - began
+        self.visits += [visits[id]._replace(away=away) for id in letters]
+        return list(contents.values())
 
 
 def bounded(letter: Letter, name: str) -> float:
@@ -190,6 +214,13 @@ def bounded(letter: Letter, name: str) -> float:
     if abs(value) > LARGEST:
         raise Refused(f"{name} is {value:g}; at most {LARGEST:g} is believed")
     return value
+
+
+def refuse_misplaced(alg: Compressed, up: State) -> None:
+    try:
+        alg.uplink.check(up)
+    except BadSetting as error:
+        raise Refused(str(error)) from error
 
 
 class Letters:
@@ -209,24 +240,33 @@ class Letters:
         remote, work, x = self.remote, self.work, down.x
         form = Forms.of(alg, work.net, work.data.clients).answers
         facts, none = form.facts, x.new_full((1,), torch.nan)  # `none`: the client's model stays with it
+        total = Total() if remote.adds_up and not looks_at_single_uploads(alg) else None
+        lengths: dict[int, float] = {}
 
         def read(letter: Letter) -> Answers:
             reply = check_finite(unpack(letter.arrays, Reply(form.up, form.buffers), work.net, x.device))
             if letter.fact("anew", bool):
                 remote.say(f"round {work.round + 1}: {letter.facts['client']} had lost its state and begins anew")
+            if isinstance(alg, Compressed):
+                refuse_misplaced(alg, reply.up)
             told = {n: 0.0 if remote.private else bounded(letter, f"fact.{n}") for n in facts._fields}
             numbers = type(facts)(*(x.new_tensor([value]) for value in told.values()))
-            return Answers(reply.up, Nothing(), reply.buffers, none, x.new_tensor([bounded(letter, "loss")]), numbers)
+            loss, up = x.new_tensor([bounded(letter, "loss")]), reply.up
+            lengths[remote.names.index(letter.fact("client", str))] = length(up)
+            if total is not None:
+                total.add(up)
+                up = Nothing()
+            return Answers(up, Nothing(), reply.buffers, none, loss, numbers)
 
-        def fill(like: State, value: float = torch.nan) -> State:
-            return map_leaves(lambda v: torch.full(v.shape, value, dtype=v.dtype, device=x.device), like)
-
-        up = fill(form.up, remote.absent)
-        lost = Answers(up, Nothing(), fill(form.buffers), none, fill(form.loss), fill(facts))
+        up = Nothing() if total is not None else fill(form.up, x, remote.absent)
+        lost = Answers(up, Nothing(), fill(form.buffers, x), none, fill(form.loss, x), fill(facts, x))
         answers = remote.ask(TRAIN, Request(down, buffers), work, read)
-        each = zip(work.ids.tolist(), answers, strict=True)
-        remote.say_lengths(work.round, {id: length(a.up) for id, a in each if a is not None})
-        return map_leaves(lambda *rows: torch.stack(rows), *(lost if a is None else a for a in answers))
+        remote.say_lengths(work.round, {id: lengths[id] for id in work.ids.tolist() if id in lengths})
+        rows = map_leaves(lambda *rows: torch.stack(rows), *(lost if a is None else a for a in answers))
+        if total is None:
+            return rows
+        there = torch.tensor([a is not None for a in answers], device=x.device)
+        return rows._replace(up=total.rows(form.up, x, len(answers)), there=there)
 
 
 class Deployment(InMemory):
@@ -240,19 +280,27 @@ class Deployment(InMemory):
         samples: Mapping[str, int] | None = None,
         ledger: Ledger | None = None,
         weight_cap: float = 1.0,
+        best: Best | None = None,
+        keep_best: Callable[[dict[str, Tensor], Best], None] | None = None,
     ) -> None:
         """`keep` stores visits, `samples` are what clients with files report, a private run has a `ledger`.
 
-        `weight_cap` is the largest share of a round's weight that a client may have by what it reports.
+        `weight_cap` is the largest share of a round's weight that a client may have by what it reports. With `best` clients
+        score models on samples that they hold out, and `keep_best` stores the model of the best round.
         """
         self.samples, self.sizes = samples, np.zeros(len(remote.names), np.int64)  # as first reported; 0: not yet
         self.weight_cap, self.told = weight_cap, set[str]()  # lines on reports that were said already
         self.simulation, self.remote, self.keep, self.ledger = simulation, remote, keep, ledger
+        self.best, self.keep_best = best, keep_best
         if ledger is not None and simulation.accountant is not None:
             simulation.draw_from(ledger)
             ledger.carry_over(simulation.accountant, 0)
         self.net, self.device = simulation.net, simulation.device
         simulation.remote, remote.aggregate = remote, simulation.settings.aggregate
+        how = simulation.settings
+        remote.adds_up = (how.aggregate, how.weights, how.compress, how.privacy) == (MEAN, "uniform", "", None)
+        if remote.secure_bound:
+            check_secure(simulation.whole, simulation.net, how, simulation.data.clients)
         if samples is not None:
             simulation.weighed = self.weighed
         simulation.data = replace(simulation.data, held_out={})  # clients keep the samples that they hold out
@@ -274,7 +322,20 @@ class Deployment(InMemory):
                 remote.replies[id] = dict(named_leaves("reply", self.net.sent(reply)))
             run.last_reply = None
         self.keep(remote.visits)
-        return [self.complete(record)]
+        record = self.complete(record)
+        if self.best is not None and ((last and most == 1) or run.t % run.settings.eval_every == 0):
+            remote.visits = []
+            scores = remote.score(run)
+            self.keep(remote.visits)
+            if self.best.take(run.t, scores) and self.keep_best is not None:
+                self.keep_best(run.model(), self.best)
+            record = record.with_scores(scores | {"loss": record.loss, "accuracy": record.accuracy})
+        return [record]
+
+    @property
+    def enough(self) -> bool:
+        """Whether clients have not scored a round better for long."""
+        return self.best is not None and self.best.enough
 
     def close(self, delivered: Set[tuple[str, int]] = frozenset()) -> None:
         """After the last round, send clients the replies to their last rounds. The run does not depend on it."""
@@ -342,13 +403,16 @@ class Deployment(InMemory):
 
     def tensors(self) -> dict[str, Tensor]:
         replies = {f"to.{id}.{name}": t for id, reply in self.remote.replies.items() for name, t in reply.items()}
-        return self.simulation.tensors() | {"samples": torch.from_numpy(self.sizes)} | replies
+        best = {} if self.best is None else self.best.tensors()
+        return self.simulation.tensors() | {"samples": torch.from_numpy(self.sizes)} | best | replies
 
     def restore(self, tensors: dict[str, Tensor], t: int) -> None:
         self.simulation.restore(tensors, t)
         if self.ledger is not None and self.simulation.accountant is not None:
             self.ledger.carry_over(self.simulation.accountant, t)
         self.sizes = tensors["samples"].cpu().numpy().copy()
+        if self.best is not None:
+            self.best.restore(tensors)
         self.remote.replies = {}
         for name, tensor in tensors.items():
             if name.startswith("to."):
@@ -359,12 +423,14 @@ class Deployment(InMemory):
         return self.simulation.model()
 
     def about(self) -> dict[str, Any]:
-        return {"parameters": self.net.layout.entries}
+        sites = {} if self.best is None else {"sites": list(self.remote.names)}
+        return {"parameters": self.net.layout.entries} | sites
 
 
 def length(up: State) -> float:
     """The norm of all that a client sent, in float64."""
-    return math.sqrt(sum(float(leaf.double().square().sum()) for leaf in leaves(up)))
+    parts = (part for leaf in leaves(up) for part in leaf.flatten().split(PART))  # as float64 one by one
+    return math.sqrt(sum(float(part.double().square().sum()) for part in parts))
 
 
 def cap_shares(sizes: NDArray[np.int64], cap: float) -> NDArray[np.float64]:

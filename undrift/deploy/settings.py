@@ -18,10 +18,10 @@ from undrift.jobs.config import FIELDS, RunConfig, build_algorithm, from_mapping
 NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,63}")  # of a client or a run, and of its folder
 OWN = "own"  # the dataset, and the partition, of a run whose clients each read a file
 SIMULATED = ("dropout_rate", "slow", "bandwidth", "latency", "attack")  # real clients are slow, and fail, by themselves
-HERE_ONLY = (*SIMULATED, "chunk", "client_state", "compress")  # have no flag
+HERE_ONLY = (*SIMULATED, "chunk", "client_state")  # have no flag
 REFUSED = "undrift: "  # begins the line of the server's log that says why a run ended
 UNUSED = (*HERE_ONLY, "execution", "replay", "compile", "checkpoint_every")
-FIXED = ("shape", "classes", "structures", "weight_cap", "most_samples")  # a resumed run keeps them
+FIXED = ("secure_bound", "shape", "classes", "structures", "weight_cap", "most_samples")  # a resumed run keeps them
 RENAMED = {"dp_clip": "privacy_clip", "dp_noise": "privacy_noise", "dp_delta": "privacy_delta"}
 
 
@@ -47,7 +47,20 @@ class DeployConfig:
         0.5, "with --dataset own, --weights size: the largest share of a round's weight; 1: any"
     )
 
+    secure_bound: float = setting(
+        0.0,
+        "hide single updates from the server, which sees their sum: the largest entry of an update, such as 16; 0: off",
+    )
+
+    patience: int = setting(
+        0, "with --own-test: rounds without a better score on clients' own samples, after which the run ends; 0: never"
+    )
+
     def __post_init__(self) -> None:
+        if self.patience < 0:
+            raise BadSetting(f"patience must be at least 0, not {self.patience}")
+        if not 0 <= self.secure_bound <= 1e6:
+            raise BadSetting(f"secure_bound must lie between 0 and 1e6, not {self.secure_bound}; 16 is usual")
         if not (self.most_samples >= 1 and 0 < self.weight_cap <= 1):
             raise BadSetting("most_samples must be at least 1, and weight_cap above 0 and at most 1")
         if not (self.timeout > 0 and self.wait > 0 and self.join > 0 and self.min_replies >= 1):
@@ -92,6 +105,11 @@ class Plan:
     def private(self) -> bool:
         """Whether clients send their update and nothing else about their samples."""
         return self.run.privacy_clip > 0
+
+    @property
+    def scored(self) -> bool:
+        """Whether clients score models on samples that they hold out, and say how they do."""
+        return bool(self.run.own_test) and not self.private and not self.deploy.secure_bound
 
     @property
     def site_files(self) -> bool:
@@ -155,8 +173,6 @@ class Plan:
         for name in SIMULATED:
             if getattr(chosen, name) != FIELDS[name].default:
                 raise BadSetting(f"{name} is for simulations; real clients and links are as they are")
-        if chosen.compress:
-            raise BadSetting("compress is not offered in a deployment yet; leave it out")
         alg = build_algorithm(chosen)
         if alg.pools:
             raise BadSetting(
@@ -170,6 +186,10 @@ class Plan:
         if chosen.privacy_clip and deploy.min_replies > 1:
             raise BadSetting("privacy_clip: leave min_replies at 1: a round must not depend on how many answer")
         plan = cls(chosen, alg, deploy)
+        if deploy.patience and not plan.scored:
+            raise BadSetting(
+                "patience needs scores of clients: give --own-test 0.2, and neither privacy nor secure_bound"
+            )
         plan.check_site_files(given)
         return plan
 

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from undrift.core.errors import BadData, BadSetting, UnknownName
 from undrift.data._user_file import read_user_file
 from undrift.data.augment import Transform
-from undrift.data.federation import Federation, Split, as_split, hold_out
+from undrift.data.federation import Federation, HeldOut, Split, as_split, hold_out
 from undrift.data.from_user import Arrays
 from undrift.data.partition import Holdings, client_order
 from undrift.deploy.messages import Letter
@@ -80,8 +80,17 @@ def describe(plan: Plan, arrays: Arrays) -> Report:
 
 def training_rows(plan: Plan, samples: int, id: int) -> NDArray[np.int64]:
     """The rows that client `id` trains on; the share `own_test` is held out."""
+    return divide(plan, samples, id)[0].members
+
+
+def held_rows(plan: Plan, samples: int, id: int) -> NDArray[np.int64]:
+    """The rows that it holds out."""
+    return divide(plan, samples, id)[1].members
+
+
+def divide(plan: Plan, samples: int, id: int) -> tuple[Holdings, Holdings]:
     order = Holdings(client_order(samples, plan.run.seed, id), np.array([samples]))
-    return hold_out(order, plan.run.own_test)[0].members
+    return hold_out(order, plan.run.own_test)
 
 
 def read_fitting(plan: Plan, path: Path, part: str = "train") -> Arrays:
@@ -104,7 +113,9 @@ def site_federation(plan: Plan, name: str, path: Path, device: torch.device) -> 
     federation = federation_of(plan, as_split(x, y, device), no_samples(plan, device), members)
     sizes = np.zeros(plan.run.clients, np.int64)
     sizes[id] = len(rows)
-    return replace(federation, sizes=sizes)
+    held = torch.from_numpy(held_rows(plan, len(y), id)).to(device)
+    own = {"test": HeldOut(federation.train, held, torch.full_like(held, id))} if len(held) else {}
+    return replace(federation, sizes=sizes, held_out=own)
 
 
 def server_federation(plan: Plan, device: torch.device) -> Federation:

@@ -112,7 +112,7 @@ class RunConfig(JobConfig):
     epochs: float = setting(0.0, "E, passes over the local data a round, instead of --steps")
     batch: int = setting(64, "B, local batch size")
     batches: str = setting("", "persistent (with --steps) or fresh (a new shuffle each round)")
-    compress: str = setting("", "compress uploads, with error feedback: rbgs:64, randk:64, topk:64 or fp16")
+    compress: str = setting("", "compress uploads, with error feedback: rbgs:64, randk:64, topk:64, fp16 or int8")
     aggregate: str = setting(
         "mean", "of the clients' vectors: mean, median, trimmed:0.1, krum:2, geometric, clip:1, bound:10"
     )
@@ -302,13 +302,15 @@ def check_attacks(aggregate: str, attack: str) -> None:
 def check_compress(text: str) -> None:
     """Check --compress, such as "rbgs:64", "fp16" or nothing."""
     name, _, ratio = text.partition(":")
-    check_known("value of compress", [name] if text else [], ("rbgs", "randk", "topk", "fp16"))
+    check_known("value of compress", [name] if text else [], ("rbgs", "randk", "topk", "fp16", "int8"))
     try:
-        understood = text in ("", "fp16") or (name != "fp16" and 1.0 <= float(ratio) < float("inf"))
+        understood = text in ("", "fp16", "int8") or (
+            name not in ("fp16", "int8") and 1.0 <= float(ratio) < float("inf")
+        )
     except ValueError:
         understood = False
     if not understood:
-        raise BadSetting(f"compress takes rbgs:R, randk:R, topk:R with R of at least 1, or fp16, not {text!r}")
+        raise BadSetting(f"compress takes rbgs:R, randk:R, topk:R with R of at least 1, fp16 or int8, not {text!r}")
 
 
 def check_privacy(config: RunConfig) -> None:

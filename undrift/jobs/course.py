@@ -38,7 +38,7 @@ class Result(Generic[C]):
     model: dict[str, Tensor]  # a plain state_dict
     config: C
     folder: Path | None
-    stopped: str  # why it ended: "rounds", "accuracy", "time" or "diverged"
+    stopped: str  # why it ended: "rounds", "accuracy", "time", "patience" or "diverged"
     about: dict[str, Any]  # what was found in the data and chosen by the run, as in run.toml
 
     @property
@@ -94,7 +94,7 @@ class Course(Generic[R, C]):
         for record in (r.as_dict() for r in new):
             self.records.append(record)
             self.elapsed = time.perf_counter() - self.began
-            if self.stop:
+            if self.stop or run.enough:
                 self.reached = self.stop_reason(record)
             if run.diverged:
                 self.reached = "diverged"
@@ -155,6 +155,7 @@ class Course(Generic[R, C]):
         reason = "time" if "time" in self.stop and self.elapsed >= self.stop["time"] else ""
         if "accuracy" in self.stop and (record.get("accuracy") or 0.0) >= self.stop["accuracy"]:
             reason = "accuracy"
+        reason = "patience" if self.run.enough else reason
         return ranks.first_rank_says(reason)
 
     def toml(self) -> dict[str, Any]:

@@ -27,6 +27,10 @@ class Run(Protocol):
     def diverged(self) -> bool:
         """Whether the run has diverged; the same on all ranks."""
 
+    @property
+    def enough(self) -> bool:
+        """Whether the run has not become better for so long that it ends."""
+
     def rounds(self, most: int, last: bool = False) -> list[RoundRecord]:
         """Run the next rounds, between one and `most`; `last`: the run ends after `most`."""
 
@@ -59,6 +63,10 @@ class InMemory:
     """Default answers, for a run that keeps nothing but its tensors."""
 
     diverged = False
+
+    @property
+    def enough(self) -> bool:
+        return False
 
     def choices(self) -> dict[str, Any]:
         return {}

@@ -124,11 +124,15 @@ def simulate_clients(
 ) -> Simulation:
     """Build a simulation of clients that have their samples; `structures` are what masks show, if targets are masks."""
     net = build_net(clients, config, alg, structures, model, loss)
-    if metrics is None and structures:
-        metrics = segmentation.metrics(structures)
-    elif metrics is None:
-        metrics = {"accuracy": accuracy} if net.loss is F.cross_entropy else {}
+    metrics = metrics_of(net, structures) if metrics is None else metrics
     return Simulation(alg, net, clients, settings_of(config, clients.sizes, device), metrics, device)
+
+
+def metrics_of(net: Net, structures: tuple[str, ...]) -> Mapping[str, Metric]:
+    """The metrics of a model where the user names none; `structures` are what masks show, if targets are masks."""
+    if structures:
+        return segmentation.metrics(structures)
+    return {"accuracy": accuracy} if net.loss is F.cross_entropy else {}
 
 
 def deal_out(config: RunConfig, dataset: Dataset, device: torch.device) -> Federation:

@@ -1,4 +1,4 @@
-"""The clients' mean: in pieces on a CPU, and as a sum under torch.compile."""
+"""The clients' mean: in pieces on a CPU, as a sum under torch.compile, and as it is where all rows are one vector already."""
 
 from __future__ import annotations
 
@@ -11,6 +11,16 @@ from undrift.kernels import devices
 
 # A product of a vector with a matrix runs on one core; the pieces of a long mean run on all cores.
 LONG, PIECES = 1 << 16, 8
+
+
+def same(v: Tensor, weight: Tensor) -> bool:
+    """Whether all rows are the same memory, as those of a deployment are, which adds answers up as they arrive."""
+    return v.dim() > 1 and v.shape[-2] > 1 and v.stride(-2) == 0
+
+
+@faster(mean, when=same)
+def mean_of_same(v: Tensor, weight: Tensor) -> Tensor:
+    return v[..., 0, :] * weight.sum(-2)
 
 
 def fuses(v: Tensor, weight: Tensor) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterable, Iterator
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -27,6 +27,7 @@ class Answers(NamedTuple):
     x: Tensor  # [..., P] the local models x_i^K, for the consistency metric
     loss: Tensor  # [..., 1] mean training loss over the local steps
     facts: State  # the worker part's own numbers [..., 1]
+    there: Any = ()  # [S] who has answered, where every row of `up` is the mean of all answers; (): each is a client's own
 
 
 class Started(NamedTuple):

@@ -26,17 +26,20 @@ from undrift.oracle.net import Net
 from undrift.round.shapes import Forms
 
 LARGEST = torch.finfo(torch.float16).max
+BLOCK = 256  # entries that have a scale in common, as int8
 
 
 class Uplink:
-    """How the model's vectors [..., P] in an upload are compressed in a round: rbgs:R, randk:R, topk:R or fp16."""
+    """How the model's vectors [..., P] in an upload are compressed in a round: rbgs:R, randk:R, topk:R, fp16 or int8."""
 
     def __init__(self, spec: str, seed: int, net: Net, form: State) -> None:
         name, _, ratio = spec.partition(":")
         self.form = form  # of an upload, without memory
-        self.layout, self.dtype, self.half = net.layout, net.dtype, name == "fp16"
+        self.layout, self.dtype, self.half, self.int8 = net.layout, net.dtype, name == "fp16", name == "int8"
         entries = net.layout.entries  # what pads a vector is not sent
-        self.compressor = None if self.half else make_compressor(name, "flat", float(ratio), seed, [entries])
+        self.compressor = (
+            None if self.half or self.int8 else make_compressor(name, "flat", float(ratio), seed, [entries])
+        )
 
     def places(self, p: Tensor, tag: str) -> Tensor:
         """What has to be said about the places of the kept entries."""
@@ -46,27 +49,55 @@ class Uplink:
             return self.compressor.places(p[..., : self.layout.entries]).int()
         return torch.zeros(*p.shape[:-1], 0, dtype=torch.int32, device=p.device)
 
+    def scales(self, p: Tensor, tag: str) -> Tensor:
+        """What 1 stands for in each block of BLOCK entries, where they travel as whole numbers up to 127."""
+        if not self.int8 or tag != MODEL or not p.shape[-1]:
+            return torch.zeros(*p.shape[:-1], 0, dtype=torch.float32, device=p.device)
+        return (self.blocks(p[..., : self.layout.entries]).abs().amax(-1) / 127).float()
+
+    def blocks(self, p: Tensor) -> Tensor:
+        """Entries [..., n] as blocks [..., n / BLOCK, BLOCK]; the last one is filled with zeros."""
+        blocks: Tensor = F.pad(p, (0, -p.shape[-1] % BLOCK)).unflatten(-1, (-1, BLOCK))
+        return blocks
+
+    def check(self, up: State) -> None:
+        """Raise BadSetting unless the places in an upload rise and lie in the vector: a client may send any."""
+        for places in leaves(up.places):
+            if places.numel() and not (
+                bool((places[..., 1:] > places[..., :-1]).all())
+                and int(places.min()) >= 0
+                and int(places.max()) < self.layout.entries
+            ):
+                raise BadSetting(f"the places of its entries do not rise from 0 to {self.layout.entries - 1}")
+
     def shared(self, t: int, device: torch.device) -> Tensor:
         """[b] the places that both sides draw."""
         assert isinstance(self.compressor, SharedPlaces)
         everything = torch.arange(self.layout.entries, device=device)
         return torch.cat([everything[place] for place in self.compressor.places(t, device)])
 
-    def pack(self, p: Tensor, tag: str, places: Tensor, t: int) -> Tensor:
+    def pack(self, p: Tensor, tag: str, places: Tensor, scales: Tensor, t: int) -> Tensor:
         """C(p)'s entries as they travel; what is no vector of the model, or an absent one [..., 0], travels as it is."""
         if tag != MODEL or not p.shape[-1]:
             return p
         if self.half:
             sent = p[..., : self.layout.entries]
             return torch.where(sent.isfinite(), sent.clamp(-LARGEST, LARGEST), sent).half()  # the error keeps the rest
+        if self.int8:
+            steps = self.blocks(p[..., : self.layout.entries]) / scales.to(p.dtype).unsqueeze(-1)
+            whole = steps.nan_to_num(0.0).round().clamp(-127, 127)  # a block of zeros has the scale 0
+            return whole.to(torch.int8).flatten(-2)[..., : self.layout.entries]
         return p.take_along_dim(places.long(), -1) if places.numel() else p[..., self.shared(t, p.device)]
 
-    def unpack(self, values: Tensor, tag: str, places: Tensor, t: int) -> Tensor:
+    def unpack(self, values: Tensor, tag: str, places: Tensor, scales: Tensor, t: int) -> Tensor:
         """C(p) [..., P] from what travelled."""
         if tag != MODEL or not values.shape[-1]:
             return values
         if self.half:
             return F.pad(values.to(self.dtype), (0, self.layout.padding))
+        if self.int8:
+            steps = self.blocks(values.to(self.dtype)) * scales.to(self.dtype).unsqueeze(-1)
+            return F.pad(steps.flatten(-2)[..., : self.layout.entries], (0, self.layout.padding))
         where = places.long() if places.numel() else self.shared(t, values.device).expand(values.shape)
         return values.new_zeros(*values.shape[:-1], self.layout.size).scatter(-1, where, values)
 
@@ -85,6 +116,7 @@ class Compressed(Wrapper):
 
         values: State  # the upload, with the kept entries [..., b] of each vector
         places: State  # where they belong, int32 [..., b] for Top-K; [..., 0] where both sides draw the places
+        scales: State  # what 1 stands for in each block, float32, for int8; [..., 0] elsewhere
 
     def __init__(self, inner: Algorithm, uplink: Uplink, t: int) -> None:
         super().__init__(inner)
@@ -97,7 +129,10 @@ class Compressed(Wrapper):
     def open(self, name: str, state: State) -> State:
         """The upload as the server sees it, and the inner method's part of a client's state."""
         if name == "up":
-            return map_tagged(lambda v, tag, at: self.uplink.unpack(v, tag, at, self.t), state.values, state.places)
+            return map_tagged(
+                lambda v, tag, at, of: self.uplink.unpack(v, tag, at, of, self.t),
+                state.values, state.places, state.scales,
+            )  # fmt: skip
         return super().open(name, state)
 
     def client_init(self, down: State, ids: Tensor, buffers: Tensor) -> Client:
@@ -107,10 +142,11 @@ class Compressed(Wrapper):
     def local_end(self, down: State, client: Client, work: State) -> tuple[Up, Client]:
         up, inner = self.inner.local_end(down, client.inner, work)
         if not leaves(up):
-            return self.Up(up, up), self.Client(inner, client.error)
+            return self.Up(up, up, up), self.Client(inner, client.error)
         p = map_leaves(torch.add, up, client.error)  # p_i = up_i + e_i
-        places = map_tagged(self.uplink.places, p)
-        sent = self.Up(map_tagged(lambda v, tag, at: self.uplink.pack(v, tag, at, self.t), p, places), places)
+        places, scales = map_tagged(self.uplink.places, p), map_tagged(self.uplink.scales, p)
+        values = map_tagged(lambda v, tag, at, of: self.uplink.pack(v, tag, at, of, self.t), p, places, scales)
+        sent = self.Up(values, places, scales)
         return sent, self.Client(inner, map_leaves(torch.sub, p, self.open("up", sent)))  # e_i <- p_i - C(p_i)
 
 

@@ -122,6 +122,7 @@ def play(
         sent = nbytes(net.sent(answers.up)) + (nbytes(answers.buffers) if rated.buffers_up else 0)
         cost.up = sent // max(1, who.ids.numel())
         good = fine & task.finite(who, [*leaves(answers.up), answers.buffers])
+        good = good & answers.there if isinstance(answers.there, Tensor) else good
         none, anybody = torch.zeros(0, dtype=torch.float64), task.anybody(good)
         if not (anybody or rated.moves_alone):  # nobody's answer counts: everything stays as it was
             return After(state, good, who.ids[:0], Nothing(), Nothing(), none)

@@ -83,7 +83,12 @@ class Task:
             return who, answers
         share = who.share[good]
         kept = Who(who.ids[good], who.drawn[good], share, share / share.sum(-2, keepdim=True), who.steps[good])
-        return kept, map_leaves(lambda v: v[good], answers)
+        return kept, map_leaves(lambda v: rows_of(v, good), answers)
+
+
+def rows_of(v: Tensor, good: Tensor) -> Tensor:
+    """The rows of v [S, ...] that are good [S]; rows that are the same memory stay the same memory."""
+    return v[: int(good.sum())] if v.stride(0) == 0 else v[good]
 
 
 class Attendance(NamedTuple):

@@ -85,7 +85,7 @@ class Settings:
     replay: bool = True  # on a GPU, replay rounds as CUDA graphs
     compile: bool = False  # fuse the local step's kernels with torch.compile, where rounds are replayed
     client_eval_every: int = 0  # rounds between scores on the clients' own samples; 0: only in the last round
-    compress: str = ""  # of the uploads, with error feedback: rbgs:R, randk:R, topk:R or fp16
+    compress: str = ""  # of the uploads, with error feedback: rbgs:R, randk:R, topk:R, fp16 or int8
     warmup: float = 0.0  # rounds in which the local rate rises
     client_state: str = "auto"  # where it is kept: memory, disk, or auto
     privacy: Privacy | None = None  # the updates are clipped and their sum gets noise
@@ -445,6 +445,7 @@ class Simulation:
 
     # What `jobs.protocol.Run` asks for besides.
     diverged = False  # answers that are not finite are left out
+    enough = False  # it ends by its settings alone
 
     def choices(self) -> dict[str, Any]:
         """How rounds are run, which once chosen stays, so that results can be repeated."""

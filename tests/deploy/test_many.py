@@ -1,0 +1,129 @@
+"""Federations of real processes that are large, or whose members come and go; and sums under masks among them."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("flwr")
+
+from tests.deploy.test_processes import agree, deployed, finish, planned, records, simulator, until
+from undrift.deploy.local import descendants, federation
+
+PAGES = 4096  # bytes of a page of memory
+CLIENTS = 20
+
+
+def resident(home: Path, names: list[str]) -> int:
+    """Bytes of memory that these parts of a federation hold by themselves now."""
+    total = 0
+    for pid in {pid for name in names for pid in descendants(home, name)}:
+        with contextlib.suppress(OSError, ValueError):
+            pages, shared = (int(n) for n in Path(f"/proc/{pid}/statm").read_text().split()[1:3])
+            total += (pages - shared) * PAGES
+    return total
+
+
+@pytest.mark.system
+def test_twenty_clients_on_two_cores_finish_ten_rounds(tmp_path: Path) -> None:
+    """Twenty SuperNodes, each of which starts a process with PyTorch for every message, on one machine with 16 GB."""
+    plan = planned(
+        tmp_path / "out", algorithm="scaffold", clients=CLIENTS, rounds=10, timeout=900.0, wait=1800.0, join=600.0
+    )
+    most, over = [0], threading.Event()
+    with federation(CLIENTS) as here:
+        parts = ["superlink", "run", *(f"client-{k}" for k in range(CLIENTS))]
+
+        def watch() -> None:
+            while not over.wait(1.0):
+                most.append(resident(here.home, parts))
+
+        watcher = threading.Thread(target=watch)
+        watcher.start()
+        try:
+            for client in range(CLIENTS):
+                here.start_client(client)
+            run = here.run(plan)
+            until(lambda: run.poll() is not None, here, 3000.0)
+        finally:
+            over.set()
+            watcher.join()
+    print(f"{max(most) / 1e9:.1f} GB, {sum(r['seconds'] for r in records(plan)):.0f} s")
+    assert [(r["clients"], r["dropped"]) for r in records(plan)] == [(CLIENTS, 0)] * 10
+    assert 0 < max(most) < 16e9
+    agree(plan)
+
+
+@pytest.mark.system
+def test_one_client_comes_late_and_another_leaves_for_ever(tmp_path: Path) -> None:
+    """The model is the simulator's in which they fail to answer in the rounds in which they are away."""
+    plan = planned(tmp_path / "out", algorithm="scaffold", clients=3, rounds=6, wait=40.0, timeout=90.0)
+    with federation(3) as here:
+        here.start_client(0)
+        here.start_client(1)
+        run = here.run(plan)
+        until(lambda: "round 1 of 6" in here.log("run"), here)
+        here.start_client(2)
+        until(lambda: here.log("client-2").count("Receiving: train"), here)
+        done = len(records(plan))
+        until(lambda: len(records(plan)) > done, here)
+        here.kill("client-1")
+        finish(here, run, plan)
+    visits = [json.loads(line) for line in (tmp_path / "out" / "clients.jsonl").read_text().splitlines()]
+    lost = {(v["round"], v["client"]) for v in visits if v["outcome"] != "answered"}
+    assert (1, "2") in lost and (6, "1") in lost and (6, "2") not in lost and (1, "1") not in lost
+    agree(plan, lost)
+
+
+@pytest.mark.system
+@pytest.mark.parametrize("bound", [0.0, 16.0])
+def test_the_server_is_killed_after_every_round_in_turn(bound: float, tmp_path: Path) -> None:
+    """Four rounds, the server killed after each of the first three: the same model as without, also with masks."""
+    settings = dict(algorithm="scaffold", clients=3, rounds=4, secure_bound=bound, timeout=120.0)
+    with federation(3) as here:
+        for client in range(3):
+            here.start_client(client)
+        for done in range(3):
+            here.run(planned(tmp_path / "out", resume=done > 0, **settings))
+            until(lambda done=done: f"round {done + 1} of 4" in here.log("run"), here)  # type: ignore[misc]
+            here.kill("superlink")  # with the server's app
+            here.kill("run")
+            here.start_server()
+        last = planned(tmp_path / "out", resume=True, **settings)
+        finish(here, here.run(last), last)
+    assert [(r["round"], r["dropped"]) for r in records(last)] == [(n + 1, 0) for n in range(4)]
+    agree(last)
+
+
+@pytest.mark.system
+def test_a_client_is_killed_in_the_middle_of_a_sum(tmp_path: Path) -> None:
+    """Its masks are taken off by the shares that the others hold: of four clients three are enough."""
+    plan = planned(tmp_path / "out", clients=4, rounds=1, secure_bound=16.0, timeout=40.0, steps=2, algorithm="fedavg")
+    with federation(4) as here:
+        for client in range(4):
+            here.start_client(client)
+        run = here.run(plan)
+        until(lambda: here.log("client-3").count("Receiving: train") == 2, here)  # keys, and now shares
+        until(lambda: (here.home / "states" / "3").rglob("sum.json") and shared(here.home), here)
+        here.kill("client-3")
+        finish(here, run, plan)
+        log = here.log("run")
+    (record,) = records(plan)
+    if record["dropped"]:
+        assert "3 is not in the sum any more" in log
+        agree(plan, {(1, "3")})
+    else:  # it was killed after its numbers had left
+        agree(plan)
+    assert (deployed(plan) - simulator(plan).net.sent(simulator(plan).state.x, "model")).norm() > 0
+
+
+def shared(home: Path) -> bool:
+    """Whether client 3 has sent its shares."""
+    logs = list((home / "states" / "3").rglob("sent.log"))
+    time.sleep(0.05)
+    return any("sent shares" in log.read_text() for log in logs)
