@@ -12,7 +12,8 @@ import json
 import os
 import shlex
 import sys
-from collections.abc import Callable, Mapping, Sequence
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -122,7 +123,7 @@ def make_arguments(settings: Any) -> list[Argument]:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command; bad input is one line on standard error and exit code 2."""
     try:
-        with ranks.join():
+        with ranks.join(), one_line_warnings():
             arguments = parser().parse_args(argv)
             if ranks.count() > 1 and arguments.command not in ON_RANKS:
                 raise BadSetting(
@@ -148,6 +149,17 @@ def main(argv: Sequence[str] | None = None) -> int:
         if ranks.speaks():
             print("undrift: stopped", file=sys.stderr)
         return 130
+
+
+@contextlib.contextmanager
+def one_line_warnings() -> Iterator[None]:
+    """Print warnings like errors: in one line, without the place in the code."""
+    usual = warnings.formatwarning
+    warnings.formatwarning = lambda text, *more, **named: f"undrift: warning: {' '.join(str(text).split())}\n"
+    try:
+        yield
+    finally:
+        warnings.formatwarning = usual
 
 
 def stoppable(arguments: argparse.Namespace) -> bool:
@@ -310,7 +322,10 @@ def train(arguments: argparse.Namespace, fields: Fields, run: Callable[..., Any]
     for name in ("own_dice", "own_accuracy"):
         if last.get(name) is not None:
             text += f", {name} {last[name]:.4f} (mean over clients, each on its own samples)"
-    print(f"{len(result.records)} rounds, {text}; stopped by {result.stopped}; written to {out}")
+    end = f"stopped by {result.stopped}"
+    if result.stopped == "diverged":
+        end = f"diverged, so the model is that of round {result.model_round}; {result.config.advice()}"
+    print(f"{len(result.records)} rounds, {text}; {end}; written to {out}")
     if "samples" in result.about:
         print(f"on {described(result.about)}")
     for remark in result.config.remarks():

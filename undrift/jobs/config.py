@@ -81,6 +81,11 @@ class JobConfig:
         """Warnings about settings that are legal but probably unintended."""
         return []
 
+    def advice(self) -> str:
+        """What to try if the run diverges."""
+        lr = self.as_toml().get("lr", self.set.get("lr"))
+        return "try a lower rate" + (f", such as lr={lr / 4:.2g} in place of {lr:g}" if lr else "")
+
 
 JOB_CHOICES = {
     "device": ("auto", "cpu", "cuda"),
@@ -162,6 +167,11 @@ class RunConfig(JobConfig):
 
     def remarks(self) -> list[str]:
         return list(build_algorithm(self).remarks(self.rounds, self.cohort))
+
+    def advice(self) -> str:
+        more = [] if self.set.get("clip") else ["shorter steps (clip=10)"]
+        more += ["less momentum on the server (beta1)"] if self.set.get("beta1") else []
+        return ", or ".join([super().advice(), *more])
 
 
 def check_numbers(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import platform
 import subprocess
 import time
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +19,7 @@ from undrift.core import ranks, stopping
 from undrift.core.errors import BadRunFolder
 from undrift.core.version import __version__
 from undrift.jobs.config import JobConfig, parse_stop
+from undrift.jobs.divergence import Best, ours, trouble
 from undrift.jobs.folder import RunFolder
 from undrift.jobs.protocol import Run
 from undrift.kernels import choices
@@ -35,11 +37,12 @@ class Result(Generic[C]):
     """The result of a run."""
 
     records: list[dict[str, Any]]  # one for each round, as in rounds.jsonl
-    model: dict[str, Tensor]  # a plain state_dict
+    model: dict[str, Tensor]  # a plain state_dict: of the last round, or of the best one if the run has diverged
     config: C
     folder: Path | None
     stopped: str  # why it ended: "rounds", "accuracy", "time" or "diverged"
     about: dict[str, Any]  # what was found in the data and chosen by the run, as in run.toml
+    model_round: int  # the round after which the model was so
 
     @property
     def accuracy(self) -> float | None:
@@ -59,6 +62,7 @@ class Course(Generic[R, C]):
         self.kernels = choices.made()
         checkpoint = folder.load(config.rounds) if folder is not None and resume else None
         tensors, facts = checkpoint or ({}, {"round": 0, "seconds": 0.0})
+        self.best, tensors = Best(tensors, facts.get("best")), ours(tensors)
         run.place(folder.path if folder else None, tensors, facts["round"])
         if folder is not None and not resume:
             folder.create(self.toml())
@@ -77,6 +81,8 @@ class Course(Generic[R, C]):
         self.saved, self.seconds_saving = run.t, 0.0
         self.seconds = stopping.GRACE  # of a round; unknown at first
         self.reached = self.stop_reason(self.records[-1] if self.records else {})  # empty while the run goes on
+        if facts.get("stopped") == "diverged":
+            self.reached = "diverged"
 
     def ahead(self) -> tuple[int, bool]:
         """Count the next rounds, up to a checkpoint and a few seconds long; 0 at the end. Also say whether the run ends there."""
@@ -95,18 +101,33 @@ class Course(Generic[R, C]):
             self.elapsed = time.perf_counter() - self.began
             if self.stop:
                 self.reached = self.stop_reason(record)
-            if run.diverged:
-                self.reached = "diverged"
             if folder is not None:
                 if record["round"] == 1:
                     self.write_settings(folder)  # now the execution is chosen
                 folder.append(record)
             if self.progress is not None and ranks.rank() == 0:
                 self.progress(record, self.config.rounds)
+            self.look_for_trouble()
+        self.best.see(self.records[-1], run.model)
         self.seconds = new[-1].seconds
         due = run.t % self.config.checkpoint_every == 0 and run.t < self.config.rounds and not self.reached
         if folder is not None and due:
             self.save(folder, {"finished": False})
+
+    def look_for_trouble(self) -> None:
+        """Warn if the last round went wrong, and end a run that has diverged."""
+        what, ends = ("the training loss is not finite", True) if self.run.diverged else trouble(self.records)
+        what, ends = ranks.first_rank_says((what, ends))
+        if not what or self.reached == "diverged":
+            return
+        before = trouble(self.records[:-1])[0] if len(self.records) > 1 else ""
+        if ends:
+            self.reached = "diverged"
+            what += f": the run has diverged and ends; {self.best}; {self.config.advice()}"
+        elif before:
+            return  # said already
+        if ranks.rank() == 0:
+            warnings.warn(f"round {self.records[-1]['round']}: {what}", stacklevel=2)
 
     def write_settings(self, folder: RunFolder) -> None:
         """Write run.toml with what is chosen by now."""
@@ -118,7 +139,8 @@ class Course(Generic[R, C]):
         began = time.perf_counter()
         if choices.made() != self.kernels:  # for sizes that came up since
             self.write_settings(folder)
-        folder.save(self.run.tensors(), {"round": self.run.t, "seconds": self.elapsed} | facts)
+        facts = {"round": self.run.t, "seconds": self.elapsed} | self.best.facts() | facts
+        folder.save(self.run.tensors() | self.best.tensors(), facts)
         self.run.saved()
         self.saved, self.seconds_saving = self.run.t, time.perf_counter() - began
 
@@ -135,7 +157,9 @@ class Course(Generic[R, C]):
     def end(self) -> Result[C]:
         """Write the model and the last checkpoint."""
         run, folder, stopped = self.run, self.folder, self.reached or "rounds"
-        model = run.model()
+        model, of = run.model(), run.t
+        if stopped == "diverged" and self.best.model:
+            model, of = self.best.model, self.best.round
         if folder is not None and ranks.first_rank_says(self.saved < run.t or not folder.finished()):
             self.save(folder, {"finished": False})  # a model without a checkpoint could not be resumed
             model_sum = folder.write_model(model)
@@ -143,7 +167,7 @@ class Course(Generic[R, C]):
                 folder.write_super(*extras)
             self.save(folder, {"finished": True, "stopped": stopped, "model": model_sum})
         about = run.about() | run.choices()
-        return Result(self.records, model, self.config, folder.path if folder else None, stopped, about)
+        return Result(self.records, model, self.config, folder.path if folder else None, stopped, about, of)
 
     def stop_reason(self, record: Mapping[str, Any]) -> str:
         """Why the run stops after this record; empty if it does not. Rank 0 decides."""
