@@ -204,6 +204,8 @@ def test_commands_parse(where: str, line: str) -> None:
     arguments = parser().parse_args(shlex.split(line))
     if arguments.command == "run":
         settings = {n: v for n in FIELDS if n != "set" and (v := getattr(arguments, n)) is not None}
+        if arguments.local:
+            settings["algorithm"] = f"{arguments.local}+{arguments.server}"
         chosen = from_mapping(settings)
         pairs = [pair.split("=", 1) for pair in arguments.set or []]
         fields = {name: parse_value(value) for name, value in pairs}

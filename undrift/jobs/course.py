@@ -59,6 +59,7 @@ class Course(Generic[R, C]):
         self.run, self.config, self.folder, self.progress = run, config, folder, progress
         self.stop, self.elapsed = parse_stop(config.stop_at), 0.0
         self.records: list[dict[str, Any]] = []
+        self.said: set[str] = set()  # warnings
         self.kernels = choices.made()
         checkpoint = folder.load(config.rounds) if folder is not None and resume else None
         tensors, facts = checkpoint or ({}, {"round": 0, "seconds": 0.0})
@@ -115,19 +116,17 @@ class Course(Generic[R, C]):
             self.save(folder, {"finished": False})
 
     def look_for_trouble(self) -> None:
-        """Warn if the last round went wrong, and end a run that has diverged."""
-        what, ends = ("the training loss is not finite", True) if self.run.diverged else trouble(self.records)
+        """Warn when something goes wrong for the first time, and end a run that has diverged."""
+        what, ends = trouble(self.records, bool(self.best.model))
+        if self.run.diverged:
+            what, ends = "the training loss is not finite", True
         what, ends = ranks.first_rank_says((what, ends))
-        if not what or self.reached == "diverged":
-            return
-        before = trouble(self.records[:-1])[0] if len(self.records) > 1 else ""
-        if ends:
+        if ends and self.reached != "diverged":
             self.reached = "diverged"
             what += f": the run has diverged and ends; {self.best}; {self.config.advice()}"
-        elif before:
-            return  # said already
-        if ranks.rank() == 0:
+        if what and what not in self.said and ranks.rank() == 0:
             warnings.warn(f"round {self.records[-1]['round']}: {what}", stacklevel=2)
+        self.said.add(what)
 
     def write_settings(self, folder: RunFolder) -> None:
         """Write run.toml with what is chosen by now."""

@@ -15,17 +15,19 @@ SCORES = {"accuracy": 1.0, "dice": 1.0, "loss": -1.0}  # the first that a record
 PREFIX = "best/"  # of the names of the best model's tensors in a checkpoint
 
 
-def trouble(records: Sequence[Mapping[str, Any]]) -> tuple[str, bool]:
+def trouble(records: Sequence[Mapping[str, Any]], scored: bool) -> tuple[str, bool]:
     """What is wrong with the last round, and whether it ends the run; ("", False) if nothing is.
 
-    >>> trouble([{"loss": float("nan"), "clients": 10, "dropped": 0}])
+    A loss that was never finite, before any round was `scored`, may be the test samples' fault.
+
+    >>> trouble([{"loss": float("nan"), "clients": 10, "dropped": 0}], True)
     ('the loss on the test set is nan', True)
-    >>> trouble([{"loss": None, "clients": 10, "dropped": 10, "gradients": 50}])
+    >>> trouble([{"loss": None, "clients": 10, "dropped": 10, "gradients": 50}], True)
     ("no client's update was finite", False)
     """
     loss = records[-1]["loss"]
     if loss is not None and not math.isfinite(loss):
-        return f"the loss on the test set is {loss}", True
+        return f"the loss on the test set is {loss}", scored
     lost = [in_vain(record) for record in records[-LOST:]]
     if not lost[-1]:
         return "", False
