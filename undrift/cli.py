@@ -22,7 +22,7 @@ from safetensors import SafetensorError
 from undrift import __version__
 from undrift.algorithms.checks import looks_at_single_uploads
 from undrift.core import ranks, stopping
-from undrift.core.errors import BadSetting, LostRank, UndriftError, UnknownName
+from undrift.core.errors import BadSetting, LostRank, UndriftError, UnknownName, closest, plain
 from undrift.core.names import algorithms_of, check_text, describe, names, outline_of, printable
 from undrift.core.outline import outline
 from undrift.dataparallel import parallel_config as parallel
@@ -52,14 +52,43 @@ class Parser(argparse.ArgumentParser):
             old = unknown[0].split("=")[0].removeprefix("--").replace("-", "_")
             if old in deployment.RENAMED:
                 raise BadSetting(f"--{old} is called --{deployment.RENAMED[old]} now".replace("_", "-"))
-            flags = [o for a in self._subparser(arguments.command)._actions for o in a.option_strings]
-            raise UnknownName(f"argument of '{self.prog} {arguments.command}'", unknown[0].split("=")[0], flags)
+            raise self._unknown(arguments.command, unknown[0])
         return arguments
+
+    def _unknown(self, command: str, word: str) -> UndriftError:
+        """The error for an argument that a command does not take: what was meant, or where it belongs."""
+        flag, flags = word.split("=")[0], self._flags(command)
+        if not word.startswith("-") and "=" in word:
+            return like_hydra(word, flags)
+        best = closest(flag, flags)
+        if plain(best) == plain(flag):
+            return UnknownName(f"argument of '{self.prog} {command}'", flag, flags)
+        field = flag.lstrip("-").replace("-", "_")
+        if "--algorithm" in flags and any(field in entry["fields"] for entry in list_kind("algorithms")):
+            return BadSetting(f"{field} is a field of algorithms: give --set {field}=VALUE")
+        others = [name for name in COMMANDS if flag in self._flags(name)]
+        if word.startswith("-") and others:
+            commands = ", ".join(f"'{self.prog} {name}'" for name in others)
+            return BadSetting(f"'{self.prog} {command}' has no {flag}; it is an argument of {commands}")
+        if not word.startswith("-"):
+            return BadSetting(f"'{self.prog} {command}' does not take {word!r}; try '{self.prog} {command} --help'")
+        return UnknownName(f"argument of '{self.prog} {command}'", flag, flags)
+
+    def _flags(self, command: str) -> list[str]:
+        return [o for a in self._subparser(command)._actions for o in a.option_strings]
 
     def _subparser(self, command: str) -> argparse.ArgumentParser:
         (action,) = (a for a in self._actions if isinstance(a, argparse._SubParsersAction))
         parser: argparse.ArgumentParser = action.choices[command]
         return parser
+
+
+def like_hydra(word: str, flags: Sequence[str]) -> UndriftError:
+    """The error for NAME=VALUE without dashes."""
+    name, _, value = word.partition("=")
+    flag = f"--{name.removeprefix('set.').replace('_', '-')}"
+    right = f"{flag} {value}" if flag in flags else f"--set {name.removeprefix('set.')}={value}"
+    return BadSetting(f"settings are flags here: write {right}, not {word}")
 
 
 @functools.cache
@@ -109,12 +138,16 @@ def make_flags(fields: Fields, types: Mapping[str, Any], choices: Mapping[str, t
     return arguments
 
 
+RATE = arg("--lr", type=float, metavar="RATE", help="the same as --set lr=RATE: the learning rate of local steps")
+
+
 def make_arguments(settings: Any) -> list[Argument]:
     """The arguments of a command that trains: a file of settings, a flag for each setting, and the run's folder."""
     name = "ALGORITHM" if "algorithm" in settings.FIELDS else "METHOD"
     return [
         path("config", "CONFIG.toml", nargs="?", help="settings; flags override them"),
         *make_flags(settings.FIELDS, settings.TYPES, settings.CHOICES),
+        *([] if "lr" in settings.FIELDS else [RATE]),
         path("--out", help=f"the run's folder [runs/{name}-DATASET-seedN]"),
         arg("--resume", action="store_true", help="go on from the folder's last checkpoint"),
     ]
@@ -235,6 +268,7 @@ def run_command(arguments: argparse.Namespace) -> None:
     arg("--renew", action="store_true", help="keys: make a new certificate of the same authority"),
     arg("--force", action="store_true", help="keys, identity: replace what is there"),
     *make_flags(deployment.FLAGS, deployment.TYPES, federated.CHOICES),
+    RATE,
 )
 def deploy_command(arguments: argparse.Namespace) -> None:
     from undrift.deploy.command import Options, deploy
@@ -275,20 +309,29 @@ def pipe_command(arguments: argparse.Namespace) -> None:
 
 def read_settings(arguments: argparse.Namespace, fields: Fields) -> tuple[dict[str, Any], dict[str, Any]]:
     """Read the settings of the file, with those of --set under `set`, and of the flags, which override them."""
+    if arguments.config is not None and "=" in str(arguments.config) and not arguments.config.exists():
+        raise like_hydra(str(arguments.config), [f"--{name.replace('_', '-')}" for name in fields])
     config = {} if arguments.config is None else federated.from_toml(arguments.config)
     settings = {n: v for n in fields if n != "set" and (v := getattr(arguments, n)) is not None}
     name = settings.get("algorithm", settings.get("method"))
     if name is not None and name != config.get("algorithm", config.get("method")):
         config.pop("set", None)  # the file's fields belong to another algorithm
     given = federated.table_of_fields(config.get("set", {}))
+    if "lr" not in fields:  # an algorithm's field, and so frequent that it has a flag
+        if "lr" in config:
+            config = federated.lr_among_fields(config)
+            given = federated.table_of_fields(config["set"])
+        if getattr(arguments, "lr", None) is not None:
+            given["lr"] = arguments.lr
     for pair in arguments.set or []:
         field, equals, value = pair.partition("=")
         if not equals:
             raise BadSetting(f"--set takes FIELD=VALUE, not {pair!r}")
-        if field in settings:
+        if field in settings or (field == "lr" and getattr(arguments, "lr", None) is not None):
             raise BadSetting(f"--{field.replace('_', '-')} and --set {field} are the same setting; give one of them")
         given[field] = federated.parse_value(value)
-    return (config | {"set": given} if arguments.set else config), settings
+    changed = arguments.set or getattr(arguments, "lr", None) is not None
+    return (config | {"set": given} if changed else config), settings
 
 
 def train(arguments: argparse.Namespace, fields: Fields, run: Callable[..., Any]) -> None:

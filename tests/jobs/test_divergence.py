@@ -44,7 +44,7 @@ def learned(records: list[dict[str, Any]], classes: int) -> bool:
     scores = [
         s for r in records if (s := r.get("own_dice", r.get("own_accuracy", r.get("dice", r["accuracy"])))) is not None
     ]
-    return scores[-1] > 0.85 * max(scores) and scores[-1] > 2.5 / max(classes, 5)
+    return scores[-1] > 0.85 * max(scores) and scores[-1] > 2 / max(classes, 5)
 
 
 def test_a_run_that_diverges_warns_ends_and_keeps_its_best_model(tmp_path: Path) -> None:

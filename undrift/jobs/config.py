@@ -9,8 +9,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
-from undrift.core.errors import BadSetting, UnknownName
-from undrift.core.names import check_text
+from undrift.core.errors import BadSetting, UndriftError, UnknownName, closest
+from undrift.core.names import algorithms_of, check_text, names, outline_of
 from undrift.core.names import parse_value as parse_value
 from undrift.core.rates import RateSchedule
 
@@ -54,7 +54,7 @@ class JobConfig:
     )
 
     def __post_init__(self) -> None:
-        least = dict(rounds=0, eval_every=1, checkpoint_every=1)
+        least = dict(rounds=1, eval_every=1, checkpoint_every=1)
         check_numbers(self, least, not_negative=("warmup",), positive=("lr_decay", "lr_drop"))
         if not 0 <= self.seed < 2**63:
             raise BadSetting(f"seed must be at least 0 and below 2^63, not {self.seed}")
@@ -219,12 +219,29 @@ TYPES = get_type_hints(RunConfig)
 
 def from_mapping(settings: Mapping[str, Any]) -> RunConfig:
     """A RunConfig from plain values; unknown names and values of the wrong kind are errors."""
+    settings = lr_among_fields(settings)
     fields = table_of_fields(settings.get("set", {}))
     checked = typed({n: v for n, v in settings.items() if n != "set"}, TYPES) | {"set": fields}
     for name, other in (("steps", "epochs"), ("epochs", "steps")):
         if name in checked and not checked[name] and not checked.get(other):
             raise BadSetting(f"{name} must be greater than 0")
     return RunConfig(**checked)
+
+
+def lr_among_fields(settings: Mapping[str, Any], kept: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """Move `lr`, which every method has, to the fields in `set`; `kept` are those that it joins where no others are given.
+
+    >>> lr_among_fields({"rounds": 5, "lr": 0.1})
+    {'rounds': 5, 'set': {'lr': 0.1}}
+    """
+    rest = dict(settings)
+    if "lr" not in rest:
+        return rest
+    fields = table_of_fields(rest.get("set", kept or {}))
+    if "lr" in table_of_fields(rest.get("set", {})):
+        raise BadSetting("lr and set lr are the same setting; give one of them")
+    fields["lr"] = rest.pop("lr")
+    return rest | {"set": fields}
 
 
 def typed(settings: Mapping[str, Any], types: Mapping[str, Any]) -> dict[str, Any]:
@@ -369,8 +386,29 @@ def build_algorithm(config: RunConfig) -> Any:
 def make_algorithm(kind: type[Any], name: str, settings: Mapping[str, Any]) -> Any:
     """Build an algorithm with the given fields; `name` is for error messages."""
     hints = get_type_hints(kind)
-    check_known(f"field of {name}", settings, {f.name for f in dataclasses.fields(kind)})
+    known = {f.name for f in dataclasses.fields(kind)}
+    for unknown in settings:
+        if unknown not in known:
+            raise unknown_field(name, unknown, known)
     return kind(**{n: as_field(n, v, hints[n]) for n, v in settings.items()})
+
+
+def unknown_field(algorithm: str, field: str, known: Collection[str]) -> UndriftError:
+    """The error for a field that the algorithm lacks; it says where the field is, if anywhere."""
+    if closest(field, known):
+        return UnknownName(f"field of {algorithm}", field, known)
+    if field in FIELDS:
+        return BadSetting(
+            f"{field} is no field of {algorithm}, but a setting of the run: give --{field.replace('_', '-')}"
+        )
+    others = [n for n in names("algorithms") for a in algorithms_of(outline_of("algorithms", n)) if has_field(a, field)]
+    if others:
+        return BadSetting(f"{algorithm} has no field {field!r}; these have it: {', '.join(others)}")
+    return UnknownName(f"field of {algorithm}", field, known)
+
+
+def has_field(kind: type[Any], name: str) -> bool:
+    return any(f.name == name for f in dataclasses.fields(kind))
 
 
 def as_field(name: str, value: Any, kind: Any) -> Any:

@@ -21,7 +21,15 @@ from undrift.data.dataset import Dataset
 from undrift.data.federation import Federation, Ids, federate
 from undrift.data.from_user import dataset_from
 from undrift.data.load import load_dataset
-from undrift.jobs.config import FIELDS, RunConfig, from_mapping, make_algorithm, parse_drops, parse_slow
+from undrift.jobs.config import (
+    FIELDS,
+    RunConfig,
+    from_mapping,
+    lr_among_fields,
+    make_algorithm,
+    parse_drops,
+    parse_slow,
+)
 from undrift.jobs.course import Progress, Result
 from undrift.jobs.registry import algorithm_class, build_model
 from undrift.jobs.start import compiles, read, start
@@ -58,7 +66,8 @@ def run(
     >>> len(result.records), sorted(result.model)[:2]
     (2, ['head.bias', 'head.weight'])
     """
-    given = read(config)
+    given = lr_among_fields(read(config))
+    settings = lr_among_fields(settings, given.get("set"))
     if algorithm is not None:
         settings["algorithm"] = algorithm if isinstance(algorithm, str) else reference(algorithm)
     if model is not None:
@@ -79,6 +88,8 @@ def run(
                 raise BadSetting("set goes with an algorithm's name; an algorithm object carries its own fields")
             given["set"] = {}
         dataset = None if data is None else dataset_from(data)
+        if dataset is None and given.get("partition") == "sites" and "clients" not in given:
+            dataset = load_dataset(str(given.get("dataset", FIELDS["dataset"].default)))
         if dataset is not None and dataset.sites is not None:
             given.setdefault("partition", "sites")
             given.setdefault("clients", int(dataset.sites.max()) + 1)
