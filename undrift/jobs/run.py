@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -38,6 +38,7 @@ from undrift.oracle.net import Loss, Net
 from undrift.round.private import Privacy
 from undrift.simulate.evaluate import Metric, accuracy
 from undrift.simulate.simulation import Settings, Simulation
+from undrift.simulate.whole_metrics import WholeMetric, metrics_of
 
 
 @ranks.join()
@@ -48,7 +49,7 @@ def run(
     model: str | nn.Module | Callable[[tuple[int, ...], int], nn.Module] | None = None,
     data: Any = None,
     loss: Loss = F.cross_entropy,
-    metrics: Mapping[str, Metric] | None = None,
+    metrics: Mapping[str, Metric | WholeMetric | str] | Sequence[str] | None = None,
     out: str | Path | None = None,
     resume: bool = False,
     progress: Progress | None = None,
@@ -59,8 +60,9 @@ def run(
     `config` is a RunConfig, a mapping, or the path of a TOML file; `settings` have the names of the flags and override it.
     `model` may be any nn.Module; `data` arrays, a torch Dataset, or a Dataset for each client (see
     `undrift.data.from_user`). `loss(outputs, targets)` is evaluated for each sample and averaged over the real samples.
-    `metrics` map (outputs, targets) to a number for each sample or for the batch. With `out` the run is written to that
-    folder and can be resumed. Under torchrun, all processes do the run together.
+    `metrics` are measured beside accuracy: functions of (outputs, targets) that give a number for each sample or one for the
+    batch, objects with reset, update and compute (also of torchmetrics), or the names f1, auc, calibration, perplexity.
+    With `out` the run is written to that folder and can be resumed. Under torchrun, all processes do the run together.
 
     >>> result = run(algorithm="fedavg", rounds=2, clients=10, cohort=2)
     >>> len(result.records), sorted(result.model)[:2]
@@ -116,7 +118,7 @@ def build_simulation(
     model: Any,
     device: torch.device,
     loss: Loss = F.cross_entropy,
-    metrics: Mapping[str, Metric] | None = None,
+    metrics: Mapping[str, Metric | WholeMetric | str] | Sequence[str] | None = None,
 ) -> Simulation:
     """Build the run that the settings describe; `model` is an nn.Module, its name, or a function that builds it."""
     clients = deal_out(config, dataset, device)
@@ -131,15 +133,13 @@ def simulate_clients(
     model: Any,
     device: torch.device,
     loss: Loss = F.cross_entropy,
-    metrics: Mapping[str, Metric] | None = None,
+    metrics: Mapping[str, Metric | WholeMetric | str] | Sequence[str] | None = None,
 ) -> Simulation:
     """Build a simulation of clients that have their samples; `structures` are what masks show, if targets are masks."""
     net = build_net(clients, config, alg, structures, model, loss)
-    if metrics is None and structures:
-        metrics = segmentation.metrics(structures)
-    elif metrics is None:
-        metrics = {"accuracy": accuracy} if net.loss is F.cross_entropy else {}
-    return Simulation(alg, net, clients, settings_of(config, clients.sizes, device), metrics, device)
+    measured: dict[str, Metric | WholeMetric] = {"accuracy": accuracy} if net.loss is F.cross_entropy else {}
+    measured = {**(segmentation.metrics(structures) if structures else measured), **metrics_of(metrics)}
+    return Simulation(alg, net, clients, settings_of(config, clients.sizes, device), measured, device)
 
 
 def deal_out(config: RunConfig, dataset: Dataset, device: torch.device) -> Federation:
