@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import tomllib
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, Literal, get_args, get_origin, get_type_hints
+from typing import Any, Literal, NamedTuple, get_args, get_origin, get_type_hints
 
 from undrift.core.errors import BadSetting, UndriftError, UnknownName, closest
 from undrift.core.names import algorithms_of, check_text, names, outline_of
@@ -48,7 +49,9 @@ class JobConfig:
     deterministic: bool = setting(False, "make CUDA runs repeatable")
     eval_every: int = setting(1, "rounds between evaluations")
     checkpoint_every: int = setting(1, "rounds between checkpoints")
-    stop_at: str = setting("", "accuracy=0.9 or time=10m (s, m, h), or both with a comma")
+    stop_at: str = setting(
+        "", "accuracy=0.9, loss<0.2 (any number of the record) or time=10m (s, m, h); several with commas"
+    )
     set: dict[str, Any] = field(
         default_factory=dict, metadata={"help": "FIELD=VALUE, a field of the algorithm or method; repeatable"}
     )
@@ -297,23 +300,41 @@ def as_type(name: str, value: Any, kind: Any) -> Any:
     return value
 
 
-def parse_stop(text: str) -> dict[str, float]:
+class Stop(NamedTuple):
+    """What ends a run early: a number of the record that is at least, or below, some value; or the time."""
+
+    name: str
+    value: float
+    below: bool = False
+
+    def reached(self, record: Mapping[str, Any], seconds: float) -> bool:
+        now = seconds if self.name == "time" else record.get(self.name)
+        return now is not None and bool(now < self.value if self.below else now >= self.value)
+
+
+def parse_stop(text: str) -> dict[str, Stop]:
     """Parse --stop-at.
 
-    >>> parse_stop("accuracy=0.9,time=10m")
-    {'accuracy': 0.9, 'time': 600.0}
+    >>> [*parse_stop("accuracy=0.9,time=10m").values()]
+    [Stop(name='accuracy', value=0.9, below=False), Stop(name='time', value=600.0, below=False)]
+    >>> parse_stop("loss<0.2")["loss"].below
+    True
     """
-    stop: dict[str, float] = {}
+    stops: dict[str, Stop] = {}
     for part in filter(None, text.split(",")):
-        name, _, value = part.partition("=")
+        below = "<" in part
+        name, _, value = part.partition("<" if below else "=")
         unit = {"s": 1, "m": 60, "h": 3600}.get(value[-1:]) if name == "time" else None
         try:
-            stop[name] = float(value[:-1]) * unit if unit else float(value)
+            number = float(value[:-1]) * unit if unit else float(value)
         except ValueError:
-            stop[name] = -1.0  # refused below
-        if name not in ("accuracy", "time") or not stop[name] > 0 or (name == "accuracy" and stop[name] > 1):
-            raise BadSetting(f"stop_at {part!r} is not understood; write accuracy=0.9 or time=10m")
-    return stop
+            number = math.nan  # refused below
+        share = name.endswith(("accuracy", "dice"))
+        wrong = not name.isidentifier() or not math.isfinite(number) or (name == "time" and (below or number <= 0))
+        if wrong or (share and not (0 < number <= 1)):
+            raise BadSetting(f"stop_at {part!r} is not understood; write accuracy=0.9, loss<0.2 or time=10m")
+        stops[name] = Stop(name, number, below)
+    return stops
 
 
 def check_attacks(aggregate: str, attack: str) -> None:

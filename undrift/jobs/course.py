@@ -6,8 +6,8 @@ import platform
 import subprocess
 import time
 import warnings
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from undrift.core import ranks, stopping
-from undrift.core.errors import BadRunFolder
+from undrift.core.errors import BadRunFolder, BadSetting
 from undrift.core.version import __version__
 from undrift.jobs.config import JobConfig, parse_stop
 from undrift.jobs.divergence import Best, ours, trouble
@@ -40,14 +40,57 @@ class Result(Generic[C]):
     model: dict[str, Tensor]  # a plain state_dict: of the last round, or of the best one if the run has diverged
     config: C
     folder: Path | None
-    stopped: str  # why it ended: "rounds", "accuracy", "time" or "diverged"
+    stopped: str  # why it ended: "rounds", "time", "diverged", "break" or the number that --stop-at names, such as "accuracy"
     about: dict[str, Any]  # what was found in the data and chosen by the run, as in run.toml
     model_round: int  # the round after which the model was so
+
+    def frame(self) -> Any:
+        """The records as a pandas DataFrame, with the round as its index."""
+        try:
+            import pandas
+        except ImportError as error:
+            raise BadSetting("result.frame() needs pandas; pip install pandas") from error
+        return pandas.DataFrame(self.records).set_index("round")
+
+    def report(self, out: str | Path) -> Path:
+        """Write the page of `undrift report` for this run."""
+        from undrift.report import page
+
+        def usual(command: str, algorithm: str) -> dict[str, Any]:
+            return asdict(type(self.config)())
+
+        if self.folder is None:
+            raise BadSetting("the report is made of a run's folder; give out= to the run")
+        page.write([self.folder], Path(out), None, usual)
+        return Path(out)
+
+    def _repr_html_(self) -> str:
+        """What a notebook shows: how the run ended, and its scored rounds."""
+        from html import escape
+
+        shown = ("round", "loss", "accuracy", "train_loss", "dropped", "seconds")
+        scored = [record for record in self.records if record["loss"] is not None] or self.records
+        rows = "".join(
+            "<tr>" + "".join(f"<td>{escape(as_cell(record.get(name)))}</td>" for name in shown) + "</tr>"
+            for record in scored[-12:]
+        )
+        about = f"{len(self.records)} rounds, stopped by {self.stopped}; the model is that of round {self.model_round}"
+        head = "".join(f"<th>{name}</th>" for name in shown)
+        return f"<p>{escape(about)}</p><table><thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table>"
 
     @property
     def accuracy(self) -> float | None:
         """The last accuracy measured."""
         return next((r["accuracy"] for r in reversed(self.records) if r.get("accuracy") is not None), None)
+
+
+def as_cell(value: Any) -> str:
+    """A number of the record as text; four digits are enough to look at.
+
+    >>> as_cell(0.123456), as_cell(12), as_cell(None)
+    ('0.1235', '12', '')
+    """
+    return "" if value is None else f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
 class Course(Generic[R, C]):
@@ -153,6 +196,13 @@ class Course(Generic[R, C]):
         """Whether a signal could not wait for a round's end, and a checkpoint takes little time beside a round."""
         return self.seconds > max(stopping.GRACE, 10 * self.seconds_saving)
 
+    def leave(self) -> Result[C]:
+        """Write a checkpoint, from which the run can go on; the result is what there is so far."""
+        self.keep()
+        about = self.run.about() | self.run.choices()
+        folder = self.folder.path if self.folder else None
+        return Result(self.records, self.run.model(), self.config, folder, "break", about, self.run.t)
+
     def end(self) -> Result[C]:
         """Write the model and the last checkpoint."""
         run, folder, stopped = self.run, self.folder, self.reached or "rounds"
@@ -170,9 +220,8 @@ class Course(Generic[R, C]):
 
     def stop_reason(self, record: Mapping[str, Any]) -> str:
         """Why the run stops after this record; empty if it does not. Rank 0 decides."""
-        reason = "time" if "time" in self.stop and self.elapsed >= self.stop["time"] else ""
-        if "accuracy" in self.stop and (record.get("accuracy") or 0.0) >= self.stop["accuracy"]:
-            reason = "accuracy"
+        met = [stop.name for stop in self.stop.values() if stop.reached(record, self.elapsed)]
+        reason = met[0] if met else ""
         return ranks.first_rank_says(reason)
 
     def toml(self) -> dict[str, Any]:
@@ -192,12 +241,20 @@ class Course(Generic[R, C]):
 
 def drive(course: Course[Run, C], beside: Sequence[Course[Any, Any]] = ()) -> Result[C]:
     """Run all rounds that are left; `beside` are runs of the same process that wait for their turn."""
-    while (ahead := course.ahead())[0]:
-        pause([course, *beside])
-        course.take(course.run.rounds(*ahead))
+    for _ in stretches(course, beside):
+        pass
     if not course.reached:
         pause([course, *beside])  # the end may take long
     return course.end()
+
+
+def stretches(course: Course[Run, C], beside: Sequence[Course[Any, Any]] = ()) -> Iterator[list[dict[str, Any]]]:
+    """Run all rounds that are left, and give the new records after each few of them."""
+    while (ahead := course.ahead())[0]:
+        pause([course, *beside])
+        before = len(course.records)
+        course.take(course.run.rounds(*ahead))
+        yield course.records[before:]
 
 
 def pause(courses: Sequence[Course[Any, Any]]) -> None:
