@@ -31,10 +31,12 @@ def test_without_a_gpu_everything_is_launched() -> None:
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="pretends that there is a GPU")
-def test_what_a_program_asks_for_is_compiled_once_and_found_again(tmp_path: Path) -> None:
+@pytest.mark.parametrize("program", ["rehearsed", "compiled"])
+def test_kernels_are_compiled_for_a_gpu(tmp_path: Path, program: str) -> None:
+    """`rehearsed`: what a program asks for is compiled once and found again. `compiled`: every kernel can be compiled."""
     pytest.importorskip("triton")
     environment = os.environ | {"TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path)}
     found = subprocess.run(
-        [sys.executable, "-m", "tests.kernels.rehearsed"], env=environment, capture_output=True, text=True
+        [sys.executable, "-m", f"tests.kernels.{program}"], env=environment, capture_output=True, text=True
     )
     assert found.returncode == 0, found.stderr

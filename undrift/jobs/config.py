@@ -45,7 +45,9 @@ class JobConfig:
     )
     replay: bool = setting(True, "on a GPU, replay stacked rounds as CUDA graphs: much faster")
     compile: str = setting("auto", "compile replayed rounds: auto (if the run is long enough), on or off")
-    precision: str = setting("fp32", "matrix products on a GPU in fp32, or tf32 (10 bits, faster)")
+    precision: str = setting(
+        "fp32", "products on a GPU: fp32, tf32 (10 bits, faster), or bf16 (convolutions with 7 bits, fastest)"
+    )
     deterministic: bool = setting(False, "make CUDA runs repeatable")
     eval_every: int = setting(1, "rounds between evaluations")
     checkpoint_every: int = setting(1, "rounds between checkpoints")
@@ -95,7 +97,7 @@ JOB_CHOICES = {
     "dtype": ("float32", "float64"),
     "execution": ("auto", "stacked", "pool", "debug"),
     "compile": ("auto", "on", "off"),
-    "precision": ("fp32", "tf32"),
+    "precision": ("fp32", "tf32", "bf16"),
 }
 
 

@@ -45,20 +45,30 @@ def choose(kernel: str, forms: Iterable[T], run: Callable[[T], None], device: to
 
 
 def measure(run: Callable[[], None]) -> float:
-    """Milliseconds, or infinity where the kernel needs more than the GPU has."""
-    try:
-        for _ in range(WARM_UPS):
-            run()
-    except triton.runtime.errors.OutOfResources:
-        return float("inf")
-    times = []
-    for _ in range(TIMES):
-        began, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        began.record()
-        run()
-        ended.record()
-        ended.synchronize()
-        times.append(began.elapsed_time(ended))
+    """Milliseconds of a launch in a graph, as rounds are replayed; infinity where the kernel needs more than the GPU has."""
+    aside, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
+    aside.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(aside):
+        try:
+            for _ in range(WARM_UPS):
+                run()
+        except triton.runtime.errors.OutOfResources:
+            return float("inf")
+        torch.cuda.synchronize()
+        graph.capture_begin(capture_error_mode="thread_local")
+        try:
+            for _ in range(TIMES):
+                run()
+        finally:
+            graph.capture_end()
+        times = []
+        for _ in range(TIMES):
+            began, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            began.record()
+            graph.replay()
+            ended.record()
+            ended.synchronize()
+            times.append(began.elapsed_time(ended) / TIMES)
     return float(statistics.median(times))
 
 

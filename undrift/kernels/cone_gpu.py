@@ -56,23 +56,38 @@ def odd(vectors: Tensor, size: Tensor, segments: list[slice]) -> Tensor:
 if triton is not None:
 
     @triton.jit  # type: ignore[untyped-decorator]
-    def _unit(products, counts, own, i, j, m):  # type: ignore[no-untyped-def]
-        """The products [I, J] of unit columns i and j; `own` [I] is one over the length of i, 0 where it does not count."""
-        diagonal = tl.load(products + j * (m + 1), mask=j < m, other=0.0)
-        counted = (tl.load(counts + j, mask=j < m, other=0) != 0) & (diagonal > 0.0)
+    def _unit(products, counts, own, r, i, m):  # type: ignore[no-untyped-def]
+        """The products [R, I] of unit columns r and i; `own` [I] is one over the length of i, 0 where it does not count."""
+        diagonal = tl.load(products + r * (m + 1), mask=r < m, other=0.0)
+        counted = (tl.load(counts + r, mask=r < m, other=0) != 0) & (diagonal > 0.0)
         other = tl.where(counted, 1.0 / tl.sqrt(tl.where(counted, diagonal, 1.0)), 0.0)
-        valid = (i < m)[:, None] & (j < m)[None, :]
-        some = tl.load(products + i[:, None] * m + j[None, :], mask=valid, other=0.0) * own[:, None] * other[None, :]
-        return tl.where(i[:, None] == j[None, :], 1.0, some)
+        valid = (r < m)[:, None] & (i < m)[None, :]
+        some = tl.load(products + r[:, None] * m + i[None, :], mask=valid, other=0.0) * other[:, None] * own[None, :]
+        return tl.where(r[:, None] == i[None, :], 1.0, some)
+
+    @triton.jit  # type: ignore[untyped-decorator]
+    def _correction(table, line, w, inside, i, SIZE: tl.constexpr, ROWS: tl.constexpr):  # type: ignore[no-untyped-def]
+        """How far the z inside are off if w of these columns is not zero; their part of the table is symmetric."""
+        tl.debug_barrier()
+        tl.store(line + i, tl.where(inside > 0, w, 0.0))
+        tl.debug_barrier()
+        change = tl.zeros([SIZE], tl.float64)
+        for first in range(0, SIZE, ROWS):
+            r = first + tl.arange(0, ROWS)
+            change += tl.sum(tl.load(table + r[:, None] * SIZE + i[None, :]) * tl.load(line + r)[:, None], 0)
+        return change
 
     @triton.jit  # type: ignore[untyped-decorator]
     def _pivots(  # type: ignore[no-untyped-def]
         products, along, length, counts, guess, rho, p, rows, apart, edges, table, z, solved, m,
         tolerance, allowed, smallest, smallest_long,
-        SIZE: tl.constexpr, SHORT: tl.constexpr, WIDTH: tl.constexpr,
+        SIZE: tl.constexpr, SHORT: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr,
     ):  # fmt: skip
+        """One segment's multipliers. The table [SIZE + 1, SIZE] is read ROWS at a time; its last line is for vectors."""
         part = tl.program_id(0).to(tl.int64)
         products, along, guess, z = products + part * m * m, along + part * m, guess + part * m, z + part * m
+        table += part * (SIZE + 1) * SIZE
+        line = table + SIZE * SIZE
         begin, end = tl.load(edges + part * 3), tl.load(edges + part * 3 + 1)
         i = tl.arange(0, SIZE)
         real = i < m
@@ -82,12 +97,14 @@ if triton is not None:
         inverse = tl.where(counted, 1.0 / tl.sqrt(tl.where(counted, diagonal, 1.0)), 0.0)
         with_p = tl.load(along + i, mask=real, other=0.0)
         b = tl.where(counted, with_p * inverse / tl.where(long > 0.0, long, 1.0) - margin, 0.0)
-        cells = table + part * SIZE * SIZE + i[:, None] * SIZE + i[None, :]
-        unit = _unit(products, counts, inverse, i, i, m)
-        tl.store(cells, unit)
+        total = diagonal + with_p + long
+        for first in range(0, SIZE, ROWS):
+            r = first + tl.arange(0, ROWS)
+            unit = _unit(products, counts, inverse, r, i, m)
+            total += tl.sum(unit, 0)
+            tl.store(table + r[:, None] * SIZE + i[None, :], unit)
         tl.debug_barrier()
-        check = tl.sum((tl.sum(unit, 1) + diagonal + with_p + long) * 0.0, 0)
-        finite = (check == 0.0).to(tl.int32)
+        finite = (tl.sum(total * 0.0, 0) == 0.0).to(tl.int32)
 
         value = b  # w of the columns outside, the z of those inside that makes their w zero
         point = tl.zeros([SIZE], tl.float64)  # a feasible z
@@ -120,18 +137,22 @@ if triton is not None:
             k = tl.where(first < SIZE, first, tl.where(leaving < SIZE, leaving, coming))
             hoped = tl.where(i == k, 0, hoped)
 
-            row = tl.load(table + part * SIZE * SIZE + tl.minimum(k, SIZE - 1) * SIZE + i)
-            pivot = tl.sum(tl.where(i == k, row, 0.0), 0)
+            at = tl.minimum(k, SIZE - 1)
+            row, pivot = tl.load(table + at * SIZE + i), tl.load(table + at * SIZE + at)
             goes = tl.sum(tl.where(i == k, inside, 0), 0)
             enough = tl.where(first < SIZE, 1e-6, smallest)
             if (k < SIZE) & ((goes > 0) | (pivot > enough)):
                 column = tl.where(inside == goes, row, -row)  # the table is symmetric but for signs
                 share = tl.where(i == k, 1.0, row) / pivot
-                moved = tl.load(cells) - column[:, None] * share[None, :]
-                moved = tl.where((i == k)[None, :], (column / pivot)[:, None], moved)
-                moved = tl.where((i == k)[:, None], tl.where(i == k, share, -share)[None, :], moved)
-                tl.debug_barrier()  # no thread may read the row after it is written
-                tl.store(cells, moved)
+                tl.debug_barrier()  # no thread may read the row or the line after they are written
+                tl.store(line + i, column)
+                tl.debug_barrier()
+                for start in range(0, SIZE, ROWS):
+                    r = start + tl.arange(0, ROWS)
+                    cells, across = table + r[:, None] * SIZE + i[None, :], tl.load(line + r)
+                    moved = tl.load(cells) - across[:, None] * share[None, :]
+                    moved = tl.where((i == k)[None, :], (across / pivot)[:, None], moved)
+                    tl.store(cells, tl.where((r == k)[:, None], tl.where(i == k, share, -share)[None, :], moved))
                 tl.debug_barrier()
                 at_k = tl.sum(tl.where(i == k, value, 0.0), 0) / pivot
                 value = tl.where(i == k, -at_k, value - column * at_k)
@@ -146,31 +167,29 @@ if triton is not None:
         # The table carries the round-off of all exchanges, but corrects z nearly as well as the exact inverse.
         w = b
         for turn in range(0, 3):
-            tl.store(z + i, point, mask=real)
+            tl.debug_barrier()
+            tl.store(line + i, point)
             tl.debug_barrier()
             w = b
-            for first in range(0, SIZE, 16):
-                j = first + tl.arange(0, 16)
-                w += tl.sum(
-                    _unit(products, counts, inverse, i, j, m) * tl.load(z + j, mask=j < m, other=0.0)[None, :], 1
-                )
-            tl.debug_barrier()
+            for first in range(0, SIZE, ROWS):
+                r = first + tl.arange(0, ROWS)
+                w += tl.sum(_unit(products, counts, inverse, r, i, m) * tl.load(line + r)[:, None], 0)
             if turn < 2:
-                change = tl.sum(tl.load(cells) * tl.where(inside > 0, w, 0.0)[None, :], 1)
+                change = _correction(table, line, w, inside, i, SIZE, ROWS)
                 point = tl.where(inside > 0, tl.maximum(point - change, 0.0), 0.0)
         if short & (least < 1e-8):
             for turn in range(0, 4):
                 w = tl.where(counted, -margin, 0.0)
-                for first in range(begin, end, WIDTH):
-                    at = first + tl.arange(0, WIDTH)
+                for entry in range(begin, end, WIDTH):
+                    at = entry + tl.arange(0, WIDTH)
                     valid = real[:, None] & (at < end)[None, :]
-                    unit = tl.load(rows + i.to(tl.int64)[:, None] * apart + at[None, :], mask=valid, other=0.0)
-                    unit = unit.to(tl.float64) * inverse[:, None]
+                    some = tl.load(rows + i.to(tl.int64)[:, None] * apart + at[None, :], mask=valid, other=0.0)
+                    some = some.to(tl.float64) * inverse[:, None]
                     u = tl.load(p + at, mask=at < end, other=0.0).to(tl.float64) / tl.max(long, 0)
-                    u += tl.sum(unit * point[:, None], 0)
-                    w += tl.sum(unit * u[None, :], 1)
+                    u += tl.sum(some * point[:, None], 0)
+                    w += tl.sum(some * u[None, :], 1)
                 if turn < 3:
-                    change = tl.sum(tl.load(cells) * tl.where(inside > 0, w, 0.0)[None, :], 1)
+                    change = _correction(table, line, w, inside, i, SIZE, ROWS)
                     point = tl.where(inside > 0, tl.maximum(point - change, 0.0), 0.0)
         off = tl.where(counted, tl.where(inside > 0, tl.abs(w), -w), 0.0)
         sure = tl.where((turns < 12 * SIZE) & (tl.max(off, 0) <= allowed), finite, 0)
@@ -188,12 +207,12 @@ if triton is not None:
         rows = rows if rows.stride(1) == 1 else rows.contiguous()
         size, single = triton.next_power_of_2(max(m, 16)), p.dtype != torch.float64
         whole, _ = blocks(edges, edges[-1], p)  # one block is one segment
-        table = z.new_empty(parts, size, size)
+        table = z.new_empty(parts, size + 1, size)
         launch(
             _pivots, (parts,), products.double().contiguous(), along.double().contiguous(), length, counts.to(torch.int8),
             guess.to(torch.int8).contiguous(), z.new_full((1,), rho), p, rows, rows.stride(0), whole, table, z, solved, m,
             *((1e-9, 1e-6, 1e-12, 1e-10) if single else (1e-12, 1e-9, 1e-9, 1e-9)),
-            SIZE=size, SHORT=SHORT, WIDTH=32, num_warps=16 if size == MOST else 4,
+            SIZE=size, SHORT=SHORT, WIDTH=16, ROWS=16, num_warps=4 if size < MOST else 8,
         )  # fmt: skip
         return z, solved.bool()
 

@@ -1,14 +1,15 @@
-"""Convolutions over stacked clients on a GPU, each client with its own filters: `vmap(F.conv2d)` as one product a layer.
+"""Convolutions over stacked clients on a GPU, each client with its own filters: `vmap(F.conv2d)`.
 
-cuDNN runs a stacked convolution as a grouped one, far below the speed of the card. Here channels are last in memory, the inputs
-under a filter are read in place, and all clients are in one launch. Three products belong together, and the derivatives of each
-are the other two:
+cuDNN runs a stacked convolution as a grouped one, far below the speed of the card. Here channels are last in memory. Where there
+are many of them each client is a convolution of its own, several side by side (`Apart`). Where there are few, all clients are in
+one launch, which reads the inputs under a filter in place (`Blocks`). Three products belong together, and the derivatives of
+each are the other two:
 
     to_outputs(x, w)     y[place, o] = sum over taps and channels of x[place under tap, c] w[o, tap, c]
     to_inputs(d, w)      the gradient of x for the gradient d of y
     to_filters(x, d)     the gradient of w
 
-Products are in the precision of x (float32 as TF32, or bfloat16), sums and the gradient of the filters in float32.
+Products are in the precision of x (float32, as TF32 where that is allowed, or bfloat16), sums in float32.
 """
 
 from __future__ import annotations
@@ -21,13 +22,15 @@ from torch import Tensor
 
 from undrift.core.device import half_precision
 from undrift.core.forms import faster
-from undrift.kernels import devices
+from undrift.kernels import conv_each_gpu, devices
 from undrift.kernels.choices import choose
 from undrift.kernels.launch import allocate, clients_first, current, launch, only_stacked, take_part, tl, triton
 from undrift.oracle.net import StackedConv2d, conv2d
 
 HALF = torch.bfloat16
 FEW = 8  # channels of an input that are taken together with the taps
+WIDE = 64  # channels from which on clients apart are the fastest: 2 to 3 times as fast as all in one launch, on an H200
+BRANCHES = 8
 
 
 class Shape(NamedTuple):
@@ -50,8 +53,14 @@ class Shape(NamedTuple):
         return cls(N, C, H, W, k, stride, padding, *((side + 2 * padding - k) // stride + 1 for side in (H, W)))
 
 
+class Apart(NamedTuple):
+    """Each client is a convolution of cuDNN's."""
+
+    branches: int  # how many run side by side
+
+
 class Blocks(NamedTuple):
-    """What a program computes: a block of the output, and how much it takes in a step."""
+    """All clients in one launch: the block of the output that a program computes, and how much it takes in a step."""
 
     rows: int
     columns: int
@@ -70,12 +79,16 @@ def serves(layer: StackedConv2d, x: Tensor) -> bool:
     known = layer.weight.dtype == torch.float32 and x.dtype in (torch.float32, HALF)
     wide = N % 16 == 0 and (C % 16 == 0 or C <= FEW) and x.shape[1] == C
     large = min(x.shape[-2:]) + 2 * int(padding[0]) >= k
-    return simple and known and wide and large and half_precision(x.device) and only_stacked()
+    suits = half_precision(x.device) or (
+        k <= 3 and C > FEW
+    )  # in float32 wide filters are faster as grouped convolutions
+    return simple and known and wide and large and suits and only_stacked() and devices.tensor_cores(x.device)
 
 
 @faster(conv2d, when=serves)
 def conv2d_stacked(layer: StackedConv2d, x: Tensor) -> Tensor:
-    return convolution(x.to(HALF), layer.weight, layer.bias, layer.stride[0], int(layer.padding[0]))
+    x = x.to(HALF) if half_precision(x.device) else x
+    return convolution(x, layer.weight, layer.bias, layer.stride[0], int(layer.padding[0]))
 
 
 if triton is not None:
@@ -104,10 +117,10 @@ if triton is not None:
         return h
 
     # One compilation serves the first step, in which all clients share their filters, and the later ones.
-    @triton.jit(do_not_specialize=["apart", "b_apart"], do_not_specialize_on_alignment=["b"])  # type: ignore[untyped-decorator]
+    @triton.jit(do_not_specialize=["apart"])  # type: ignore[untyped-decorator]
     def _outputs(  # type: ignore[no-untyped-def]
-        x, w, b, out, apart, b_apart, places, N: tl.constexpr, C: tl.constexpr, H: tl.constexpr, W: tl.constexpr,
-        k: tl.constexpr, STRIDE: tl.constexpr, PAD: tl.constexpr, OH: tl.constexpr, OW: tl.constexpr, BIASED: tl.constexpr,
+        x, w, out, apart, places, N: tl.constexpr, C: tl.constexpr, H: tl.constexpr, W: tl.constexpr,
+        k: tl.constexpr, STRIDE: tl.constexpr, PAD: tl.constexpr, OH: tl.constexpr, OW: tl.constexpr,
         PRECISION: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, STEP: tl.constexpr,
     ):  # fmt: skip
         """ROWS output places and COLUMNS filters of one client."""
@@ -123,8 +136,6 @@ if triton is not None:
             valid = (o < N)[None, :] & (entry < k * k * C)[:, None]
             f = tl.load(w + o[None, :] * (k * k * C) + entry[:, None], mask=valid, other=0.0)
             total = tl.dot(h, f, total, input_precision=PRECISION)
-        if BIASED:
-            total += tl.load(b + client * b_apart + o, mask=o < N, other=0.0)[None, :]
         out += client * (samples * OH * OW * N)
         at = place[:, None] * N + o[None, :]
         tl.store(out + at, total.to(out.dtype.element_ty), mask=inside[:, None] & (o < N)[None, :])
@@ -170,8 +181,8 @@ if triton is not None:
 
     @triton.jit  # type: ignore[untyped-decorator]
     def _entries(  # type: ignore[no-untyped-def]
-        x, d, out, sums, places, share, N: tl.constexpr, C: tl.constexpr, H: tl.constexpr, W: tl.constexpr, k: tl.constexpr,
-        STRIDE: tl.constexpr, PAD: tl.constexpr, OH: tl.constexpr, OW: tl.constexpr, BIASED: tl.constexpr,
+        x, d, out, places, share, N: tl.constexpr, C: tl.constexpr, H: tl.constexpr, W: tl.constexpr, k: tl.constexpr,
+        STRIDE: tl.constexpr, PAD: tl.constexpr, OH: tl.constexpr, OW: tl.constexpr,
         PRECISION: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, STEP: tl.constexpr,
     ):  # fmt: skip
         """The gradient of COLUMNS entries of ROWS filters of one client, over a share of its places."""
@@ -181,22 +192,18 @@ if triton is not None:
         samples = places // (OH * OW)
         x += client * (samples * H * W * C)
         d += client * (samples * OH * OW * N)
-        g, bias = tl.zeros([ROWS, COLUMNS], tl.float32), tl.zeros([ROWS], tl.float32)
+        g = tl.zeros([ROWS, COLUMNS], tl.float32)
         for begin in range(part * share, min((part + 1) * share, places), STEP):
             place = begin + tl.arange(0, STEP)
             inside = place < places
             back = tl.load(d + place[:, None] * N + o[None, :], mask=inside[:, None] & (o < N)[None, :], other=0.0)
             h = _under(x, place, inside, first, C, H, W, k, STRIDE, PAD, OH, OW, COLUMNS)
             g = tl.dot(tl.trans(back), h, g, input_precision=PRECISION)
-            if BIASED:
-                bias += tl.sum(back.to(tl.float32), 0)
         entry = first + tl.arange(0, COLUMNS)
         out += (client * parts + part) * (N * k * k * C)
         tl.store(
             out + o[:, None] * (k * k * C) + entry[None, :], g, mask=(o < N)[:, None] & (entry < k * k * C)[None, :]
         )
-        if BIASED:
-            tl.store(sums + (client * parts + part) * N + o, bias, mask=(o < N) & (first == 0))
 
     @triton.jit(do_not_specialize=["apart"], do_not_specialize_on_alignment=["w"])  # type: ignore[untyped-decorator]
     def _turn(w, out, apart, N, C, TAPS: tl.constexpr, ALL: tl.constexpr, SOME: tl.constexpr):  # type: ignore[no-untyped-def]
@@ -244,43 +251,51 @@ if triton is not None:
         """The next power of two, at least 16, which is the least of a product, and at most `most`."""
         return min(most, max(16, int(triton.next_power_of_2(n))))
 
-    def some(channels: int, most: int = 64) -> int:
-        """How many entries of a filter a step takes: of one tap, or of several where channels are few."""
-        return next((n for n in (64, 32, 16) if n <= most and channels % n == 0), 32)
+    def forms(kind: str, shape: Shape, dtype: torch.dtype) -> list[Apart | Blocks]:
+        """The forms worth trying."""
+        if min(shape.N, shape.C) >= WIDE:
+            return [Apart(BRANCHES)]
+        return [blocks(kind, shape, dtype), Apart(BRANCHES)]
 
-    def forms(kind: str, shape: Shape, dtype: torch.dtype) -> list[Blocks]:
-        """Blocks worth trying, the safest first."""
-        many = 1 if dtype == torch.float32 else 2  # halves are half as long
+    def blocks(kind: str, shape: Shape, dtype: torch.dtype) -> Blocks:
+        """The fastest of some hundred on an H200."""
+        half = dtype != torch.float32
         if kind == "filters":
-            columns = next((n for n in (128, 64, 32, 16) if shape.C % n == 0), 32)
-            rows = up(shape.N, 128)
-            return [Blocks(rows, columns, 32 * many, 4 if rows * columns < 128 * 128 else 8, 3)]
+            rows, columns = up(shape.N, 64), 16 if shape.C % 32 and shape.C > FEW else 32
+            return Blocks(rows, columns, 128 if rows == columns == 16 else 64, 4 if half and rows == 64 else 2, 2)
         wide, deep = (shape.N, shape.C) if kind == "outputs" else (shape.C, shape.N)
-        columns, step = up(wide, 128), some(deep, 32 * many)
-        return [Blocks(128, columns, step, 8 if columns == 128 else 4, 3)]
+        step = next(
+            (n for n in (64, 32, 16) if n <= (64 if half else 32) and deep % n == 0), 32
+        )  # of one tap, if possible
+        return Blocks(256 if wide == 16 else 128, up(wide, 64), step, 4 if half else 8, 2)
 
     def sizes(shape: Shape, blocks: Blocks) -> dict[str, Any]:
         rows, columns, step, warps, stages = blocks
         block = dict(ROWS=rows, COLUMNS=columns, STEP=step, num_warps=warps, num_stages=stages)
         return shape._asdict() | dict(PRECISION=devices.precision()) | block
 
-    def fastest(kind: str, shape: Shape, x: Tensor, run: Callable[[Blocks], Any]) -> Any:
-        """What the fastest blocks give, for so many clients and samples."""
+    def fastest(kind: str, shape: Shape, x: Tensor, run: Callable[[Any], Any]) -> Any:
+        """What the fastest form gives, for so many clients and samples."""
         key = f"{kind} {'x'.join(map(str, (*x.shape[:2], *shape)))} {str(x.dtype).removeprefix('torch.')} {devices.precision()}"
         return run(choose(key, forms(kind, shape, x.dtype), run, x.device))
 
     @torch.library.custom_op("undrift::stacked_outputs", mutates_args=())
-    def to_outputs(x: Tensor, w: Tensor, b: Tensor | None, stride: int, padding: int) -> tuple[Tensor, Tensor]:
-        """x [S, B, C, H, W], w [S, N, C, k, k] and b [S, N] to [S, B, N, H', W']; and the filters as `inputs` takes them."""
+    def to_outputs(x: Tensor, w: Tensor, stride: int, padding: int) -> tuple[Tensor, Tensor]:
+        """x [S, B, C, H, W] and w [S, N, C, k, k] to [S, B, N, H', W']; and the filters as `inputs` takes them."""
         shape, x, f = Shape.of(x.shape, w.shape, stride, padding), last(x), turned(w, x.dtype)
-        b = b if b is None or b.stride(1) == 1 else b.contiguous()
         places, out = x.shape[1] * shape.OH * shape.OW, allocate(x, *x.shape[:2], shape.OH, shape.OW, shape.N)
 
-        def run(blocks: Blocks) -> None:
+        def run(form: Apart | Blocks) -> None:
+            if isinstance(form, Apart):
+                given, made, own = first(x), first(out), own_filters(f, len(x))
+                conv_each_gpu.each(
+                    len(x), form.branches, x.device,
+                    lambda i: conv_each_gpu.outputs(given[i], own[i], made[i], stride, padding),
+                )  # fmt: skip
+                return
             launch(
-                _outputs, (len(x), triton.cdiv(places, blocks.rows), triton.cdiv(shape.N, blocks.columns)),
-                x, f, b, out, f.stride(0) if len(f) > 1 else 0, 0 if b is None else b.stride(0), places,
-                BIASED=b is not None, **sizes(shape, blocks),
+                _outputs, (len(x), triton.cdiv(places, form.rows), triton.cdiv(shape.N, form.columns)),
+                x, f, out, f.stride(0) if len(f) > 1 else 0, places, **sizes(shape, form),
             )  # fmt: skip
 
         fastest("outputs", shape, x, run)
@@ -293,42 +308,63 @@ if triton is not None:
         out = allocate(d, *d.shape[:2], high, wide, shape.C)
         places = d.shape[1] * triton.cdiv(high, stride) * triton.cdiv(wide, stride)
 
-        def run(blocks: Blocks) -> None:
+        def run(form: Apart | Blocks) -> None:
+            if isinstance(form, Apart):
+                back, made, own = first(d), first(out), own_filters(f, len(d))
+                conv_each_gpu.each(
+                    len(d), form.branches, d.device,
+                    lambda i: conv_each_gpu.inputs(back[i], own[i], made[i], stride, padding),
+                )  # fmt: skip
+                return
             launch(
-                _inputs, (len(d), triton.cdiv(places, blocks.rows) * stride**2, triton.cdiv(shape.C, blocks.columns)),
-                d, f, out, f.stride(0) if len(f) > 1 else 0, d.shape[1], **sizes(shape, blocks),
+                _inputs, (len(d), triton.cdiv(places, form.rows) * stride**2, triton.cdiv(shape.C, form.columns)),
+                d, f, out, f.stride(0) if len(f) > 1 else 0, d.shape[1], **sizes(shape, form),
             )  # fmt: skip
 
         fastest("inputs", shape, d, run)
         return first(out)
 
     @torch.library.custom_op("undrift::stacked_filters", mutates_args=())
-    def to_filters(x: Tensor, d: Tensor, k: int, stride: int, padding: int, biased: bool) -> tuple[Tensor, Tensor]:
-        """The gradients of w [S, N, C, k, k] and of b [S, N], or of none."""
+    def to_filters(x: Tensor, d: Tensor, k: int, stride: int, padding: int) -> Tensor:
+        """The gradient of w [S, N, C, k, k]."""
         N, C = d.shape[2], x.shape[2]
         shape, x, d = Shape.of(x.shape, torch.Size((N, C, k, k)), stride, padding), last(x), last(d)
-        S, places = len(x), x.shape[1] * shape.OH * shape.OW
+        S, places, width = len(x), x.shape[1] * shape.OH * shape.OW, up(C, 128)
+        out = allocate(x, S, N, C, k, k, dtype=torch.float32)
 
-        def run(blocks: Blocks) -> tuple[Tensor, Tensor]:
-            many = triton.cdiv(N, blocks.rows) * triton.cdiv(k * k * C, blocks.columns)
-            parts = max(1, min(1024 // (S * many), places // (4 * blocks.step)))  # enough programs for a GPU
-            share = triton.cdiv(triton.cdiv(places, parts), blocks.step) * blocks.step
-            g = allocate(x, S, parts, N, k, k, C, dtype=torch.float32)
-            sums = allocate(x, S, parts, N if biased else 0, dtype=torch.float32)
-            n = sizes(shape, blocks)
-            launch(_entries, (S, parts, many), x, d, g, sums, places, share, BIASED=biased, **n)
-            out, width = allocate(g, S, N, C, k, k), up(C, 128)
+        def gather(g: Tensor, out: Tensor, parts: int) -> None:
             launch(
-                _gather, (S, N, triton.cdiv(C, width)), g, out, parts, N, C,
+                _gather, (len(out), N, triton.cdiv(C, width)), g, out, parts, N, C,
                 TAPS=k * k, ALL=triton.next_power_of_2(k * k), SOME=width, num_warps=4,
             )  # fmt: skip
-            return out, sums.sum(1)
 
-        gradients: tuple[Tensor, Tensor] = fastest("filters", shape, x, run)
-        return gradients
+        def run(form: Apart | Blocks) -> None:
+            if isinstance(form, Apart):
+                seen, back = first(x), first(d)
+                if current.get() is not None:
+                    gather(x, out[:1], 1)  # is compiled
+                conv_each_gpu.each(
+                    S, form.branches, x.device,
+                    lambda i: gather(conv_each_gpu.filters(seen[i], back[i], k, stride, padding), out[i : i + 1], 1),
+                )  # fmt: skip
+                return
+            many = triton.cdiv(N, form.rows) * triton.cdiv(k * k * C, form.columns)
+            parts = max(1, min(1024 // (S * many), places // (4 * form.step)))  # enough programs for a GPU
+            share = triton.cdiv(triton.cdiv(places, parts), form.step) * form.step
+            g = allocate(x, S, parts, N, k, k, C, dtype=torch.float32)
+            launch(_entries, (S, parts, many), x, d, g, places, share, **sizes(shape, form))
+            gather(g, out, parts)
+
+        fastest("filters", shape, x, run)
+        return out
+
+    def own_filters(f: Tensor, clients: int) -> list[Tensor]:
+        """Every client's filters [N, C, k, k] of [S or 1, N, k, k, C]."""
+        own = list(f.permute(0, 1, 4, 2, 3))
+        return own if len(own) == clients else own * clients
 
     @to_outputs.register_fake
-    def _(x: Tensor, w: Tensor, b: Tensor | None, stride: int, padding: int) -> tuple[Tensor, Tensor]:
+    def _(x: Tensor, w: Tensor, stride: int, padding: int) -> tuple[Tensor, Tensor]:
         shape = Shape.of(x.shape, w.shape, stride, padding)
         out = first(x.new_empty(*x.shape[:2], shape.OH, shape.OW, shape.N))
         return out, x.new_empty(len(w) if w.stride(0) else 1, shape.N, shape.k, shape.k, shape.C)
@@ -338,15 +374,12 @@ if triton is not None:
         return first(d.new_empty(*d.shape[:2], high, wide, w.shape[2]))
 
     @to_filters.register_fake
-    def _(x: Tensor, d: Tensor, k: int, stride: int, padding: int, biased: bool) -> tuple[Tensor, Tensor]:
-        def new(*shape: int) -> Tensor:
-            return x.new_empty(shape, dtype=torch.float32)
-
-        return new(len(x), d.shape[2], x.shape[2], k, k), new(len(x), d.shape[2] if biased else 0)
+    def _(x: Tensor, d: Tensor, k: int, stride: int, padding: int) -> Tensor:
+        return x.new_empty(len(x), d.shape[2], x.shape[2], k, k, dtype=torch.float32)
 
     def _keep_outputs(ctx: Any, inputs: Any, output: Any) -> None:
-        x, w, b, ctx.stride, ctx.padding = inputs
-        ctx.biased, ctx.rehearsal = b is not None, current.get()
+        x, w, ctx.stride, ctx.padding = inputs
+        ctx.rehearsal = current.get()
         ctx.mark_non_differentiable(output[1])
         ctx.save_for_backward(x, w, output[1])
 
@@ -355,8 +388,7 @@ if triton is not None:
         how = ctx.stride, ctx.padding
         with take_part(ctx.rehearsal):
             dx = to_inputs(d, w, f, *x.shape[3:], *how) if ctx.needs_input_grad[0] else None
-            g, sums = to_filters(x, d, w.shape[-1], *how, ctx.biased)
-        return dx, g, sums if ctx.biased else None, None, None
+            return dx, to_filters(x, d, w.shape[-1], *how), None, None
 
     def _keep_inputs(ctx: Any, inputs: Any, output: Any) -> None:
         d, w, _, _, _, ctx.stride, ctx.padding = inputs
@@ -367,41 +399,39 @@ if triton is not None:
         d, w = ctx.saved_tensors
         how = ctx.stride, ctx.padding
         with take_part(ctx.rehearsal):
-            of_d = to_outputs(dx, w, None, *how)[0] if ctx.needs_input_grad[0] else None
-            of_w = to_filters(dx, d, w.shape[-1], *how, False)[0] if ctx.needs_input_grad[1] else None
+            of_d = to_outputs(dx, w, *how)[0] if ctx.needs_input_grad[0] else None
+            of_w = to_filters(dx, d, w.shape[-1], *how) if ctx.needs_input_grad[1] else None
         return of_d, of_w, None, None, None, None, None
 
     def _keep_filters(ctx: Any, inputs: Any, output: Any) -> None:
-        x, d, _, ctx.stride, ctx.padding, ctx.biased = inputs
+        x, d, _, ctx.stride, ctx.padding = inputs
         ctx.rehearsal = current.get()
         ctx.save_for_backward(x, d)
 
-    def _filters_backward(ctx: Any, dw: Tensor, db: Tensor) -> Any:
+    def _filters_backward(ctx: Any, dw: Tensor) -> Any:
         x, d = ctx.saved_tensors
         how = ctx.stride, ctx.padding
         with take_part(ctx.rehearsal):
-            of_d, f = to_outputs(x, dw, db if ctx.biased else None, *how)
+            of_d, f = to_outputs(x, dw, *how)
             of_x = to_inputs(d, dw, f, *x.shape[3:], *how) if ctx.needs_input_grad[0] else None
-        return of_x, of_d, None, None, None, None
+        return of_x, of_d, None, None, None
 
     to_outputs.register_autograd(_outputs_backward, setup_context=_keep_outputs)
     to_inputs.register_autograd(_inputs_backward, setup_context=_keep_inputs)
     to_filters.register_autograd(_filters_backward, setup_context=_keep_filters)
 
     @torch.library.custom_op("undrift::conv2d", mutates_args=())
-    def _conv2d(x: Tensor, w: Tensor, b: Tensor | None, stride: int, padding: int) -> Tensor:
-        return torch.conv2d(x, w.to(x.dtype), b if b is None else b.to(x.dtype), stride, padding)
+    def _conv2d(x: Tensor, w: Tensor, stride: int, padding: int) -> Tensor:
+        return torch.conv2d(x, w.to(x.dtype), None, stride, padding)
 
     _conv2d.register_fake(_conv2d._init_fn)
 
     @_conv2d.register_vmap
-    def _(
-        info: Any, dims: Any, x: Tensor, w: Tensor, b: Tensor | None, stride: int, padding: int
-    ) -> tuple[Tensor, int]:
-        return to_outputs(*clients_first(info, dims, x, w, b), stride, padding)[0], 0
+    def _(info: Any, dims: Any, x: Tensor, w: Tensor, stride: int, padding: int) -> tuple[Tensor, int]:
+        return to_outputs(*clients_first(info, dims, x, w), stride, padding)[0], 0
 
 
 def convolution(x: Tensor, w: Tensor, b: Tensor | None, stride: int, padding: int) -> Tensor:
     """F.conv2d(x, w, b, stride, padding) with products in the precision of x, for use under vmap."""
-    out: Tensor = torch.ops.undrift.conv2d(x, w, b, stride, padding)
-    return out
+    out: Tensor = torch.ops.undrift.conv2d(x, w, stride, padding)
+    return out if b is None else out + b.to(out.dtype).view(-1, 1, 1)

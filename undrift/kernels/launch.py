@@ -7,8 +7,9 @@ program with zeros for its kernels' outputs, collects the kernels and compiles t
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -70,6 +71,30 @@ def launch(kernel: Any, grid: tuple[int, ...], *given: Any, **sizes: Any) -> Non
         kernel[grid](*given, **sizes)
     else:
         active.ask(kernel, grid, given, sizes)
+
+
+@functools.cache
+def streams(device: torch.device, count: int) -> list[torch.cuda.Stream]:
+    return [torch.cuda.Stream(device) for _ in range(count)]
+
+
+def side_by_side(count: int, branches: int, device: torch.device, run: Callable[[int], None]) -> None:
+    """run(0), run(1), ... on some streams in turn, which begin after and end before what else the current stream does.
+
+    Recorded as a graph they are its branches. Tensors may cross: a stream takes memory again only after the next such begin.
+    """
+    if device.type != "cuda":
+        for number in range(count):
+            run(number)
+        return
+    main, sides = torch.cuda.current_stream(device), streams(device, min(branches, count))
+    for side in sides:
+        side.wait_stream(main)
+    for number in range(count):
+        with torch.cuda.stream(sides[number % len(sides)]):
+            run(number)
+    for side in sides:
+        main.wait_stream(side)
 
 
 def allocate(like: Tensor, *shape: int, dtype: torch.dtype | None = None) -> Tensor:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from undrift.core.forms import faster
-from undrift.kernels import conv_stacked_gpu, devices
+from undrift.kernels import devices
 from undrift.kernels.conv_stacked_gpu import first, last
 from undrift.kernels.launch import allocate, clients_first, current, launch, only_stacked, take_part, tl, triton
 from undrift.oracle.net import MaskedBatchNorm, StackedGroupNorm, batch_norm, group_norm, normalise
@@ -24,7 +24,8 @@ def serves(layer: StackedGroupNorm | MaskedBatchNorm, x: Tensor) -> bool:
     """Whether the kernels serve a layer of stacked clients and inputs x [B, C, H, W] of one of them, with channels last."""
     if not (layer.current.stacked and x.dim() == 4 and devices.gpu(x.device)):
         return False
-    known = x.dtype == conv_stacked_gpu.HALF and layer.weight is not None and layer.weight.dtype == torch.float32
+    known = x.dtype in (torch.float32, torch.bfloat16)
+    known = known and layer.weight is not None and layer.weight.dtype == torch.float32
     return known and x.stride(1) == 1 and layer.bias is not None and x.shape[1] % 16 == 0 and only_stacked()
 
 

@@ -136,7 +136,15 @@ class StackedConv2d(nn.Conv2d):
         return conv2d(self, x)
 
 
+class WholeAverage(nn.AdaptiveAvgPool2d):
+    """An average over all pixels as a mean, which vmap knows also where channels are last in memory."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.mean((-1, -2), keepdim=True) if self.output_size in (1, (1, 1)) else super().forward(x)
+
+
 STACKED: dict[type[nn.Module], type[nn.Module]] = {
+    nn.AdaptiveAvgPool2d: WholeAverage,
     nn.GroupNorm: StackedGroupNorm,
     nn.Linear: StackedLinear,
     nn.Conv2d: StackedConv2d,
@@ -427,7 +435,7 @@ def plain_cross_entropy(loss: Loss) -> bool:
 
 
 def _prepare(module: nn.Module, name: str, current: _Pass, training: bool, done: set[int]) -> None:
-    """Replace the forward of every BatchNorm, Dropout, GroupNorm, Linear and Conv2d; hooks and tensors stay the same objects."""
+    """Replace the forward of BatchNorm, Dropout and the layers in STACKED; hooks and tensors stay the same objects."""
     if id(module) in done:  # a part that is used in several places
         return
     done.add(id(module))

@@ -20,6 +20,7 @@ from undrift.algorithms.wrapper import KeepMoments, Wrapper, at_rate, innermost
 from undrift.core.errors import BadSetting
 from undrift.core.trees import map_leaves
 from undrift.data.federation import Federation
+from undrift.kernels.launch import side_by_side
 from undrift.oracle.net import Net
 from undrift.round.order import ServerState
 from undrift.round.private import Private
@@ -29,6 +30,7 @@ from undrift.simulate.replay import Replay
 from undrift.simulate.simulation import Simulation
 
 T = TypeVar("T")
+BRANCHES = 8  # server steps side by side
 
 
 def varying(alg: Algorithm) -> set[str]:
@@ -95,14 +97,18 @@ class Together(Wrapper):
         return getattr(self.server, name)(**given)
 
     def run_by_run(self, name: str, given: dict[str, Any]) -> Any:
-        """Each run with its own plain algorithm, on its own clients without empty places."""
+        """Each run with its own plain algorithm, on its own clients without empty places; on a GPU several side by side."""
         cohort: Cohort | None = given.get("cohort", given.get("invited"))
-        views, results = Views(), []
-        for r, alg in enumerate(self.algs):
+        views, results = Views(), dict[int, Any]()
+
+        def call(r: int) -> None:
             present = None if cohort is None or cohort.there is None else int(cohort.there[r].sum())
-            own = {n: views.take(n, value, r, present, alg.lr) for n, value in given.items()}
-            results.append(getattr(alg, name)(**own))
-        return views.stack(results)
+            own = {n: views.take(n, value, r, present, self.algs[r].lr) for n, value in given.items()}
+            results[r] = getattr(self.algs[r], name)(**own)
+
+        device = next((value.device for value in given.values() if isinstance(value, Tensor)), torch.device("cpu"))
+        side_by_side(len(self.algs), BRANCHES, device, call)
+        return views.stack([results[r] for r in range(len(self.algs))])
 
 
 class Views:
