@@ -12,6 +12,7 @@ import json
 import os
 import shlex
 import sys
+import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -32,6 +33,7 @@ from undrift.pipeline import pipe_config as pipeline
 
 KINDS = ("algorithms", "methods", "datasets", "models", "partitions")
 ON_RANKS = ("run", "dataparallel", "dp", "pipe")  # commands that torchrun may start
+EVERY = 5.0  # seconds between lines of progress without a terminal
 Fields = Mapping[str, dataclasses.Field[Any]]
 Argument = tuple[str, dict[str, Any]]  # what `add_argument` takes
 # Commands by name: function, help, arguments and other names. `command` fills it in the order in which --help lists them.
@@ -347,7 +349,12 @@ def train(arguments: argparse.Namespace, fields: Fields, run: Callable[..., Any]
     bar = progress_bar()
     task = bar.add_task(name, total=None, accuracy="")
 
+    lines = None if bar.console.is_terminal else log_lines()
+
     def show(record: dict[str, Any], rounds: int) -> None:
+        if lines is not None:
+            lines(record, rounds)
+            return
         bar.start()  # only now: a mistake in the settings needs no bar
         known = {} if record["accuracy"] is None else {"accuracy": f"accuracy {record['accuracy']:.4f}"}
         bar.update(task, completed=record["round"], total=rounds, **known)
@@ -460,6 +467,18 @@ def default_settings(command: str, algorithm: str) -> dict[str, Any]:
         with contextlib.suppress(UndriftError):  # a method of another version
             usual |= {field.name: field.default for field in dataclasses.fields(algorithm_class(algorithm))}
     return usual
+
+
+@command("ls", "list runs: how far they are, their best score, the time left", path("folders", nargs="+"))
+def ls_command(arguments: argparse.Namespace) -> None:
+    from rich.table import Table
+
+    from undrift.jobs.overview import Line, overview
+
+    table = Table(*Line._fields)
+    for line in overview(arguments.folders):
+        table.add_row(*line)
+    plain_console(None if sys.stdout.isatty() else 160).print(table)
 
 
 @command(
@@ -602,6 +621,25 @@ def described(about: dict[str, Any]) -> str:
     )
     text += f", {classes} classes" if classes else ", no class labels"
     return text + (f"; execution {about['execution']}" if "execution" in about else "")
+
+
+def log_lines() -> Callable[[dict[str, Any], int], None]:
+    """Print how far a run is every few seconds, where no terminal can show a bar."""
+    from undrift.jobs.overview import in_words
+
+    began, first, last, score = time.monotonic(), 0, time.monotonic(), ""
+
+    def show(record: dict[str, Any], rounds: int) -> None:
+        nonlocal first, last, score
+        first, now = first or record["round"], time.monotonic()
+        if record["accuracy"] is not None:
+            score = f", accuracy {record['accuracy']:.4f}"
+        if now - last >= EVERY:
+            left = (now - began) / (record["round"] - first + 1) * (rounds - record["round"])
+            print(f"round {record['round']} of {rounds}{score}, {in_words(left)} left", flush=True)
+            last = now
+
+    return show
 
 
 def plain_console(width: int | None = None) -> Any:

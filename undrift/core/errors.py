@@ -31,7 +31,7 @@ class UnknownName(UndriftError):
         best = closest(name, names)
         hint = f"did you mean {best!r}?" if best else f"known: {', '.join(names)}"
         if plain(name) in HALF and "float32" in names:
-            hint = "use float32, with --precision tf32 for speed on a GPU; half precision is not offered"
+            hint = "half precision is not offered; use float32, with --precision tf32 or bf16 for speed on a GPU"
         super().__init__(f"unknown {kind} {name!r}; {hint}")
 
     def __reduce__(self) -> tuple[type[UndriftError], tuple[str]]:
