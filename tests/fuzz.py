@@ -554,7 +554,7 @@ def super_model() -> dict[str, bytes]:
     with tempfile.TemporaryDirectory() as folder:
         undrift.run(
             algorithm="fedsm", dataset="synthetic-sites(sites=2, size=16, patients=4)", model="unet(depth=1, width=4)",
-            partition="sites", clients=2, cohort=2, rounds=0, steps=1, batch=2, out=folder,
+            partition="sites", clients=2, cohort=2, rounds=1, steps=1, batch=2, out=folder,
         )  # fmt: skip
         return {name: (Path(folder) / name).read_bytes() for name in SUPER}
 

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from undrift.dataparallel.optimizer import DEF, EF, EF21, SAEF, PSync
     from undrift.jobs.config import RunConfig
     from undrift.jobs.course import Result
-    from undrift.jobs.run import run
+    from undrift.jobs.run import rounds, run
     from undrift.personal.supermodel import SuperModel
 else:
     __getattr__, __dir__ = exports(
@@ -21,11 +21,13 @@ else:
             "Result": "undrift.jobs.course",
             "RunConfig": "undrift.jobs.config",
             "SuperModel": "undrift.personal.supermodel",
+            "rounds": "undrift.jobs.run",
             "run": "undrift.jobs.run",
             **dict.fromkeys(("DEF", "EF", "EF21", "PSync", "SAEF"), "undrift.dataparallel.optimizer"),
         },
     )
 
 __all__ = [
-    "DEF", "EF", "EF21", "SAEF", "Dataset", "PSync", "Result", "RunConfig", "SuperModel", "UndriftError", "__version__", "run",
+    "DEF", "EF", "EF21", "SAEF", "Dataset", "PSync", "Result", "RunConfig", "SuperModel", "UndriftError", "__version__", "rounds",
+    "run",
 ]  # fmt: skip

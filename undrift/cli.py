@@ -12,7 +12,9 @@ import json
 import os
 import shlex
 import sys
-from collections.abc import Callable, Mapping, Sequence
+import time
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -21,7 +23,7 @@ from safetensors import SafetensorError
 from undrift import __version__
 from undrift.algorithms.checks import looks_at_single_uploads
 from undrift.core import ranks, stopping
-from undrift.core.errors import BadSetting, LostRank, UndriftError, UnknownName
+from undrift.core.errors import BadSetting, LostRank, UndriftError, UnknownName, closest, plain
 from undrift.core.names import algorithms_of, check_text, describe, names, outline_of, printable
 from undrift.core.outline import outline
 from undrift.dataparallel import parallel_config as parallel
@@ -31,6 +33,7 @@ from undrift.pipeline import pipe_config as pipeline
 
 KINDS = ("algorithms", "methods", "datasets", "models", "partitions")
 ON_RANKS = ("run", "dataparallel", "dp", "pipe")  # commands that torchrun may start
+EVERY = 5.0  # seconds between lines of progress without a terminal
 Fields = Mapping[str, dataclasses.Field[Any]]
 Argument = tuple[str, dict[str, Any]]  # what `add_argument` takes
 # Commands by name: function, help, arguments and other names. `command` fills it in the order in which --help lists them.
@@ -51,14 +54,43 @@ class Parser(argparse.ArgumentParser):
             old = unknown[0].split("=")[0].removeprefix("--").replace("-", "_")
             if old in deployment.RENAMED:
                 raise BadSetting(f"--{old} is called --{deployment.RENAMED[old]} now".replace("_", "-"))
-            flags = [o for a in self._subparser(arguments.command)._actions for o in a.option_strings]
-            raise UnknownName(f"argument of '{self.prog} {arguments.command}'", unknown[0].split("=")[0], flags)
+            raise self._unknown(arguments.command, unknown[0])
         return arguments
+
+    def _unknown(self, command: str, word: str) -> UndriftError:
+        """The error for an argument that a command does not take: what was meant, or where it belongs."""
+        flag, flags = word.split("=")[0], self._flags(command)
+        if not word.startswith("-") and "=" in word:
+            return like_hydra(word, flags)
+        best = closest(flag, flags)
+        if plain(best) == plain(flag):
+            return UnknownName(f"argument of '{self.prog} {command}'", flag, flags)
+        field = flag.lstrip("-").replace("-", "_")
+        if "--algorithm" in flags and any(field in entry["fields"] for entry in list_kind("algorithms")):
+            return BadSetting(f"{field} is a field of algorithms: give --set {field}=VALUE")
+        others = [name for name in COMMANDS if flag in self._flags(name)]
+        if word.startswith("-") and others:
+            commands = ", ".join(f"'{self.prog} {name}'" for name in others)
+            return BadSetting(f"'{self.prog} {command}' has no {flag}; it is an argument of {commands}")
+        if not word.startswith("-"):
+            return BadSetting(f"'{self.prog} {command}' does not take {word!r}; try '{self.prog} {command} --help'")
+        return UnknownName(f"argument of '{self.prog} {command}'", flag, flags)
+
+    def _flags(self, command: str) -> list[str]:
+        return [o for a in self._subparser(command)._actions for o in a.option_strings]
 
     def _subparser(self, command: str) -> argparse.ArgumentParser:
         (action,) = (a for a in self._actions if isinstance(a, argparse._SubParsersAction))
         parser: argparse.ArgumentParser = action.choices[command]
         return parser
+
+
+def like_hydra(word: str, flags: Sequence[str]) -> UndriftError:
+    """The error for NAME=VALUE without dashes."""
+    name, _, value = word.partition("=")
+    flag = f"--{name.removeprefix('set.').replace('_', '-')}"
+    right = f"{flag} {value}" if flag in flags else f"--set {name.removeprefix('set.')}={value}"
+    return BadSetting(f"settings are flags here: write {right}, not {word}")
 
 
 @functools.cache
@@ -117,12 +149,16 @@ def make_flags(fields: Fields, types: Mapping[str, Any], choices: Mapping[str, t
     return arguments
 
 
+RATE = arg("--lr", type=float, metavar="RATE", help="the same as --set lr=RATE: the learning rate of local steps")
+
+
 def make_arguments(settings: Any) -> list[Argument]:
     """The arguments of a command that trains: a file of settings, a flag for each setting, and the run's folder."""
     name = "ALGORITHM" if "algorithm" in settings.FIELDS else "METHOD"
     return [
         path("config", "CONFIG.toml", nargs="?", help="settings; flags override them"),
         *make_flags(settings.FIELDS, settings.TYPES, settings.CHOICES),
+        *([] if "lr" in settings.FIELDS else [RATE]),
         path("--out", help=f"the run's folder [runs/{name}-DATASET-seedN]"),
         arg("--resume", action="store_true", help="go on from the folder's last checkpoint"),
     ]
@@ -131,7 +167,7 @@ def make_arguments(settings: Any) -> list[Argument]:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command; bad input is one line on standard error and exit code 2."""
     try:
-        with ranks.join():
+        with ranks.join(), one_line_warnings():
             arguments = parser().parse_args(argv)
             if ranks.count() > 1 and arguments.command not in ON_RANKS:
                 raise BadSetting(
@@ -157,6 +193,17 @@ def main(argv: Sequence[str] | None = None) -> int:
         if ranks.speaks():
             print("undrift: stopped", file=sys.stderr)
         return 130
+
+
+@contextlib.contextmanager
+def one_line_warnings() -> Iterator[None]:
+    """Print warnings like errors: in one line, without the place in the code."""
+    usual = warnings.formatwarning
+    warnings.formatwarning = lambda text, *more, **named: f"undrift: warning: {' '.join(str(text).split())}\n"
+    try:
+        yield
+    finally:
+        warnings.formatwarning = usual
 
 
 def stoppable(arguments: argparse.Namespace) -> bool:
@@ -244,6 +291,7 @@ def run_command(arguments: argparse.Namespace) -> None:
     arg("--renew", action="store_true", help="keys: make a new certificate of the same authority"),
     arg("--force", action="store_true", help="keys, identity: replace what is there"),
     *make_flags(deployment.FLAGS, deployment.TYPES, federated.CHOICES),
+    RATE,
 )
 def deploy_command(arguments: argparse.Namespace) -> None:
     from undrift.deploy.command import Options, deploy
@@ -284,20 +332,29 @@ def pipe_command(arguments: argparse.Namespace) -> None:
 
 def read_settings(arguments: argparse.Namespace, fields: Fields) -> tuple[dict[str, Any], dict[str, Any]]:
     """Read the settings of the file, with those of --set under `set`, and of the flags, which override them."""
+    if arguments.config is not None and "=" in str(arguments.config) and not arguments.config.exists():
+        raise like_hydra(str(arguments.config), [f"--{name.replace('_', '-')}" for name in fields])
     config = {} if arguments.config is None else federated.from_toml(arguments.config)
     settings = {n: v for n in fields if n != "set" and (v := getattr(arguments, n)) is not None}
     name = settings.get("algorithm", settings.get("method"))
     if name is not None and name != config.get("algorithm", config.get("method")):
         config.pop("set", None)  # the file's fields belong to another algorithm
     given = federated.table_of_fields(config.get("set", {}))
+    if "lr" not in fields:  # an algorithm's field, and so frequent that it has a flag
+        if "lr" in config:
+            config = federated.lr_among_fields(config)
+            given = federated.table_of_fields(config["set"])
+        if getattr(arguments, "lr", None) is not None:
+            given["lr"] = arguments.lr
     for pair in arguments.set or []:
         field, equals, value = pair.partition("=")
         if not equals:
             raise BadSetting(f"--set takes FIELD=VALUE, not {pair!r}")
-        if field in settings:
+        if field in settings or (field == "lr" and getattr(arguments, "lr", None) is not None):
             raise BadSetting(f"--{field.replace('_', '-')} and --set {field} are the same setting; give one of them")
         given[field] = federated.parse_value(value)
-    return (config | {"set": given} if arguments.set else config), settings
+    changed = arguments.set or getattr(arguments, "lr", None) is not None
+    return (config | {"set": given} if changed else config), settings
 
 
 def train(arguments: argparse.Namespace, fields: Fields, run: Callable[..., Any]) -> None:
@@ -313,7 +370,12 @@ def train(arguments: argparse.Namespace, fields: Fields, run: Callable[..., Any]
     bar = progress_bar()
     task = bar.add_task(name, total=None, accuracy="")
 
+    lines = None if bar.console.is_terminal else log_lines()
+
     def show(record: dict[str, Any], rounds: int) -> None:
+        if lines is not None:
+            lines(record, rounds)
+            return
         bar.start()  # only now: a mistake in the settings needs no bar
         known = {} if record["accuracy"] is None else {"accuracy": f"accuracy {record['accuracy']:.4f}"}
         bar.update(task, completed=record["round"], total=rounds, **known)
@@ -331,7 +393,10 @@ def train(arguments: argparse.Namespace, fields: Fields, run: Callable[..., Any]
     for name in ("own_dice", "own_accuracy"):
         if last.get(name) is not None:
             text += f", {name} {last[name]:.4f} (mean over clients, each on its own samples)"
-    print(f"{len(result.records)} rounds, {text}; stopped by {result.stopped}; written to {out}")
+    end = f"stopped by {result.stopped}"
+    if result.stopped == "diverged":
+        end = f"diverged, so the model is that of round {result.model_round}; {result.config.advice()}"
+    print(f"{len(result.records)} rounds, {text}; {end}; written to {out}")
     if "samples" in result.about:
         print(f"on {described(result.about)}")
     for remark in result.config.remarks():
@@ -505,6 +570,18 @@ def default_settings(command: str, algorithm: str) -> dict[str, Any]:
     return usual
 
 
+@command("ls", "list runs: how far they are, their best score, the time left", path("folders", nargs="+"))
+def ls_command(arguments: argparse.Namespace) -> None:
+    from rich.table import Table
+
+    from undrift.jobs.overview import Line, overview
+
+    table = Table(*Line._fields)
+    for line in overview(arguments.folders):
+        table.add_row(*line)
+    plain_console(None if sys.stdout.isatty() else 160).print(table)
+
+
 @command(
     "verify",
     "say what is damaged in run folders, and from where a run can go on",
@@ -645,6 +722,25 @@ def described(about: dict[str, Any]) -> str:
     )
     text += f", {classes} classes" if classes else ", no class labels"
     return text + (f"; execution {about['execution']}" if "execution" in about else "")
+
+
+def log_lines() -> Callable[[dict[str, Any], int], None]:
+    """Print how far a run is every few seconds, where no terminal can show a bar."""
+    from undrift.jobs.overview import in_words
+
+    began, first, last, score = time.monotonic(), 0, time.monotonic(), ""
+
+    def show(record: dict[str, Any], rounds: int) -> None:
+        nonlocal first, last, score
+        first, now = first or record["round"], time.monotonic()
+        if record["accuracy"] is not None:
+            score = f", accuracy {record['accuracy']:.4f}"
+        if now - last >= EVERY:
+            left = (now - began) / (record["round"] - first + 1) * (rounds - record["round"])
+            print(f"round {record['round']} of {rounds}{score}, {in_words(left)} left", flush=True)
+            last = now
+
+    return show
 
 
 def plain_console(width: int | None = None) -> Any:

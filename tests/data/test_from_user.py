@@ -123,8 +123,18 @@ BAD: dict[str, tuple[Any, str]] = {
     "dictionaries": ([Dicts()], "client 0: sample 0 is a dict, not .input, target."),
     "a Dataset that fails": (Failing(), "sample 0 failed: OSError: the file is gone"),
     "a stream": (Stream(), "the training data is a Stream; give a torch Dataset"),
-    "a loader": (DataLoader(tensors(X, Y)), "the training data is a DataLoader; give a torch Dataset"),
+    "a loader": (
+        DataLoader(tensors(X, Y)),
+        "the training data is a DataLoader; batches are drawn here, so give its samples",
+    ),
     "a generator": ((s for s in samples(X, Y)), "the training data is a generator"),
+    "a mapping as a part": ({"x": X, "y": Y}, r"the training data is a mapping of 'x', 'y'; give a tuple"),
+    "two inputs": (
+        [((X[0], X[1]), 0), ((X[2], X[3]), 1)],
+        "the input of sample 0 is a tuple of 2 .*; a model takes one tensor, so join",
+    ),
+    "named inputs": ([({"ids": X[0]}, 0)], "the input of sample 0 is a dict"),
+    "channels first": ((np.zeros((40, 3, 8, 8), np.uint8), Y), "move the channels to the end"),
     "text": ("train.csv", "the training data is a str"),
     "pictures and floats": ([(X, Y), ((X * 0).astype(np.uint8), Y)], r"inputs of client 0 are \[5\] of float32"),
     "other shapes": ([(X, Y), (X[:, :3], Y)], r"those of client 1 \[3\] of float32"),
@@ -158,3 +168,17 @@ def test_samples_with_masks_are_samples() -> None:
     pictures = [(np.zeros((1, 4, 4)), np.ones((4, 4), np.int64)) for _ in range(3)]
     data = dataset_from(([pictures], pictures))
     assert np.asarray(data.x_train).shape == (3, 1, 4, 4) and data.y_train.shape == (3, 4, 4)
+
+
+@pytest.mark.parametrize("data", [(X, Y), tensors(X, Y), DataLoader(tensors(X, Y))])
+def test_training_data_alone_are_said_to_lack_test_samples(data: Any) -> None:
+    with pytest.raises(BadData, match=r"has no test samples; give data=\(x_train, y_train, x_test, y_test\)"):
+        dataset_from(data)
+
+
+def test_grey_bytes_are_pictures() -> None:
+    grey = (np.arange(40 * 16) % 256).astype(np.uint8).reshape(40, 4, 4)
+    found = dataset_from((grey, Y, grey[:6], Y[:6]))
+    assert np.asarray(found.x_train).shape == (40, 4, 4, 1) and np.asarray(found.x_test).shape == (6, 4, 4, 1)
+    run = undrift.run(data=(grey, Y, grey[:6], Y[:6]), model="logreg", clients=2, cohort=2, rounds=1, partition="iid")
+    assert run.about["inputs"] == [1, 4, 4]

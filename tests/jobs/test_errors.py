@@ -36,7 +36,10 @@ BAD_COMMANDS = [
     ("run --partition dirichlet:-1", "dirichlet"),
     ("run --partition dirichlet:nan", "dirichlet"),
     ("run --steps 5 --epochs 1", "not both"),
-    ("run --rounds -3", "rounds must be at least 0"),
+    ("run --rounds -3", "rounds must be at least 1"),
+    ("run --rounds 0", "rounds must be at least 1"),
+    ("dp --workers 0", "workers must be at least 1"),
+    ("sweep one.toml --out s", "has no [sweep] table, so it is one run"),
     ("run --stop-at accuracy=high", "stop_at"),
     ("run --weights sized", "did you mean 'size'"),
     ("run --set optimizer=adamw", "did you mean 'adam'"),
@@ -55,6 +58,20 @@ BAD_COMMANDS = [
     ("list algorithm", "did you mean 'algorithms'"),
     ("cite fedavgg", "did you mean 'fedavg'"),
     ("data shows", "did you mean 'show'"),
+    ("run --device gpu", "did you mean 'cuda'"),
+    ("run --partition noniid", "did you mean 'dirichlet'"),
+    ("run --dtype float16", "half precision is not offered"),
+    ("run --learning-rate 0.1", "did you mean '--lr'"),
+    ("run --lr 0.1 --set lr=0.2", "are the same setting"),
+    ("run --mu 0.1", "give --set mu=VALUE"),
+    ("run --workers 4", "is an argument of 'undrift dataparallel'"),
+    ("dp --partition iid", "is an argument of 'undrift run'"),
+    ("run algorithm=fedavg", "write --algorithm fedavg, not algorithm=fedavg"),
+    ("run algorithm=fedavg rounds=5", "write --rounds 5, not rounds=5"),
+    ("run mu=0.1", "write --set mu=0.1"),
+    ("run --set mu=0.1", "fedavg has no field 'mu'; these have it: fedprox, fedproxm, moon, moonm"),
+    ("run --set rounds=3", "a setting of the run: give --rounds"),
+    ("run --algorithm quantum", "known: apfl, centralized"),
     ("frobnicate", "invalid choice"),
     ("run five.toml", "set must be a table"),
     ("dp five.toml", "set must be a table"),
@@ -90,7 +107,8 @@ def test_bad_input_is_one_clear_line_and_exit_code_2(
     (tmp_path / "broken.toml").write_text("rounds = = 3")
     (tmp_path / "unknown.toml").write_text("round = 3")
     (tmp_path / "swept.toml").write_text("[sweep]\nseds = [1]")
-    (tmp_path / "five.toml").write_text("set = 5")
+    (tmp_path / "one.toml").write_text("rounds = 3")
+    (tmp_path / "five.toml").write_text("set = 5\n[sweep]")
     (tmp_path / "table.toml").write_text('dataset = {}\nclients = {}\n[sweep]\nelse_dataset = "digits"')
     (tmp_path / "place.toml").write_text("out = {}")
     (tmp_path / "nul.toml").write_text('dataset = "imagefolder:a\\u0000b"')
@@ -128,12 +146,12 @@ def test_nan_in_a_clients_data_is_said_at_the_start_with_its_name() -> None:
     bad.x_train[31, 2] = np.nan
     named = dataclasses.replace(bad, site_names=("Bonn", "Köln", "Trier"))
     with pytest.warns(UserWarning, match=r"client 1 \(Köln\) has NaN or infinity in 1 of its training samples"):
-        undrift.run(model=tiny_mlp(), data=named, rounds=0)
+        undrift.run(model=tiny_mlp(), data=named, rounds=1)
     with pytest.warns(UserWarning, match="client 1 has NaN"):
-        undrift.run(model=tiny_mlp(), data=bad, rounds=0)
+        undrift.run(model=tiny_mlp(), data=bad, rounds=1)
     spoilt = dataclasses.replace(data((30, 30)), x_test=np.full((60, 5), np.inf, np.float32))
-    with pytest.warns(UserWarning, match="60 test samples have NaN or infinity"):
-        undrift.run(model=tiny_mlp(), data=spoilt, rounds=0)
+    with pytest.warns(UserWarning, match="60 test samples have NaN or infinity|the loss on the test set is nan"):
+        undrift.run(model=tiny_mlp(), data=spoilt, rounds=1)
 
 
 def test_a_missing_data_set_names_three_ways(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -187,3 +205,30 @@ def test_settings_that_mean_nothing_are_refused() -> None:
         ).config.epochs
         == 1.0
     )
+
+
+def test_lr_is_accepted_everywhere(tmp_path: Path) -> None:
+    (tmp_path / "lr.toml").write_text("lr = 0.25\n[set]\nmu = 0.5")
+    by_name = undrift.run(QUICK, lr=0.25, rounds=1)
+    assert by_name.config.set["lr"] == undrift.run(QUICK | {"lr": 0.25}, rounds=1).config.set["lr"] == 0.25
+    kept = undrift.run(tmp_path / "lr.toml", algorithm="fedprox", rounds=1, **QUICK).config.set
+    assert (kept["lr"], kept["mu"]) == (0.25, 0.5)
+    also = undrift.run(tmp_path / "lr.toml", algorithm="fedprox", rounds=1, **QUICK | {"lr": 0.5}).config.set
+    assert (also["lr"], also["mu"]) == (0.5, 0.5)
+    words = "run --rounds 1 --clients 12 --cohort 4 --model logreg --algorithm fedprox --set mu=0.5 --lr 0.125"
+    assert cli.main([*words.split(), "--out", str(tmp_path / "run")]) == 0
+    assert undrift.run(out=tmp_path / "run", resume=True, rounds=2).config.set["lr"] == 0.125
+    with pytest.raises(BadSetting, match="same setting"):
+        undrift.run(lr=0.1, set={"lr": 0.2})
+
+
+def test_sites_set_the_number_of_clients() -> None:
+    result = undrift.run(
+        dataset="synthetic-sites(size=16)",
+        partition="sites",
+        model="unet(width=2, depth=1)",
+        rounds=1,
+        steps=1,
+        batch=2,
+    )
+    assert (result.config.clients, result.config.cohort) == (6, 6)

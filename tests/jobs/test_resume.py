@@ -217,8 +217,8 @@ def test_resume_keeps_the_fields_that_are_not_named_again(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("name", names("algorithms"))
-def test_every_algorithm_is_saved_before_its_first_round(name: str, tmp_path: Path) -> None:
-    settings = QUICK | {"model": "mlp", "algorithm": name, "rounds": 0}
+def test_every_algorithm_goes_on_after_its_first_round(name: str, tmp_path: Path) -> None:
+    settings = QUICK | {"model": "mlp", "algorithm": name, "rounds": 1}
     undrift.run(settings, out=tmp_path)
     later = undrift.run(out=tmp_path, resume=True, rounds=2)
     assert [r["train_loss"] for r in later.records] == [

@@ -23,7 +23,7 @@ from undrift.core.errors import BadData, BadSetting
 def test_two_algorithms_with_one_seed_see_the_same_cohorts_and_batches() -> None:
     """Round 1 of SCAFFOLD is FedAvg's; with another seed it is not."""
     losses = [
-        undrift.run(algorithm=a, rounds=1, seed=s, **QUICK).records[0]["train_loss"]
+        undrift.run(algorithm=a, rounds=1, seed=s, set={"lr": 0.1}, **QUICK).records[0]["train_loss"]
         for a, s in (("fedavg", 3), ("scaffold", 3), ("fedavg", 4))
     ]
     assert losses[0] == losses[1] != losses[2]

@@ -87,7 +87,7 @@ def test_sweeps_name_their_mistakes(tmp_path: Path, capsys: pytest.CaptureFixtur
 
 
 def test_a_sweep_of_which_nothing_could_begin(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "s.toml").write_text('partition = "dirichlet:x"')
+    (tmp_path / "s.toml").write_text('partition = "dirichlet:x"\n[sweep]')
     assert cli.main(f"sweep {tmp_path / 's.toml'} --out {tmp_path / 'o'} --processes 1".split()) == 1
     told = capsys.readouterr().err
     assert "fedavg-seed=0 failed: partition 'dirichlet' needs a number" in told and told.count("undrift:") == 1

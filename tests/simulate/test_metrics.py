@@ -6,16 +6,20 @@ import functools
 
 import numpy as np
 import pytest
+import sklearn.metrics
 import torch
 import torch.nn.functional as F
 
+import undrift
 from tests import small
 from undrift.algorithms.fedavg import FedAvg
 from undrift.algorithms.gradma_w import GradMAW
+from undrift.core.errors import BadSetting, UndriftError, UnknownName
 from undrift.core.names import names
 from undrift.core.streams import Purpose, sample, stream
 from undrift.jobs.registry import algorithm_class
 from undrift.simulate import evaluate
+from undrift.simulate.evaluate import accuracy
 from undrift.simulate.simulation import Simulation
 
 
@@ -128,3 +132,88 @@ def test_weight_decay_can_spare_biases(name: str) -> None:
     assert not torch.allclose(x[True][biases], x[False][biases], rtol=1e-3)
     assert torch.allclose(x[True][~biases], x[False][~biases], rtol=1e-9)
     assert not torch.allclose(before[~biases], x[True][~biases], rtol=1e-3)
+
+
+ARRAYS = (np.random.default_rng(0).normal(size=(60, 5)).astype(np.float32), np.arange(60) % 3)
+OWN = {"clients": 2, "cohort": 2, "steps": 2, "batch": 8, "rounds": 2, "partition": "iid"}
+MODEL = small.tiny_mlp()
+
+
+def predicted(result: undrift.Result[undrift.RunConfig]) -> torch.Tensor:
+    module = small.tiny_mlp()
+    module.load_state_dict(result.model)
+    with torch.no_grad():
+        return module.eval()(torch.from_numpy(ARRAYS[0]))
+
+
+def test_metrics_are_measured_beside_accuracy_over_the_whole_test_set() -> None:
+    metrics = {"doubt": lambda o, t: 1 - o.softmax(1).amax(1)} | {
+        n: n for n in ("f1", "auc", "calibration", "perplexity")
+    }
+    result = undrift.run(OWN, model=MODEL, data=(*ARRAYS, *ARRAYS), metrics=metrics)
+    outputs, labels, last = predicted(result), ARRAYS[1], result.records[-1]
+    probabilities, said = outputs.softmax(1).numpy(), outputs.argmax(1).numpy()
+    assert last["accuracy"] == pytest.approx((said == labels).mean())
+    assert last["doubt"] == pytest.approx(1 - probabilities.max(1).mean(), abs=1e-5)
+    assert last["f1"] == pytest.approx(sklearn.metrics.f1_score(labels, said, average="macro"))
+    expected = sklearn.metrics.roc_auc_score(labels, probabilities, multi_class="ovr")
+    assert last["auc"] == pytest.approx(expected, abs=1e-6)
+    assert last["perplexity"] == pytest.approx(np.exp(last["loss"]), rel=1e-5)
+    assert 0 < last["calibration"] < 1
+
+
+def test_an_object_with_update_and_compute_sees_every_sample_once() -> None:
+    class Count:
+        def reset(self) -> None:
+            self.seen = 0
+
+        def update(self, outputs: torch.Tensor, targets: torch.Tensor) -> None:
+            assert len(outputs) == len(targets)
+            self.seen += len(targets)
+
+        def compute(self) -> float:
+            return float(self.seen)
+
+    x, y = (np.concatenate([part] * 40) for part in ARRAYS)  # 2400: several batches
+    last = undrift.run(OWN, model=MODEL, data=(*ARRAYS, x, y), metrics={"count": Count()}).records[-1]
+    assert last["count"] == 2400 and last["accuracy"] is not None
+
+
+def test_torchmetrics_are_accepted() -> None:
+    torchmetrics = pytest.importorskip("torchmetrics", reason="needs torchmetrics")
+    metric = torchmetrics.classification.MulticlassF1Score(num_classes=3)
+    last = undrift.run(OWN, model=MODEL, data=(*ARRAYS, *ARRAYS), metrics={"theirs": metric, "f1": "f1"}).records[-1]
+    assert last["theirs"] == pytest.approx(last["f1"], abs=1e-6)
+    every = torchmetrics.classification.MulticlassF1Score(num_classes=3, average=None)
+    with pytest.raises(BadSetting, match=r"gives \[3\] numbers, not one"):
+        undrift.run(OWN, model=MODEL, data=(*ARRAYS, *ARRAYS), metrics={"theirs": every})
+
+
+def test_scores_of_the_wrong_shape_are_refused_and_broadcasting_is_warned_of() -> None:
+    numbers = ARRAYS[0], ARRAYS[0][:, 0], ARRAYS[0], ARRAYS[0][:, 0]
+    with pytest.raises(BadSetting, match=r"metric 'raw' gives \[60, 3\] for 60 samples"):
+        undrift.run(OWN, model=MODEL, data=(*ARRAYS, *ARRAYS), metrics={"raw": lambda o, t: o})
+    with pytest.raises(UndriftError, match=r"the loss must give one number .* not a tensor \[1, 3\]"):
+        undrift.run(OWN, model=MODEL, data=(*ARRAYS, *ARRAYS), loss=lambda o, t: o * 2)
+    with pytest.warns(UserWarning, match=r"outputs are \[1\] a sample and the targets \[\]: .* may broadcast"):
+        undrift.run(OWN, model=torch.nn.Linear(5, 1), data=numbers, loss=lambda o, t: (o.flatten() - t).square().mean())
+    with pytest.raises(UnknownName, match="did you mean 'f1'"):
+        undrift.run(OWN, model=MODEL, data=(*ARRAYS, *ARRAYS), metrics=["f2"])
+
+
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+def test_ignored_labels_count_neither_in_loss_nor_in_accuracy(smoothing: float) -> None:
+    """As if the samples were not there, whatever the loss."""
+    loss = torch.nn.CrossEntropyLoss(ignore_index=7, label_smoothing=smoothing)
+    settings = OWN | {"rounds": 1, "steps": 1, "batch": 200}
+    x, y = ARRAYS
+    rows = [((x[:30], y[:30]), (x[30:], y[30:]))]
+    padded = [(np.concatenate([a, a + 1]), np.concatenate([b, np.full(len(b), 7)])) for a, b in rows[0]]
+    whole = np.concatenate([x, x]), np.concatenate([y, np.full(60, 7)])
+    given = {"loss": loss, "metrics": {"accuracy": accuracy, "f1": "f1"}, "model": MODEL}
+    plain = undrift.run(settings, data=(list(rows[0]), (x, y)), **given)
+    full = undrift.run(settings, data=(padded, whole), **given)
+    for name in ("loss", "accuracy", "train_loss", "f1"):
+        assert full.records[-1][name] == pytest.approx(plain.records[-1][name], rel=1e-5), name
+    for name, tensor in plain.model.items():
+        torch.testing.assert_close(full.model[name], tensor)

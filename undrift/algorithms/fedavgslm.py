@@ -16,4 +16,6 @@ from undrift.algorithms.fedavgm import ServerMomentum
 class FedAvgSLM(AveragedMomentum, ServerMomentum):
     """AveragedMomentum on the clients; the server's momentum is kept in gradient units, as in the thesis."""
 
+    momentum: float = 0.6  # twice 0.9 would be a hundred times the rate
+    beta1: float = 0.6
     momentum_units: Literal["param", "grad"] = "grad"

@@ -12,3 +12,5 @@ from undrift.algorithms.mifa import LastUpdates
 @dataclass(frozen=True)
 class MIFAM(LastUpdates, ServerMomentum):
     """m_{t+1} = beta_1 m_t + D;  x_{t+1} = x_t - eta_g m_{t+1}."""
+
+    beta1: float = 0.5  # with 0.9, updates that are many rounds old are followed too far

@@ -19,6 +19,7 @@ from undrift.core.vec import mean
 class ControlVariates(Worker):
     """Local steps corrected by c - c_i, the difference of the server's and the client's control variate."""
 
+    lr: float = 0.05  # with 0.1 it diverges where few of many unequal clients take part
     option: Literal[1, 2] = 2  # c_i^+ is the round's mean gradient (2) or the full local gradient at x_t (1)
 
     class Companion(NamedTuple):

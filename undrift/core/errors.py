@@ -12,18 +12,56 @@ class UndriftError(Exception):
     ends_with_log = False  # whether the message goes on after its first line
 
 
+# What people write elsewhere: another name for what there is, or a sentence where it is not offered.
+MEANT = {
+    "gpu": "cuda", "nvidia": "cuda", "noniid": "dirichlet", "heterogeneous": "dirichlet", "homogeneous": "iid",
+    "uniform": "iid", "double": "float64", "fp64": "float64", "float": "float32", "fp32": "float32", "single": "float32",
+    "natural": "sites", "learningrate": "lr", "localepochs": "epochs", "localsteps": "steps", "batchsize": "batch",
+    "numrounds": "rounds", "numclients": "clients", "clientsperround": "cohort",
+}  # fmt: skip
+HALF = ("float16", "fp16", "half", "bfloat16", "bf16", "amp")
+OPPOSITE = ("non", "no", "un", "in", "dis", "not", "without")  # "noniid" is not "iid"
+
+
 class UnknownName(UndriftError):
     """A name that is not registered."""
 
     def __init__(self, kind: str, name: str, known: Iterable[str]) -> None:
         names = sorted(known)
-        spelled = {each.lower(): each for each in names}
-        close = difflib.get_close_matches(name.lower(), spelled, n=1, cutoff=0.5)
-        hint = f"did you mean {spelled[close[0]]!r}?" if close else f"known: {', '.join(names)}"
+        best = closest(name, names)
+        hint = f"did you mean {best!r}?" if best else f"known: {', '.join(names)}"
+        if plain(name) in HALF and "float32" in names:
+            hint = "half precision is not offered; use float32, with --precision tf32 or bf16 for speed on a GPU"
         super().__init__(f"unknown {kind} {name!r}; {hint}")
 
     def __reduce__(self) -> tuple[type[UndriftError], tuple[str]]:
         return UndriftError, (str(self),)  # across processes the message is enough
+
+
+def plain(name: str) -> str:
+    """A name without case and punctuation."""
+    return "".join(c for c in name.lower() if c.isalnum())
+
+
+def closest(name: str, known: Iterable[str]) -> str:
+    """The known name that was probably meant, or "".
+
+    >>> closest("fedavgg", ["fedavg", "fedprox"]), closest("nu", ["lr", "mu"]), closest("--device", ["--dataset"])
+    ('fedavg', 'mu', '')
+    >>> closest("gpu", ["cpu", "cuda"]), closest("noniid", ["iid", "dirichlet"])
+    ('cuda', 'dirichlet')
+    """
+    spelled = {plain(each): each for each in known}
+    given = plain(name)
+    if MEANT.get(given) in spelled:
+        return spelled[MEANT[given]]
+    for each in difflib.get_close_matches(given, spelled, n=3, cutoff=0.72):
+        if not any(given in (word + each, word + plain(spelled[each])) or each == word + given for word in OPPOSITE):
+            return spelled[each]
+    swapped = [
+        e for e in spelled if len(e) == len(given) <= 3 and sum(a != b for a, b in zip(e, given, strict=True)) == 1
+    ]
+    return spelled[swapped[0]] if len(swapped) == 1 and len(given) > 1 else ""
 
 
 class BadSetting(UndriftError):

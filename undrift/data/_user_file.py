@@ -9,8 +9,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import numpy as np
-
 from undrift.core.errors import BadData
 from undrift.data._formats import read_arrays
 from undrift.data.from_user import Arrays, pair
@@ -32,8 +30,6 @@ def read_user_file(path: Path, masks: bool, part: str = "train") -> Arrays:
     else:
         held = ", ".join(arrays) or "nothing"
         raise BadData(f"{path}: holds {held}; expected {both[0]} and {both[1]}, or x and y")
-    if x.dtype == np.uint8 and x.ndim == 3:
-        x = x[..., np.newaxis]
     if not len(y):
         raise BadData(f"{path}: holds no samples for {part}; expected at least one")
     if not x.size:

@@ -8,8 +8,8 @@ Accepted are
 - a tuple (clients, test), where `clients` lists one part per client; the partition `sites` then gives each client its
   samples.
 
-What could be read in two ways is refused. uint8 images are [n, height, width, channels] and are scaled to 0..1;
-floating-point inputs are not changed.
+What could be read in two ways is refused. uint8 images are [n, height, width] or [n, height, width, channels] and are
+scaled to 0..1; floating-point inputs are not changed.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch.utils.data import IterableDataset
+from torch.utils.data import DataLoader, IterableDataset
 
 from undrift.core.errors import BadData
 from undrift.data.dataset import Dataset
@@ -31,6 +31,9 @@ NAMES = ("x_train", "y_train", "x_test", "y_test")
 PART = (
     "give a torch Dataset of (input, target), a list of (input, target) tuples, or a tuple (inputs, targets) of arrays"
 )
+
+
+TEST = "give data=(x_train, y_train, x_test, y_test), (train, test) or ([one part per client], test)"
 
 
 def dataset_from(data: Any) -> Dataset:
@@ -45,6 +48,8 @@ def dataset_from(data: Any) -> Dataset:
                 raise BadData(f"{len(inputs)} inputs but {len(targets)} targets; give one target for each input")
         return data
     sites = None
+    if lacks_test(data):
+        raise BadData(f"{shown(data)} has no test samples; {TEST}")
     if isinstance(data, Mapping):
         missing = [name for name in NAMES if name not in data]
         if missing:
@@ -72,6 +77,18 @@ def dataset_from(data: Any) -> Dataset:
     if labels.ndim == 1 and labels.dtype.kind in "ui":
         classes = int(max(labels.max(), test[1].max() if len(test[1]) else 0)) + 1
     return Dataset("own", train[0], labels, test[0], test[1], classes, sites=sites)
+
+
+def lacks_test(data: Any) -> bool:
+    """Whether these are training samples alone."""
+    if isinstance(data, tuple):
+        return len(data) == 2 and all(is_array(values) and not is_samples(values) for values in data)
+    return isinstance(data, DataLoader | torch.utils.data.Dataset)
+
+
+def is_samples(values: Any) -> bool:
+    """Whether this is a list of (input, target)."""
+    return isinstance(values, list) and all(map(is_sample, values))
 
 
 def is_array(values: Any) -> bool:
@@ -104,6 +121,11 @@ def read_part(part: Any, what: str) -> Arrays:
         if len(part) != 2 or not all(map(is_array, part)):
             raise BadData(f"{what} is {shown(part)}; {PART}")
         return pair(*part, what)
+    if isinstance(part, DataLoader):
+        raise BadData(f"{what} is a DataLoader; batches are drawn here, so give its samples: loader.dataset")
+    if isinstance(part, Mapping):
+        names = ", ".join(map(repr, list(part)[:4]))
+        raise BadData(f"{what} is a mapping of {names}; give a tuple (inputs, targets) of its arrays")
     listed = isinstance(part, list) and all(isinstance(item, tuple) for item in part)
     readable = hasattr(part, "__getitem__") and hasattr(part, "__len__")
     if not listed and (not readable or isinstance(part, (str, bytes, list, Mapping, IterableDataset, *ARRAYS))):
@@ -128,6 +150,11 @@ def read_sample(part: Any, i: int, what: str) -> Arrays:
         raise BadData(f"{what}: reading sample {i} failed: {type(error).__name__}: {error}") from error
     if not isinstance(sample, tuple | list) or len(sample) != 2:
         raise BadData(f"{what}: sample {i} is {shown(sample)}, not (input, target)")
+    for name, value in zip(("input", "target"), sample, strict=True):
+        if isinstance(value, tuple | Mapping) or (
+            isinstance(value, list) and any(isinstance(v, ARRAYS) for v in value)
+        ):
+            raise BadData(f"{what}: the {name} of sample {i} is {shown(value)}; a model takes one tensor, so join them")
     return as_array(sample[0]), as_array(sample[1])
 
 
@@ -159,6 +186,12 @@ def pair(inputs: Any, targets: Any, what: str = "") -> Arrays:
             raise BadData(f"the {name}{of} are one number, not an array with a row for each sample")
     if len(x) != len(y):
         raise BadData(f"{len(x)} inputs but {len(y)} targets{of}; give one target for each input")
+    if x.dtype == np.uint8 and x.ndim == 3:
+        x = x[..., np.newaxis]  # grey pictures
+    if x.dtype == np.uint8 and x.ndim == 4 and x.shape[1] in (1, 3) and x.shape[3] not in (1, 3, 4):
+        raise BadData(
+            f"uint8 pictures{of} are [n, height, width, channels], not {list(x.shape)}; move the channels to the end"
+        )
     if x.dtype == np.float64:
         x = x.astype(np.float32) if np.array_equal(x, x.astype(np.float32), equal_nan=True) else x
     if y.dtype.kind in "ui":

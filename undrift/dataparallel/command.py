@@ -54,6 +54,11 @@ def run_parallel(
             )
         return asdict(resolve(from_mapping(given)))
 
+    if settings.get("workers") == 0:
+        raise BadSetting(
+            "workers must be at least 1, not 0; leave it out for 16, or under torchrun one for each process"
+        )
+
     def build(given: dict[str, Any]) -> tuple[ParallelConfig, AbstractContextManager[ParallelTraining]]:
         chosen = resolve(from_mapping(given))
         return chosen, contextlib.nullcontext(ParallelTraining(chosen))

@@ -18,7 +18,7 @@ from undrift.data.load import load_dataset
 from undrift.deploy.client import Client
 from undrift.deploy.settings import Plan
 from undrift.deploy.site_files import site_federation, site_path
-from undrift.jobs.run import build_net, deal_out, metrics_of, settings_of
+from undrift.jobs.run import build_net, deal_out, settings_of, usual_metrics
 
 
 def name_of(node: Mapping[str, Any]) -> str:
@@ -61,5 +61,5 @@ def build_client(plan: Plan, node: Mapping[str, Any]) -> Client:
     net = build_net(data, run, plan.alg, structures, run.model)
     states = node.get("state-dir") or os.environ.get("UNDRIFT_STATE") or Path.home() / ".undrift" / "clients"
     settings, root = settings_of(run, data.sizes, device), Path(str(states))
-    sums, metrics = int(node.get("sums", 0)), metrics_of(net, structures)
+    sums, metrics = int(node.get("sums", 0)), usual_metrics(net, structures)
     return Client(name, plan.alg, net, data, settings, device, root, plan.deploy.secure_bound, sums, metrics)

@@ -81,7 +81,8 @@ def deploy(
             deployment.close(visits.closed())
 
     result = start(config, {}, build, out, plan.deploy.resume, show)
-    say(f"{len(result.records)} rounds; stopped by {result.stopped}; written to {out}")
+    end = "diverged" if result.stopped == "diverged" else f"stopped by {result.stopped}"
+    say(f"{len(result.records)} rounds; {end}; written to {out}")
     return result
 
 

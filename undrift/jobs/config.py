@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import tomllib
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, Literal, get_args, get_origin, get_type_hints
+from typing import Any, Literal, NamedTuple, get_args, get_origin, get_type_hints
 
-from undrift.core.errors import BadSetting, UnknownName
-from undrift.core.names import check_text
+from undrift.core.errors import BadSetting, UndriftError, UnknownName, closest
+from undrift.core.names import algorithms_of, check_text, names, outline_of
 from undrift.core.names import parse_value as parse_value
 from undrift.core.rates import RateSchedule
 
@@ -50,13 +51,15 @@ class JobConfig:
     deterministic: bool = setting(False, "make CUDA runs repeatable")
     eval_every: int = setting(1, "rounds between evaluations")
     checkpoint_every: int = setting(1, "rounds between checkpoints")
-    stop_at: str = setting("", "accuracy=0.9 or time=10m (s, m, h), or both with a comma")
+    stop_at: str = setting(
+        "", "accuracy=0.9, loss<0.2 (any number of the record) or time=10m (s, m, h); several with commas"
+    )
     set: dict[str, Any] = field(
         default_factory=dict, metadata={"help": "FIELD=VALUE, a field of the algorithm or method; repeatable"}
     )
 
     def __post_init__(self) -> None:
-        least = dict(rounds=0, eval_every=1, checkpoint_every=1)
+        least = dict(rounds=1, eval_every=1, checkpoint_every=1)
         check_numbers(self, least, not_negative=("warmup",), positive=("lr_decay", "lr_drop"))
         if not 0 <= self.seed < 2**63:
             raise BadSetting(f"seed must be at least 0 and below 2^63, not {self.seed}")
@@ -82,6 +85,11 @@ class JobConfig:
     def remarks(self) -> list[str]:
         """Warnings about settings that are legal but probably unintended."""
         return []
+
+    def advice(self) -> str:
+        """What to try if the run diverges."""
+        lr = self.as_toml().get("lr", self.set.get("lr"))
+        return "try a lower rate" + (f", such as lr={lr / 4:.2g} in place of {lr:g}" if lr else "")
 
 
 JOB_CHOICES = {
@@ -165,6 +173,11 @@ class RunConfig(JobConfig):
     def remarks(self) -> list[str]:
         return list(build_algorithm(self).remarks(self.rounds, self.cohort))
 
+    def advice(self) -> str:
+        more = [] if self.set.get("clip") else ["shorter steps (clip=10)"]
+        more += ["less momentum on the server (beta1)"] if self.set.get("beta1") else []
+        return ", or ".join([super().advice(), *more])
+
 
 def check_numbers(
     settings: object, least: Mapping[str, int], not_negative: Sequence[str] = (), positive: Sequence[str] = ()
@@ -211,12 +224,29 @@ TYPES = get_type_hints(RunConfig)
 
 def from_mapping(settings: Mapping[str, Any]) -> RunConfig:
     """A RunConfig from plain values; unknown names and values of the wrong kind are errors."""
+    settings = lr_among_fields(settings)
     fields = table_of_fields(settings.get("set", {}))
     checked = typed({n: v for n, v in settings.items() if n != "set"}, TYPES) | {"set": fields}
     for name, other in (("steps", "epochs"), ("epochs", "steps")):
         if name in checked and not checked[name] and not checked.get(other):
             raise BadSetting(f"{name} must be greater than 0")
     return RunConfig(**checked)
+
+
+def lr_among_fields(settings: Mapping[str, Any], kept: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """Move `lr`, which every method has, to the fields in `set`; `kept` are those that it joins where no others are given.
+
+    >>> lr_among_fields({"rounds": 5, "lr": 0.1})
+    {'rounds': 5, 'set': {'lr': 0.1}}
+    """
+    rest = dict(settings)
+    if "lr" not in rest:
+        return rest
+    fields = table_of_fields(rest.get("set", kept or {}))
+    if "lr" in table_of_fields(rest.get("set", {})):
+        raise BadSetting("lr and set lr are the same setting; give one of them")
+    fields["lr"] = rest.pop("lr")
+    return rest | {"set": fields}
 
 
 def typed(settings: Mapping[str, Any], types: Mapping[str, Any]) -> dict[str, Any]:
@@ -272,23 +302,41 @@ def as_type(name: str, value: Any, kind: Any) -> Any:
     return value
 
 
-def parse_stop(text: str) -> dict[str, float]:
+class Stop(NamedTuple):
+    """What ends a run early: a number of the record that is at least, or below, some value; or the time."""
+
+    name: str
+    value: float
+    below: bool = False
+
+    def reached(self, record: Mapping[str, Any], seconds: float) -> bool:
+        now = seconds if self.name == "time" else record.get(self.name)
+        return now is not None and bool(now < self.value if self.below else now >= self.value)
+
+
+def parse_stop(text: str) -> dict[str, Stop]:
     """Parse --stop-at.
 
-    >>> parse_stop("accuracy=0.9,time=10m")
-    {'accuracy': 0.9, 'time': 600.0}
+    >>> [*parse_stop("accuracy=0.9,time=10m").values()]
+    [Stop(name='accuracy', value=0.9, below=False), Stop(name='time', value=600.0, below=False)]
+    >>> parse_stop("loss<0.2")["loss"].below
+    True
     """
-    stop: dict[str, float] = {}
+    stops: dict[str, Stop] = {}
     for part in filter(None, text.split(",")):
-        name, _, value = part.partition("=")
+        below = "<" in part
+        name, _, value = part.partition("<" if below else "=")
         unit = {"s": 1, "m": 60, "h": 3600}.get(value[-1:]) if name == "time" else None
         try:
-            stop[name] = float(value[:-1]) * unit if unit else float(value)
+            number = float(value[:-1]) * unit if unit else float(value)
         except ValueError:
-            stop[name] = -1.0  # refused below
-        if name not in ("accuracy", "time") or not stop[name] > 0 or (name == "accuracy" and stop[name] > 1):
-            raise BadSetting(f"stop_at {part!r} is not understood; write accuracy=0.9 or time=10m")
-    return stop
+            number = math.nan  # refused below
+        share = name.endswith(("accuracy", "dice"))
+        wrong = not name.isidentifier() or not math.isfinite(number) or (name == "time" and (below or number <= 0))
+        if wrong or (share and not (0 < number <= 1)):
+            raise BadSetting(f"stop_at {part!r} is not understood; write accuracy=0.9, loss<0.2 or time=10m")
+        stops[name] = Stop(name, number, below)
+    return stops
 
 
 def check_attacks(aggregate: str, attack: str) -> None:
@@ -363,8 +411,29 @@ def build_algorithm(config: RunConfig) -> Any:
 def make_algorithm(kind: type[Any], name: str, settings: Mapping[str, Any]) -> Any:
     """Build an algorithm with the given fields; `name` is for error messages."""
     hints = get_type_hints(kind)
-    check_known(f"field of {name}", settings, {f.name for f in dataclasses.fields(kind)})
+    known = {f.name for f in dataclasses.fields(kind)}
+    for unknown in settings:
+        if unknown not in known:
+            raise unknown_field(name, unknown, known)
     return kind(**{n: as_field(n, v, hints[n]) for n, v in settings.items()})
+
+
+def unknown_field(algorithm: str, field: str, known: Collection[str]) -> UndriftError:
+    """The error for a field that the algorithm lacks; it says where the field is, if anywhere."""
+    if closest(field, known):
+        return UnknownName(f"field of {algorithm}", field, known)
+    if field in FIELDS:
+        return BadSetting(
+            f"{field} is no field of {algorithm}, but a setting of the run: give --{field.replace('_', '-')}"
+        )
+    others = [n for n in names("algorithms") for a in algorithms_of(outline_of("algorithms", n)) if has_field(a, field)]
+    if others:
+        return BadSetting(f"{algorithm} has no field {field!r}; these have it: {', '.join(others)}")
+    return UnknownName(f"field of {algorithm}", field, known)
+
+
+def has_field(kind: type[Any], name: str) -> bool:
+    return any(f.name == name for f in dataclasses.fields(kind))
 
 
 def as_field(name: str, value: Any, kind: Any) -> Any:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import platform
 import subprocess
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
@@ -15,9 +16,10 @@ import torch
 from torch import Tensor
 
 from undrift.core import ranks, stopping
-from undrift.core.errors import BadRunFolder
+from undrift.core.errors import BadRunFolder, BadSetting
 from undrift.core.version import __version__
 from undrift.jobs.config import JobConfig, parse_stop
+from undrift.jobs.divergence import Best, ours, trouble
 from undrift.jobs.folder import RunFolder
 from undrift.jobs.protocol import Run
 from undrift.kernels import choices
@@ -35,16 +37,60 @@ class Result(Generic[C]):
     """The result of a run."""
 
     records: list[dict[str, Any]]  # one for each round, as in rounds.jsonl
-    model: dict[str, Tensor]  # a plain state_dict
+    model: dict[str, Tensor]  # a plain state_dict: of the last round, or of the best one if the run has diverged
     config: C
     folder: Path | None
-    stopped: str  # why it ended: "rounds", "accuracy", "time", "patience" or "diverged"
+    stopped: str  # why it ended: "rounds", "time", "patience", "diverged", "break" or a number of --stop-at, such as "accuracy"
     about: dict[str, Any]  # what was found in the data and chosen by the run, as in run.toml
+    model_round: int  # the round after which the model was so
+
+    def frame(self) -> Any:
+        """The records as a pandas DataFrame, with the round as its index."""
+        try:
+            import pandas
+        except ImportError as error:
+            raise BadSetting("result.frame() needs pandas; pip install pandas") from error
+        return pandas.DataFrame(self.records).set_index("round")
+
+    def report(self, out: str | Path) -> Path:
+        """Write the page of `undrift report` for this run."""
+        from undrift.report import page
+
+        def usual(command: str, algorithm: str) -> dict[str, Any]:
+            return asdict(type(self.config)())
+
+        if self.folder is None:
+            raise BadSetting("the report is made of a run's folder; give out= to the run")
+        page.write([self.folder], Path(out), None, usual)
+        return Path(out)
+
+    def _repr_html_(self) -> str:
+        """What a notebook shows: how the run ended, and its scored rounds."""
+        from html import escape
+
+        shown = ("round", "loss", "accuracy", "train_loss", "dropped", "seconds")
+        scored = [record for record in self.records if record["loss"] is not None] or self.records
+        rows = "".join(
+            "<tr>" + "".join(f"<td>{escape(as_cell(record.get(name)))}</td>" for name in shown) + "</tr>"
+            for record in scored[-12:]
+        )
+        about = f"{len(self.records)} rounds, stopped by {self.stopped}; the model is that of round {self.model_round}"
+        head = "".join(f"<th>{name}</th>" for name in shown)
+        return f"<p>{escape(about)}</p><table><thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table>"
 
     @property
     def accuracy(self) -> float | None:
         """The last accuracy measured."""
         return next((r["accuracy"] for r in reversed(self.records) if r.get("accuracy") is not None), None)
+
+
+def as_cell(value: Any) -> str:
+    """A number of the record as text; four digits are enough to look at.
+
+    >>> as_cell(0.123456), as_cell(12), as_cell(None)
+    ('0.1235', '12', '')
+    """
+    return "" if value is None else f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
 class Course(Generic[R, C]):
@@ -56,9 +102,11 @@ class Course(Generic[R, C]):
         self.run, self.config, self.folder, self.progress = run, config, folder, progress
         self.stop, self.elapsed = parse_stop(config.stop_at), 0.0
         self.records: list[dict[str, Any]] = []
+        self.said: set[str] = set()  # warnings
         self.kernels = choices.made()
         checkpoint = folder.load(config.rounds) if folder is not None and resume else None
         tensors, facts = checkpoint or ({}, {"round": 0, "seconds": 0.0})
+        self.best, tensors = Best(tensors, facts.get("best")), ours(tensors)
         run.place(folder.path if folder else None, tensors, facts["round"])
         if folder is not None and not resume:
             folder.create(self.toml())
@@ -78,6 +126,8 @@ class Course(Generic[R, C]):
         self.seconds = stopping.GRACE  # of a round; unknown at first
         self.reached = self.stop_reason(self.records[-1] if self.records else {})  # empty while the run goes on
         self.leaves_model = True  # whether the end is written to the folder
+        if facts.get("stopped") == "diverged":
+            self.reached = "diverged"
 
     def ahead(self) -> tuple[int, bool]:
         """Count the next rounds, up to a checkpoint and a few seconds long; 0 at the end. Also say whether the run ends there."""
@@ -96,18 +146,31 @@ class Course(Generic[R, C]):
             self.elapsed = time.perf_counter() - self.began
             if self.stop or run.enough:
                 self.reached = self.stop_reason(record)
-            if run.diverged:
-                self.reached = "diverged"
             if folder is not None:
                 if record["round"] == 1:
                     self.write_settings(folder)  # now the execution is chosen
                 folder.append(record)
             if self.progress is not None and ranks.rank() == 0:
                 self.progress(record, self.config.rounds)
+            self.look_for_trouble()
+        self.best.see(self.records[-1], run.model)
         self.seconds = new[-1].seconds
         due = run.t % self.config.checkpoint_every == 0 and run.t < self.config.rounds and not self.reached
         if folder is not None and due:
             self.save(folder, {"finished": False})
+
+    def look_for_trouble(self) -> None:
+        """Warn when something goes wrong for the first time, and end a run that has diverged."""
+        what, ends = trouble(self.records, bool(self.best.model))
+        if self.run.diverged:
+            what, ends = "the training loss is not finite", True
+        what, ends = ranks.first_rank_says((what, ends))
+        if ends and self.reached != "diverged":
+            self.reached = "diverged"
+            what += f": the run has diverged and ends; {self.best}; {self.config.advice()}"
+        if what and what not in self.said and ranks.rank() == 0:
+            warnings.warn(f"round {self.records[-1]['round']}: {what}", stacklevel=2)
+        self.said.add(what)
 
     def write_settings(self, folder: RunFolder) -> None:
         """Write run.toml with what is chosen by now."""
@@ -119,7 +182,8 @@ class Course(Generic[R, C]):
         began = time.perf_counter()
         if choices.made() != self.kernels:  # for sizes that came up since
             self.write_settings(folder)
-        folder.save(self.run.tensors(), {"round": self.run.t, "seconds": self.elapsed} | facts)
+        facts = {"round": self.run.t, "seconds": self.elapsed} | self.best.facts() | facts
+        folder.save(self.run.tensors() | self.best.tensors(), facts)
         self.run.saved()
         self.saved, self.seconds_saving = self.run.t, time.perf_counter() - began
 
@@ -133,29 +197,33 @@ class Course(Generic[R, C]):
         """Whether a signal could not wait for a round's end, and a checkpoint takes little time beside a round."""
         return self.seconds > max(stopping.GRACE, 10 * self.seconds_saving)
 
+    def leave(self) -> Result[C]:
+        """Write a checkpoint, from which the run can go on; the result is what there is so far."""
+        self.keep()
+        about = self.run.about() | self.run.choices()
+        folder = self.folder.path if self.folder else None
+        return Result(self.records, self.run.model(), self.config, folder, "break", about, self.run.t)
+
     def end(self) -> Result[C]:
         """Write the model and the last checkpoint."""
         run, folder, stopped = self.run, self.folder, self.reached or "rounds"
-        model = run.model()
-        if (
-            folder is not None
-            and self.leaves_model
-            and ranks.first_rank_says(self.saved < run.t or not folder.finished())
-        ):
+        model, of = run.model(), run.t
+        if stopped == "diverged" and self.best.model:
+            model, of = self.best.model, self.best.round
+        last = self.saved < run.t or (folder is not None and not folder.finished())
+        if folder is not None and self.leaves_model and ranks.first_rank_says(last):
             self.save(folder, {"finished": False})  # a model without a checkpoint could not be resumed
             model_sum = folder.write_model(model)
             if (extras := run.extras(self.config.as_toml(), self.records)) is not None:
                 folder.write_super(*extras)
             self.save(folder, {"finished": True, "stopped": stopped, "model": model_sum})
         about = run.about() | run.choices()
-        return Result(self.records, model, self.config, folder.path if folder else None, stopped, about)
+        return Result(self.records, model, self.config, folder.path if folder else None, stopped, about, of)
 
     def stop_reason(self, record: Mapping[str, Any]) -> str:
         """Why the run stops after this record; empty if it does not. Rank 0 decides."""
-        reason = "time" if "time" in self.stop and self.elapsed >= self.stop["time"] else ""
-        if "accuracy" in self.stop and (record.get("accuracy") or 0.0) >= self.stop["accuracy"]:
-            reason = "accuracy"
-        reason = "patience" if self.run.enough else reason
+        met = [stop.name for stop in self.stop.values() if stop.reached(record, self.elapsed)]
+        reason = "patience" if self.run.enough else met[0] if met else ""
         return ranks.first_rank_says(reason)
 
     def toml(self) -> dict[str, Any]:
@@ -175,12 +243,20 @@ class Course(Generic[R, C]):
 
 def drive(course: Course[Run, C], beside: Sequence[Course[Any, Any]] = ()) -> Result[C]:
     """Run all rounds that are left; `beside` are runs of the same process that wait for their turn."""
-    while (ahead := course.ahead())[0]:
-        pause([course, *beside])
-        course.take(course.run.rounds(*ahead))
+    for _ in stretches(course, beside):
+        pass
     if not course.reached:
         pause([course, *beside])  # the end may take long
     return course.end()
+
+
+def stretches(course: Course[Run, C], beside: Sequence[Course[Any, Any]] = ()) -> Iterator[list[dict[str, Any]]]:
+    """Run all rounds that are left, and give the new records after each few of them."""
+    while (ahead := course.ahead())[0]:
+        pause([course, *beside])
+        before = len(course.records)
+        course.take(course.run.rounds(*ahead))
+        yield course.records[before:]
 
 
 def pause(courses: Sequence[Course[Any, Any]]) -> None:

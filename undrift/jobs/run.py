@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 import torch.nn.functional as F
@@ -21,44 +21,122 @@ from undrift.data.dataset import Dataset
 from undrift.data.federation import Federation, Ids, federate
 from undrift.data.from_user import dataset_from
 from undrift.data.load import load_dataset
-from undrift.jobs.config import FIELDS, RunConfig, from_mapping, make_algorithm, parse_drops, parse_slow
-from undrift.jobs.course import Progress, Result
+from undrift.jobs.config import (
+    FIELDS,
+    RunConfig,
+    from_mapping,
+    lr_among_fields,
+    make_algorithm,
+    parse_drops,
+    parse_slow,
+)
+from undrift.jobs.course import Course, Progress, Result, drive, stretches
 from undrift.jobs.registry import algorithm_class, build_model
-from undrift.jobs.start import compiles, read, start
+from undrift.jobs.run_settings import RunSettings
+from undrift.jobs.start import begin, compiles, read
 from undrift.oracle import segmentation
 from undrift.oracle.net import Loss, Net
 from undrift.round.private import Privacy
 from undrift.simulate.evaluate import Metric, accuracy
 from undrift.simulate.simulation import Settings, Simulation
+from undrift.simulate.whole_metrics import WholeMetric, metrics_of
+
+OnRound = Callable[[dict[str, Any]], object]
+Metrics = Mapping[str, Metric | WholeMetric | str] | Sequence[str]
+Config = RunConfig | Mapping[str, Any] | str | Path | None
+
+
+class Options(RunSettings, total=False):
+    """What `run` and `rounds` take by name."""
+
+    algorithm: str | type[Any] | Worker | None
+    model: str | nn.Module | Callable[[tuple[int, ...], int], nn.Module] | None
+    data: Any
+    loss: Loss
+    metrics: Metrics | None
+    out: str | Path | None
+    resume: bool
+    progress: Progress | None
+    on_round: OnRound | None
 
 
 @ranks.join()
-def run(
-    config: RunConfig | Mapping[str, Any] | str | Path | None = None,
-    *,
-    algorithm: str | type[Any] | Worker | None = None,
-    model: str | nn.Module | Callable[[tuple[int, ...], int], nn.Module] | None = None,
-    data: Any = None,
-    loss: Loss = F.cross_entropy,
-    metrics: Mapping[str, Metric] | None = None,
-    out: str | Path | None = None,
-    resume: bool = False,
-    progress: Progress | None = None,
-    **settings: Any,
-) -> Result[RunConfig]:
+def run(config: Config = None, **options: Unpack[Options]) -> Result[RunConfig]:
     """Simulate a federated training run.
 
-    `config` is a RunConfig, a mapping, or the path of a TOML file; `settings` have the names of the flags and override it.
+    `config` is a RunConfig, a mapping, or the path of a TOML file; settings have the names of the flags and override it.
     `model` may be any nn.Module; `data` arrays, a torch Dataset, or a Dataset for each client (see
     `undrift.data.from_user`). `loss(outputs, targets)` is evaluated for each sample and averaged over the real samples.
-    `metrics` map (outputs, targets) to a number for each sample or for the batch. With `out` the run is written to that
-    folder and can be resumed. Under torchrun, all processes do the run together.
+    `metrics` are measured beside accuracy: functions of (outputs, targets) that give a number for each sample or one for the
+    batch, objects with reset, update and compute (also of torchmetrics), or the names f1, auc, calibration, perplexity.
+    `on_round` is called with each record. With `out` the run is written to that folder and can be resumed. Under torchrun,
+    all processes do the run together.
 
     >>> result = run(algorithm="fedavg", rounds=2, clients=10, cohort=2)
     >>> len(result.records), sorted(result.model)[:2]
     (2, ['head.bias', 'head.weight'])
     """
-    given = read(config)
+    with opened(config, **options) as course:
+        return drive(course)
+
+
+class Rounds:
+    """The records of a run, one round after another; `result` is there when the loop has ended, also by `break`."""
+
+    def __init__(self, config: Config, options: Options) -> None:
+        self.config, self.options = config, options
+        self.result: Result[RunConfig] | None = None
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        with ranks.join(), opened(self.config, **self.options) as course:
+            try:
+                for records in stretches(course):
+                    yield from records
+            except GeneratorExit:  # the loop was left
+                self.result = course.leave()
+                raise
+            self.result = course.end()
+
+
+def rounds(config: Config = None, **options: Unpack[Options]) -> Rounds:
+    """The same run as a loop over its records. `break` ends it with a checkpoint, from which it can be resumed.
+
+    >>> loop = rounds(rounds=50, clients=10, cohort=2)
+    >>> for record in loop:
+    ...     if record["round"] == 3:
+    ...         break
+    >>> loop.result.stopped, len(loop.result.records)
+    ('break', 3)
+    """
+    return Rounds(config, options)
+
+
+@contextlib.contextmanager
+def opened(
+    config: Config,
+    *,
+    algorithm: str | type[Any] | Worker | None = None,
+    model: str | nn.Module | Callable[[tuple[int, ...], int], nn.Module] | None = None,
+    data: Any = None,
+    loss: Loss = F.cross_entropy,
+    metrics: Metrics | None = None,
+    out: str | Path | None = None,
+    resume: bool = False,
+    progress: Progress | None = None,
+    on_round: OnRound | None = None,
+    **options: Unpack[RunSettings],
+) -> Iterator[Course[Any, RunConfig]]:
+    """The run that `run` describes, before its next round."""
+
+    def tell(record: dict[str, Any], rounds: int) -> None:
+        if progress is not None:
+            progress(record, rounds)
+        if on_round is not None:
+            on_round(record)
+
+    settings: dict[str, Any] = dict(options)
+    given = lr_among_fields(read(config))
+    settings = lr_among_fields(settings, given.get("set"))
     if algorithm is not None:
         settings["algorithm"] = algorithm if isinstance(algorithm, str) else reference(algorithm)
     if model is not None:
@@ -79,6 +157,8 @@ def run(
                 raise BadSetting("set goes with an algorithm's name; an algorithm object carries its own fields")
             given["set"] = {}
         dataset = None if data is None else dataset_from(data)
+        if dataset is None and given.get("partition") == "sites" and "clients" not in given:
+            dataset = load_dataset(str(given.get("dataset", FIELDS["dataset"].default)))
         if dataset is not None and dataset.sites is not None:
             given.setdefault("partition", "sites")
             given.setdefault("clients", int(dataset.sites.max()) + 1)
@@ -95,7 +175,8 @@ def run(
         net = chosen.model if model is None else model
         return chosen, contextlib.closing(build_simulation(chosen, alg, dataset, net, device, loss, metrics))
 
-    return start(given, settings, build, out, resume, progress)
+    with begin(given, settings, build, out, resume, tell) as course:
+        yield course
 
 
 def build_simulation(
@@ -105,7 +186,7 @@ def build_simulation(
     model: Any,
     device: torch.device,
     loss: Loss = F.cross_entropy,
-    metrics: Mapping[str, Metric] | None = None,
+    metrics: Metrics | None = None,
 ) -> Simulation:
     """Build the run that the settings describe; `model` is an nn.Module, its name, or a function that builds it."""
     clients = deal_out(config, dataset, device)
@@ -120,15 +201,15 @@ def simulate_clients(
     model: Any,
     device: torch.device,
     loss: Loss = F.cross_entropy,
-    metrics: Mapping[str, Metric] | None = None,
+    metrics: Metrics | None = None,
 ) -> Simulation:
     """Build a simulation of clients that have their samples; `structures` are what masks show, if targets are masks."""
     net = build_net(clients, config, alg, structures, model, loss)
-    metrics = metrics_of(net, structures) if metrics is None else metrics
-    return Simulation(alg, net, clients, settings_of(config, clients.sizes, device), metrics, device)
+    measured: dict[str, Metric | WholeMetric] = {**usual_metrics(net, structures), **metrics_of(metrics)}
+    return Simulation(alg, net, clients, settings_of(config, clients.sizes, device), measured, device)
 
 
-def metrics_of(net: Net, structures: tuple[str, ...]) -> Mapping[str, Metric]:
+def usual_metrics(net: Net, structures: tuple[str, ...]) -> Mapping[str, Metric]:
     """The metrics of a model where the user names none; `structures` are what masks show, if targets are masks."""
     if structures:
         return segmentation.metrics(structures)

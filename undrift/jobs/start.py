@@ -40,7 +40,26 @@ def start(
     settle: Convert = dict,
     alike: Sequence[str] = ("threads", "ranks"),
 ) -> Result[C]:
-    """Begin or resume a run, and drive it to its end.
+    """Begin or resume a run, and drive it to its end; see `begin`."""
+    options: dict[str, Any] = {"plain": plain, "settle": settle, "alike": alike}
+    with begin(config, settings, build, out, resume, progress, **options) as course:
+        return drive(course)
+
+
+@contextlib.contextmanager
+def begin(
+    config: Given,
+    settings: Mapping[str, Any],
+    build: Callable[[dict[str, Any]], tuple[C, contextlib.AbstractContextManager[Run]]],
+    out: str | Path | None,
+    resume: bool,
+    progress: Progress | None,
+    *,
+    plain: Convert = dict,
+    settle: Convert = dict,
+    alike: Sequence[str] = ("threads", "ranks"),
+) -> Iterator[Course[Run, C]]:
+    """Begin or resume a run.
 
     `build` resolves the settings and builds the run, but writes nothing: its context is entered with the folder locked.
     `plain` normalises given and stored settings; `settle` resolves them as they are stored. A resumed run warns where one
@@ -57,7 +76,7 @@ def start(
     ranks.all_well()  # before anything is written
     course = open_course(context, chosen, folder, resume, progress)
     with arithmetic(chosen.precision, chosen.deterministic), course as opened:
-        return drive(opened)
+        yield opened
 
 
 def read(config: Given) -> dict[str, Any]:

@@ -70,7 +70,9 @@ GIVEN_UP = f"its process died {DEATHS} times, perhaps for want of memory; the sa
 def plan(path: Path) -> tuple[list[Job], dict[str, Any]]:
     """List and check every run that a sweep file asks for; also return its [sweep] table."""
     settings = read_toml(path)
-    sweep = _table("[sweep]", settings.pop("sweep", {}))
+    if "sweep" not in settings:
+        raise BadSetting(f"{path} has no [sweep] table, so it is one run; start it with 'undrift run {path}'")
+    sweep = _table("[sweep]", settings.pop("sweep"))
     check_known("key of [sweep]", sweep, KEYS)
     if "else_dataset" in sweep:
         try:

@@ -332,7 +332,7 @@ if triton is not None:
         S, places, width = len(x), x.shape[1] * shape.OH * shape.OW, up(C, 128)
         out = allocate(x, S, N, C, k, k, dtype=torch.float32)
 
-        def gather(g: Tensor, out: Tensor, parts: int) -> None:
+        def sum_parts(g: Tensor, out: Tensor, parts: int) -> None:
             launch(
                 _gather, (len(out), N, triton.cdiv(C, width)), g, out, parts, N, C,
                 TAPS=k * k, ALL=triton.next_power_of_2(k * k), SOME=width, num_warps=4,
@@ -342,10 +342,10 @@ if triton is not None:
             if isinstance(form, Apart):
                 seen, back = first(x), first(d)
                 if current.get() is not None:
-                    gather(x, out[:1], 1)  # is compiled
+                    sum_parts(x, out[:1], 1)  # is compiled
                 conv_each_gpu.each(
                     S, form.branches, x.device,
-                    lambda i: gather(conv_each_gpu.filters(seen[i], back[i], k, stride, padding), out[i : i + 1], 1),
+                    lambda i: sum_parts(conv_each_gpu.filters(seen[i], back[i], k, stride, padding), out[i : i + 1], 1),
                 )  # fmt: skip
                 return
             many = triton.cdiv(N, form.rows) * triton.cdiv(k * k * C, form.columns)
@@ -353,7 +353,7 @@ if triton is not None:
             share = triton.cdiv(triton.cdiv(places, parts), form.step) * form.step
             g = allocate(x, S, parts, N, k, k, C, dtype=torch.float32)
             launch(_entries, (S, parts, many), x, d, g, places, share, **sizes(shape, form))
-            gather(g, out, parts)
+            sum_parts(g, out, parts)
 
         fastest("filters", shape, x, run)
         return out

@@ -346,9 +346,25 @@ class Net:
             return self.mean_over_labels(each, targets)
         if self.loss is dice_loss:
             return dice_loss(outputs, targets)
-        one = torch.vmap(lambda o, t: self.loss(o.unsqueeze(0), t.unsqueeze(0)).reshape(()))
-        losses: Tensor = one(outputs, targets)
-        return losses
+        counts = self.label_shares(targets) > 0
+        if self.ignores:  # a sample without any label would be 0 / 0
+            targets = torch.where(counts.view(-1, *[1] * (targets.dim() - 1)), targets, 1 if self.ignored == 0 else 0)
+        losses: Tensor = torch.vmap(self._loss_of_one)(outputs, targets)
+        return torch.where(counts, losses, 0.0) if self.ignores else losses
+
+    def _loss_of_one(self, output: Tensor, target: Tensor) -> Tensor:
+        loss: Any = self.loss(output.unsqueeze(0), target.unsqueeze(0))
+        if not isinstance(loss, Tensor) or loss.numel() != 1:
+            what = f"a tensor {list(loss.shape)}" if isinstance(loss, Tensor) else f"a {type(loss).__name__}"
+            raise BadSetting(
+                f"the loss must give one number for outputs {[1, *output.shape]} and targets {[1, *target.shape]}, not {what}"
+            )
+        return loss.reshape(())
+
+    @property
+    def ignores(self) -> bool:
+        """Whether a loss other than plain cross-entropy has labels that it leaves out."""
+        return self.loss is not F.cross_entropy and hasattr(self.loss, "ignore_index")
 
     def mean_over_labels(self, values: Tensor, targets: Tensor) -> Tensor:
         """[B] the mean of a sample's values [B, *], zero for those ignored, over its labels; a sample without any has 0."""
@@ -359,8 +375,8 @@ class Net:
         return values.flatten(1).sum(1) / (targets != self.ignored).flatten(1).sum(1).clamp(min=1)
 
     def label_shares(self, targets: Tensor) -> Tensor:
-        """[B] the share of each sample's labels that count: below 1 only where cross-entropy ignores some."""
-        if self.loss is not F.cross_entropy or targets.is_floating_point():
+        """[B] the share of each sample's labels that count: below 1 only where the loss ignores some."""
+        if not (self.loss is F.cross_entropy or self.ignores) or targets.is_floating_point():
             return torch.ones(len(targets), dtype=self.dtype, device=targets.device)
         labelled = (targets != self.ignored).to(self.dtype)
         return labelled.flatten(1).mean(1) if labelled.dim() > 1 else labelled

@@ -18,7 +18,7 @@ from undrift.algorithms.base import Algorithm
 from undrift.core.device import available_memory, total_memory
 from undrift.core.errors import BadData, BadSetting, ClientFailed, UndriftError
 from undrift.core.trees import State
-from undrift.oracle.net import Net
+from undrift.oracle.net import IGNORED, Net
 from undrift.oracle.oracle import stacks_in_a_thread, task_loss
 from undrift.simulate.graphs import rehearsal
 from undrift.simulate.here import Execution, OneByOne, Pool, Stacked
@@ -135,17 +135,33 @@ def check_repeatable(net: Net, x: Tensor, buffers: Tensor, work: LocalWork) -> N
 def check_labels(net: Net, x: Tensor, buffers: Tensor, work: LocalWork) -> None:
     """Refuse class labels that the model has no output for."""
     train, test = work.data.train.targets, work.data.test.targets
+    if train.is_floating_point():
+        warn_of_broadcasting(net, x, buffers, work)
     if net.loss is not F.cross_entropy or train.is_floating_point():
         return
     oracle, _ = next(work.steps(0, 1))
     with blame_model(work):
         outputs, _ = net(x, buffers, oracle.batch.inputs[:1], None)
     used = torch.cat([train.flatten(), test.flatten()])
-    used = used[used != -100]  # cross-entropy's own mark for "no label"
+    used = used[(used != IGNORED) & (used != net.ignored)]  # no labels
     if outputs.dim() < 2 or int(used.min()) < 0 or int(used.max()) >= outputs.shape[1]:
         raise BadData(
             f"the labels run from {int(used.min())} to {int(used.max())}, but the model's output is {list(outputs.shape[1:])}; "
             "labels must be 0 .. classes - 1, with one output for each"
+        )
+
+
+def warn_of_broadcasting(net: Net, x: Tensor, buffers: Tensor, work: LocalWork) -> None:
+    """Warn where outputs and targets are numbers of different shapes, so that a loss or a metric may compare each with all."""
+    oracle, _ = next(work.steps(0, 1))
+    with blame_model(work):
+        outputs, _ = net(x, buffers, oracle.batch.inputs[:1], None)
+    here, there = list(outputs.shape[1:]), list(work.data.train.targets.shape[1:])
+    if here != there:
+        warnings.warn(
+            f"the model's outputs are {here} a sample and the targets {there}: a loss or a metric may broadcast one against "
+            "the other; give both the same shape",
+            stacklevel=2,
         )
 
 

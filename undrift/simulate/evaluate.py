@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from undrift.core.errors import BadSetting
 from undrift.core.streams import Purpose, sample, stream
 from undrift.data.augment import Transform
 from undrift.data.federation import Federation, Split
 from undrift.oracle.net import IGNORED, Net
+from undrift.simulate.whole_metrics import WholeMetric, is_whole, number_of
 
 Metric = Callable[[Tensor, Tensor], Tensor]
+Metrics = Mapping[str, Metric | WholeMetric]
 QUANTILES = (0.1, 0.5, 0.9)
 TWENTIETHS = tuple(k / 20 for k in range(21))  # how the clients' accuracies are distributed
 MOST_CLASSES = 100  # whose accuracies are recorded one by one
@@ -40,29 +43,67 @@ def sample_scores(
     buffers: Tensor,
     split: Split,
     transform: Transform,
-    metrics: Mapping[str, Metric],
+    metrics: Metrics,
     rows: Tensor,
     owners: Tensor | None = None,
     batch: int = 1000,
 ) -> dict[str, Tensor]:
     """The loss and metrics [n] of the samples `rows` [n] in evaluation mode; `owners` [n] are the clients who hold them.
 
-    A metric returns one number a sample, or one for the whole batch, which then stands for each of its samples. Means over
-    samples are weighted by `weights_of`.
+    A metric returns one number a sample, or one for the whole batch, which then stands for each of its samples; a whole metric
+    gives one number that stands for all samples. Means over samples are weighted by `weights_of`.
     """
     if not len(rows):
         return {}
-    found: dict[str, list[Tensor]] = {name: [] for name in ("loss", *metrics)}
+    whole, apart = {name: metric for name, metric in metrics.items() if is_whole(metric)}, of_samples(metrics)
+    found: dict[str, list[Tensor]] = {name: [] for name in ("loss", *apart)}
+    for metric in whole.values():
+        if isinstance(metric, nn.Module):  # of torchmetrics
+            metric.to(x.device)
+        metric.reset()
     parts = rows.split(batch)
     for part, owner in zip(parts, [None] * len(parts) if owners is None else owners.split(batch), strict=True):
         outputs, _ = net(x, buffers, transform(split.take(part), net.dtype, clients=owner), None)
         targets = split.targets[part]
         targets = targets.to(net.dtype) if targets.is_floating_point() else targets
         marked = torch.where(targets == net.ignored, IGNORED, targets) if net.ignored != IGNORED else targets
-        for name, score in (("loss", net.sample_losses), *metrics.items()):
+        for name, score in (("loss", net.sample_losses), *apart.items()):
             values = torch.as_tensor(score(outputs, targets if name == "loss" else marked), device=part.device).double()
-            found[name].append(values if values.shape == part.shape else values.mean().expand(len(part)))
-    return {name: torch.cat(values) for name, values in found.items()}
+            found[name].append(of_each(name, values, outputs, targets))
+        for metric in whole.values():
+            metric.update(*labelled(outputs, marked))
+    scores = {name: torch.cat(values) for name, values in found.items()}
+    return scores | {name: scores["loss"].new_full((len(rows),), number_of(name, m)) for name, m in whole.items()}
+
+
+def of_samples(metrics: Metrics) -> dict[str, Metric]:
+    """The metrics that are functions, without those that see the whole set."""
+    return {name: cast(Metric, metric) for name, metric in metrics.items() if not is_whole(metric)}
+
+
+def of_each(name: str, values: Tensor, outputs: Tensor, targets: Tensor) -> Tensor:
+    """A score's values [n], one for each sample; another shape has been computed in another way than was meant."""
+    if values.shape == (len(outputs),):
+        return values
+    if values.dim():
+        what = "the loss" if name == "loss" else f"metric {name!r}"
+        raise BadSetting(
+            f"{what} gives {list(values.shape)} for {len(outputs)} samples, with outputs {list(outputs.shape)} and targets "
+            f"{list(targets.shape)}; it must give one number for each sample, or one for the batch"
+        )
+    return values.expand(len(outputs))
+
+
+def labelled(outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+    """Outputs [m, C] and labels [m] of all that has a label; outputs and targets as they are, if these are no labels.
+
+    >>> labelled(torch.zeros(1, 2, 3), torch.tensor([[1, IGNORED, 0]]))[1]
+    tensor([1, 0])
+    """
+    if targets.is_floating_point() or outputs.dim() != targets.dim() + 1:
+        return outputs, targets
+    flat, labels = outputs.movedim(1, -1).flatten(0, -2), targets.flatten()
+    return flat[labels != IGNORED], labels[labels != IGNORED]
 
 
 def weights_of(net: Net, split: Split, rows: Tensor) -> Tensor:
@@ -71,7 +112,9 @@ def weights_of(net: Net, split: Split, rows: Tensor) -> Tensor:
 
 
 def means(scores: Mapping[str, Tensor], weight: Tensor) -> dict[str, float]:
-    """Each score's mean over samples of these weights [n]."""
+    """Each score's mean over samples of these weights [n]; nothing where none of them has a label."""
+    if len(weight) and not bool((weight > 0).any()):
+        return {}
     return {name: float(weighted(values, weight).sum() / weight.sum()) for name, values in scores.items()}
 
 

@@ -43,11 +43,13 @@ from undrift.simulate.clients import ClientTable
 from undrift.simulate.evaluate import (
     MOST_CLASSES,
     Metric,
+    Metrics,
     accuracy,
     client_scores,
     forgetting,
     group_means,
     means,
+    of_samples,
     rounded,
     sample_scores,
     weights_of,
@@ -109,7 +111,7 @@ class Simulation:
         net: Net,
         data: Federation,
         settings: Settings,
-        metrics: Mapping[str, Metric],
+        metrics: Metrics,
         device: torch.device,
         remote: Callable[[LocalWork], Ask] | None = None,
     ) -> None:
@@ -133,7 +135,9 @@ class Simulation:
             self.accountant = make_accountant(alg, settings.privacy, data.clients)
             alg = Private(alg, settings.privacy, settings.seed)
         self.whole = alg  # `alg` is what it does in the present round
-        self.alg, self.net, self.data, self.settings, self.metrics = alg, net.to(device), data, settings, metrics
+        self.alg, self.net, self.data, self.settings = alg, net.to(device), data, settings
+        self.all_metrics = metrics
+        self.metrics: Mapping[str, Metric] = of_samples(metrics)
         self.device, self.remote = device, remote
         self.uplink: Uplink | None = None
         if settings.compress:
@@ -384,7 +388,7 @@ class Simulation:
                 scores |= {} if lost.isnan() else {"forgetting": float(lost)}
                 scores |= {"class_accuracies": rounded(now)} if data.classes <= MOST_CLASSES else {}
             validation = torch.from_numpy(data.validation).to(self.device)
-            held_out = sample_scores(*where, data.train, data.transform, self.metrics, validation)
+            held_out = sample_scores(*where, data.train, data.transform, self.all_metrics, validation)
             scores |= {f"val_{n}": v for n, v in means(held_out, weights_of(self.net, data.train, validation)).items()}
         if data.held_out and (last or self.t % self.settings.eval_every == 0):
             scores |= own_scores(self, last)
@@ -398,9 +402,9 @@ class Simulation:
         rows = torch.arange(len(self.data.test), device=self.device)
 
         def play(x: Tensor, buffers: Tensor) -> dict[str, Tensor]:
-            return sample_scores(self.net, x, buffers, self.data.test, self.data.transform, self.metrics, rows)
+            return sample_scores(self.net, x, buffers, self.data.test, self.data.transform, self.all_metrics, rows)
 
-        ours = self.net.loss is F.cross_entropy and all(metric is accuracy for metric in self.metrics.values())
+        ours = self.net.loss is F.cross_entropy and all(metric is accuracy for metric in self.all_metrics.values())
         if self.replay is None or not ours or self.data.test.held is None or self.device.type != "cuda":
             return play(self.state.x, self.state.buffers)
         if self.evaluation is None:

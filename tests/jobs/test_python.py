@@ -1,0 +1,78 @@
+"""What Python offers around a run: typed keywords, loops over rounds, and what a result can do."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, get_type_hints
+
+import pytest
+import torch
+
+import undrift
+from tests.small import QUICK, timeless
+from undrift.core.errors import BadSetting, UnknownName
+from undrift.jobs.config import TYPES
+from undrift.jobs.run_settings import RunSettings
+
+
+def test_the_typed_keywords_are_the_settings() -> None:
+    typed = get_type_hints(RunSettings)
+    assert typed.pop("lr") is float
+    assert typed == {name: kind for name, kind in TYPES.items() if name not in ("algorithm", "model")}
+
+
+def test_a_loop_over_rounds_is_the_run() -> None:
+    loop = undrift.rounds(QUICK, rounds=4)
+    records = list(loop)
+    whole = undrift.run(QUICK, rounds=4)
+    assert timeless(records) == timeless(whole.records) and loop.result is not None
+    assert loop.result.stopped == "rounds"
+    assert all(torch.equal(loop.result.model[n], t) for n, t in whole.model.items())
+
+
+def test_break_ends_with_a_checkpoint(tmp_path: Path) -> None:
+    loop = undrift.rounds(QUICK, rounds=6, out=tmp_path / "run")
+    for record in loop:
+        if record["round"] == 2:
+            break
+    assert loop.result is not None and loop.result.stopped == "break" and len(loop.result.records) == 2
+    resumed = undrift.run(out=tmp_path / "run", resume=True)
+    whole = undrift.run(QUICK, rounds=6)
+    assert timeless(resumed.records) == timeless(whole.records)
+    assert all(torch.equal(resumed.model[n], t) for n, t in whole.model.items())
+
+
+def test_on_round_sees_every_record() -> None:
+    seen: list[dict[str, Any]] = []
+    result = undrift.run(QUICK, rounds=3, on_round=seen.append)
+    assert timeless(seen) == timeless(result.records) and len(seen) == 3
+
+
+def test_stop_at_any_number_of_the_record() -> None:
+    low = undrift.run(QUICK, rounds=300, stop_at="train_loss<1.5,accuracy=0.99", lr=0.1)
+    assert low.stopped == "train_loss" and len(low.records) < 300
+    assert low.records[-1]["train_loss"] < 1.5 <= min(r["train_loss"] for r in low.records[:-1])
+    f1 = undrift.run(QUICK, rounds=300, stop_at="f1=0.5", metrics=["f1"], eval_every=1)
+    assert f1.stopped == "f1" and f1.records[-1]["f1"] >= 0.5 > f1.records[-2]["f1"]
+    for wrong in ("accuracy=90", "loss<low", "time<3s", "=3", "loss"):
+        with pytest.raises(BadSetting, match="is not understood; write accuracy=0.9, loss<0.2 or time=10m"):
+            undrift.run(QUICK, stop_at=wrong)
+
+
+def test_a_result_is_a_frame_a_page_and_a_cell_of_a_notebook(tmp_path: Path) -> None:
+    result = undrift.run(QUICK, rounds=6, out=tmp_path / "run")
+    pandas = pytest.importorskip("pandas", reason="needs pandas")
+    frame = result.frame()
+    assert isinstance(frame, pandas.DataFrame) and list(frame.index) == list(range(1, 7))
+    assert frame["train_loss"].tolist() == [r["train_loss"] for r in result.records]
+    page = result.report(tmp_path / "page.html").read_text()
+    assert page.lstrip().lower().startswith("<!doctype html") and f"{result.accuracy:.4f}" in page
+    shown = result._repr_html_()
+    assert shown.count("<tr>") == 3 and f"<td>{result.accuracy:.4g}</td>" in shown
+    with pytest.raises(BadSetting, match="give out= to the run"):
+        undrift.run(QUICK, rounds=1).report(tmp_path / "other.html")
+
+
+def test_a_wrong_keyword_is_named() -> None:
+    with pytest.raises(UnknownName, match="did you mean 'rounds'"):
+        undrift.rounds(round=3).__iter__().__next__()  # type: ignore[call-arg]
