@@ -370,7 +370,7 @@ def train(arguments: argparse.Namespace, fields: Fields, run: Callable[..., Any]
     bar = progress_bar()
     task = bar.add_task(name, total=None, accuracy="")
 
-    lines = None if bar.console.is_terminal else log_lines()
+    lines = None if bar.console.is_terminal else log_lines(name)
 
     def show(record: dict[str, Any], rounds: int) -> None:
         if lines is not None:
@@ -724,7 +724,7 @@ def described(about: dict[str, Any]) -> str:
     return text + (f"; execution {about['execution']}" if "execution" in about else "")
 
 
-def log_lines() -> Callable[[dict[str, Any], int], None]:
+def log_lines(name: str) -> Callable[[dict[str, Any], int], None]:
     """Print how far a run is every few seconds, where no terminal can show a bar."""
     from undrift.jobs.overview import in_words
 
@@ -737,7 +737,7 @@ def log_lines() -> Callable[[dict[str, Any], int], None]:
             score = f", accuracy {record['accuracy']:.4f}"
         if now - last >= EVERY:
             left = (now - began) / (record["round"] - first + 1) * (rounds - record["round"])
-            print(f"round {record['round']} of {rounds}{score}, {in_words(left)} left", flush=True)
+            print(f"{name}: round {record['round']} of {rounds}{score}, {in_words(left)} left", flush=True)
             last = now
 
     return show

@@ -49,6 +49,6 @@ def test_a_log_gets_a_line_now_and_then(
     monkeypatch.setattr(cli, "EVERY", 0.0)
     words = "run --rounds 4 --clients 12 --cohort 4 --model logreg --eval-every 2 --out"
     assert cli.main([*words.split(), str(tmp_path / "run")]) == 0
-    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("round ")]
-    assert [line.split(",")[0] for line in lines] == [f"round {n} of 4" for n in (1, 2, 3, 4)]
+    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("fedavg: round ")]
+    assert [line.split(",")[0] for line in lines] == [f"fedavg: round {n} of 4" for n in (1, 2, 3, 4)]
     assert "accuracy 0." in lines[1] and "left" in lines[1]

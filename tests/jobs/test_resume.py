@@ -245,12 +245,15 @@ def test_resume_is_not_for_another_method_model_or_data(
     assert before == {p: p.read_bytes() for p in tmp_path.rglob("*") if p.is_file()}
 
 
-def test_the_bar_of_a_resumed_run_has_its_own_name(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_progress_of_a_resumed_run_has_its_own_name(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cli, "EVERY", 0.0)
     small = f"run --clients 8 --cohort 2 --model logreg --out {tmp_path} --rounds"
     assert cli.main(f"{small} 1 --algorithm scaffold".split()) == 0
     capsys.readouterr()
     assert cli.main(f"run --out {tmp_path} --rounds 2 --resume".split()) == 0
-    assert capsys.readouterr().out.lstrip().startswith("scaffold")
+    assert capsys.readouterr().out.lstrip().startswith("scaffold: round 2 of 2")
 
 
 def test_resume_through_a_configuration_keeps_the_execution(tmp_path: Path) -> None:
