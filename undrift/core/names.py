@@ -14,16 +14,21 @@ from typing import Any
 from undrift.core.errors import BadSetting, UnknownName
 from undrift.core.outline import PACKAGE, outline
 
-PACKAGES = {"algorithms": "undrift.algorithms", "datasets": "undrift.data", "models": "undrift.models"}
+PACKAGES = {
+    "algorithms": "undrift.algorithms",
+    "datasets": "undrift.data",
+    "models": "undrift.models",
+    "trackers": "undrift.jobs.track",
+}
 
 
 def names(kind: str) -> list[str]:
-    """The registered names of a kind: files of its folder that define an algorithm, `load` or `build`.
+    """The registered names of a kind: files of its folder that define an algorithm, `load`, `build` or `Tracker`.
 
     >>> "gradma-s" in names("algorithms")
     True
     """
-    folder = PACKAGE / PACKAGES[kind].rpartition(".")[2]
+    folder = PACKAGE.joinpath(*PACKAGES[kind].split(".")[1:])
     files = [m.name for m in pkgutil.iter_modules([str(folder)]) if not m.name.startswith("_")]
     return sorted(f.replace("_", "-") for f in files if _registers(kind, outline_of(kind, f)))
 
@@ -133,7 +138,7 @@ def attribute(reference: str) -> Any:
 
 
 def _registers(kind: str, module: Any) -> bool:
-    needed = {"datasets": "load", "models": "build"}
+    needed = {"datasets": "load", "models": "build", "trackers": "Tracker"}
     return hasattr(module, needed[kind]) if kind in needed else bool(algorithms_of(module))
 
 

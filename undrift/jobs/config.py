@@ -54,6 +54,7 @@ class JobConfig:
     stop_at: str = setting(
         "", "accuracy=0.9, loss<0.2 (any number of the record) or time=10m (s, m, h); several with commas"
     )
+    track: str = setting("", "also tell a tracker: tensorboard, wandb, mlflow, trackio, package.module:Class, or several")
     set: dict[str, Any] = field(
         default_factory=dict, metadata={"help": "FIELD=VALUE, a field of the algorithm or method; repeatable"}
     )
@@ -67,6 +68,7 @@ class JobConfig:
             raise BadSetting(f"val_fraction must lie in [0, 1), not {self.val_fraction}")
         check_choices(self, JOB_CHOICES)
         parse_stop(self.stop_at)
+        split_trackers(self.track)
         if not self.schedule.largest(self.rounds) < LARGEST_GROWTH:
             raise BadSetting(
                 f"lr_decay and lr_drop make the learning rate too large within {self.rounds} rounds; lower them"
@@ -217,6 +219,7 @@ CHOICES = JOB_CHOICES | {
 # A resumed run may change these: how long and how it runs, not what it computes.
 RESUMABLE = (
     "rounds", "stop_at", "checkpoint_every", "device", "execution", "chunk", "replay", "compile", "deterministic",
+    "track",
 )  # fmt: skip
 FIELDS = fields_of(RunConfig)
 TYPES = get_type_hints(RunConfig)
@@ -374,6 +377,17 @@ def check_privacy(config: RunConfig) -> None:
         raise BadSetting(f"privacy_quantile must lie in [0, 1), not {config.privacy_quantile}")
     if config.privacy_quantile and not clip:
         raise BadSetting("privacy_quantile goes with privacy_clip, the first C; give both")
+
+
+def split_trackers(track: str) -> list[str]:
+    """The names in --track.
+
+    >>> split_trackers("tensorboard, mlflow"), split_trackers("")
+    (['tensorboard', 'mlflow'], [])
+    """
+    chosen = [part.strip() for part in track.split(",") if part.strip()]
+    check_known("tracker", (name for name in chosen if ":" not in name), names("trackers"))
+    return list(dict.fromkeys(chosen))
 
 
 def parse_slow(text: str) -> tuple[float, float]:

@@ -22,6 +22,7 @@ from undrift.jobs.config import JobConfig, parse_stop
 from undrift.jobs.divergence import Best, ours, trouble
 from undrift.jobs.folder import RunFolder
 from undrift.jobs.protocol import Run
+from undrift.jobs.tracking import Tracking
 from undrift.kernels import choices
 from undrift.kernels.native import library
 from undrift.round.record import RoundRecord
@@ -106,6 +107,7 @@ class Course(Generic[R, C]):
         self.kernels = choices.made()
         checkpoint = folder.load(config.rounds) if folder is not None and resume else None
         tensors, facts = checkpoint or ({}, {"round": 0, "seconds": 0.0})
+        self.tracking = Tracking(config.track if ranks.rank() == 0 else "", folder.path if folder else None, facts["round"])
         self.best, tensors = Best(tensors, facts.get("best")), ours(tensors)
         run.place(folder.path if folder else None, tensors, facts["round"])
         if folder is not None and not resume:
@@ -153,6 +155,7 @@ class Course(Generic[R, C]):
             if self.progress is not None and ranks.rank() == 0:
                 self.progress(record, self.config.rounds)
             self.look_for_trouble()
+        self.track()
         self.best.see(self.records[-1], run.model)
         self.seconds = new[-1].seconds
         due = run.t % self.config.checkpoint_every == 0 and run.t < self.config.rounds and not self.reached
@@ -171,6 +174,11 @@ class Course(Generic[R, C]):
         if what and what not in self.said and ranks.rank() == 0:
             warnings.warn(f"round {self.records[-1]['round']}: {what}", stacklevel=2)
         self.said.add(what)
+
+    def track(self) -> None:
+        """Tell the trackers what is new."""
+        if self.folder is not None:
+            self.tracking.send(self.folder.run, self.toml, self.records)
 
     def write_settings(self, folder: RunFolder) -> None:
         """Write run.toml with what is chosen by now."""
@@ -218,7 +226,10 @@ class Course(Generic[R, C]):
                 folder.write_super(*extras)
             self.save(folder, {"finished": True, "stopped": stopped, "model": model_sum})
         about = run.about() | run.choices()
-        return Result(self.records, model, self.config, folder.path if folder else None, stopped, about, of)
+        result = Result(self.records, model, self.config, folder.path if folder else None, stopped, about, of)
+        self.track()  # also a finished run, whose tracker is new
+        self.tracking.end(stopped, lambda: result.report(self.tracking.folder / "report.html"))
+        return result
 
     def stop_reason(self, record: Mapping[str, Any]) -> str:
         """Why the run stops after this record; empty if it does not. Rank 0 decides."""

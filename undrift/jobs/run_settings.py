@@ -52,4 +52,5 @@ class RunSettings(TypedDict, total=False):
     eval_every: int
     checkpoint_every: int
     stop_at: str
+    track: str
     set: dict[str, Any]

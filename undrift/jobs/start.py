@@ -140,7 +140,9 @@ def open_course(
             folder.make(resume)
             stack.enter_context(folder.locked())
         ranks.all_well()  # rank 0 may have failed to make the folder
-        yield Course(stack.enter_context(context), config, folder, resume, progress)
+        course = Course(stack.enter_context(context), config, folder, resume, progress)
+        stack.callback(course.tracking.end, "interruption", lambda: None)
+        yield course
 
 
 def compiles(config: JobConfig, steps: int) -> bool:
