@@ -31,7 +31,7 @@ from undrift.deploy import settings as deployment
 from undrift.jobs import config as federated
 from undrift.pipeline import pipe_config as pipeline
 
-KINDS = ("algorithms", "methods", "datasets", "models", "partitions")
+KINDS = ("algorithms", "methods", "datasets", "models", "partitions", "trackers")
 ON_RANKS = ("run", "dataparallel", "dp", "pipe")  # commands that torchrun may start
 EVERY = 5.0  # seconds between lines of progress without a terminal
 Fields = Mapping[str, dataclasses.Field[Any]]
@@ -410,11 +410,12 @@ def train(arguments: argparse.Namespace, fields: Fields, run: Callable[..., Any]
     path("--out", required=True),
     arg("--processes", type=int, default=0, metavar="N", help="runs at a time [one a core; one on a GPU]"),
     arg("--pack", action=argparse.BooleanOptionalAction, help="run jobs of equal shapes as one program [on a GPU]"),
+    arg("--track", metavar="TRACK", help=str(federated.FIELDS["track"].metadata["help"])),
 )
 def sweep_command(arguments: argparse.Namespace) -> int:
     from undrift.jobs.sweep import plan, run_all
 
-    jobs, sweep = plan(arguments.file)
+    jobs, sweep = plan(arguments.file, arguments.track)
     if arguments.processes < 0:
         raise BadSetting(f"processes must be at least 1, not {arguments.processes}")
     processes = arguments.processes or default_processes(jobs[0].config.device)

@@ -54,7 +54,9 @@ class JobConfig:
     stop_at: str = setting(
         "", "accuracy=0.9, loss<0.2 (any number of the record) or time=10m (s, m, h); several with commas"
     )
-    track: str = setting("", "also tell a tracker: tensorboard, wandb, mlflow, trackio, package.module:Class, or several")
+    track: str = setting(
+        "", "also tell a tracker: tensorboard, wandb, mlflow, trackio, package.module:Class, or several"
+    )
     set: dict[str, Any] = field(
         default_factory=dict, metadata={"help": "FIELD=VALUE, a field of the algorithm or method; repeatable"}
     )

@@ -107,7 +107,9 @@ class Course(Generic[R, C]):
         self.kernels = choices.made()
         checkpoint = folder.load(config.rounds) if folder is not None and resume else None
         tensors, facts = checkpoint or ({}, {"round": 0, "seconds": 0.0})
-        self.tracking = Tracking(config.track if ranks.rank() == 0 else "", folder.path if folder else None, facts["round"])
+        self.tracking = Tracking(
+            config.track if ranks.rank() == 0 else "", folder.path if folder else None, facts["round"]
+        )
         self.best, tensors = Best(tensors, facts.get("best")), ours(tensors)
         run.place(folder.path if folder else None, tensors, facts["round"])
         if folder is not None and not resume:

@@ -19,6 +19,7 @@ from undrift.jobs.config import RESUMABLE, JobConfig, from_toml
 from undrift.jobs.course import C, Course, Progress, Result, drive
 from undrift.jobs.folder import ReadOnlyFolder, RunFolder
 from undrift.jobs.protocol import Run
+from undrift.jobs.tracking import check_trackers
 from undrift.kernels import choices
 from undrift.kernels.native import library
 
@@ -136,6 +137,8 @@ def open_course(
 ) -> Iterator[Course[R, C]]:
     """Open a run in its folder, and keep the folder locked."""
     with contextlib.ExitStack() as stack:
+        if ranks.rank() == 0:
+            check_trackers(config.track, folder is not None)
         if folder is not None:
             folder.make(resume)
             stack.enter_context(folder.locked())

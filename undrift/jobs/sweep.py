@@ -38,6 +38,7 @@ from undrift.jobs.course import Progress
 from undrift.jobs.crew import Crew, Died
 from undrift.jobs.folder import RunFolder
 from undrift.jobs.run import run
+from undrift.jobs.tracking import check_trackers
 from undrift.pipeline import pipe_config
 from undrift.pipeline.train import run_pipe
 
@@ -67,9 +68,10 @@ DEATHS = 3
 GIVEN_UP = f"its process died {DEATHS} times, perhaps for want of memory; the same command again goes on"
 
 
-def plan(path: Path) -> tuple[list[Job], dict[str, Any]]:
-    """List and check every run that a sweep file asks for; also return its [sweep] table."""
+def plan(path: Path, track: str | None = None) -> tuple[list[Job], dict[str, Any]]:
+    """List and check every run that a sweep file asks for; also return its [sweep] table. `track` overrides the file's."""
     settings = read_toml(path)
+    settings |= {} if track is None else {"track": track}
     if "sweep" not in settings:
         raise BadSetting(f"{path} has no [sweep] table, so it is one run; start it with 'undrift run {path}'")
     sweep = _table("[sweep]", settings.pop("sweep"))
@@ -119,6 +121,8 @@ def plan(path: Path) -> tuple[list[Job], dict[str, Any]]:
             if key in jobs:
                 raise BadSetting(f"{jobs[key].name} and {name} are the same run; leave one of the values out")
             jobs[key] = Job(name, config, what)
+    for used in {job.config.track for job in jobs.values()}:
+        check_trackers(used, True)
     return list(jobs.values()), sweep
 
 

@@ -6,7 +6,6 @@ Nothing that a tracker does ends a run: where one fails, that is said once, and 
 from __future__ import annotations
 
 import contextlib
-import importlib
 import io
 import math
 import warnings
@@ -27,6 +26,7 @@ class Tracked(NamedTuple):
 
     id: str  # as in run.toml; it stays the same when the run is resumed
     name: str
+    group: str  # runs of a sweep have the same
     folder: Path
     settings: Mapping[str, Any]  # flat: `set.lr`, `made.torch`
     round: int  # rounds that were done before
@@ -59,13 +59,19 @@ def tracker_class(name: str) -> Callable[[Tracked], Tracker]:
         raise BadSetting(f"track {name} needs a package ({error}); pip install 'undrift[{name}]'") from error
 
 
+def check_trackers(track: str, has_folder: bool) -> None:
+    """Refuse trackers that cannot be used, before anything is written."""
+    for name in split_trackers(track):
+        tracker_class(name)
+    if track and not has_folder:
+        raise BadSetting("track needs the run's folder, which holds the run's id and its report; give out")
+
+
 class Tracking:
     """The trackers of a run. They begin with its first new record, when all settings are known."""
 
     def __init__(self, track: str, folder: Path | None, round: int) -> None:
         self.classes = {name: tracker_class(name) for name in split_trackers(track)}
-        if self.classes and folder is None:
-            raise BadSetting("track needs the run's folder, which holds the run's id and report; give out")
         self.folder, self.round = folder or Path(), round
         self.open: dict[str, Tracker] | None = None
 
@@ -74,8 +80,8 @@ class Tracking:
         if not self.classes:
             return
         if self.open is None:
-            name = self.folder.resolve().name
-            about = Tracked(id, name, self.folder, dict(flat(settings())), self.round)
+            folder = self.folder.resolve()
+            about = Tracked(id, folder.name, folder.parent.name, folder, dict(flat(settings())), self.round)
             self.open = {}
             for name, kind in self.classes.items():
                 with self.heard(name):
@@ -151,9 +157,9 @@ def numbers(record: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
     {'loss': 0.5, 'recall.0': 0.25, 'recall.1': 1.0}
     """
     for name, value in record.items():
+        if isinstance(value, list | tuple):
+            value = {str(place): entry for place, entry in enumerate(value)}
         if isinstance(value, Mapping):
             yield from ((f"{name}.{inner}", number) for inner, number in numbers(value))
-        elif isinstance(value, list | tuple):
-            yield from ((f"{name}.{inner}", number) for inner, number in numbers(dict(zip(map(str, range(len(value))), value, strict=True))))
         elif isinstance(value, int | float) and name != "round" and math.isfinite(value):
             yield name, float(value)

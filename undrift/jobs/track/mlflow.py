@@ -14,7 +14,10 @@ from mlflow.tracking import MlflowClient
 from undrift.jobs.tracking import PROJECT, Scores, Tracked
 
 MOST_METRICS, MOST_PARAMS, LONGEST = 1000, 100, 500  # that MLflow takes at once, and of a text
-PATIENCE = {"MLFLOW_HTTP_REQUEST_MAX_RETRIES": "2", "MLFLOW_HTTP_REQUEST_TIMEOUT": "10"}  # a run must not wait for minutes
+PATIENCE = {
+    "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "2",
+    "MLFLOW_HTTP_REQUEST_TIMEOUT": "10",
+}  # a run must not wait for minutes
 
 
 class Tracker:
@@ -26,7 +29,7 @@ class Tracker:
         self.client = MlflowClient()
         experiment = self.experiment(os.environ.get("MLFLOW_EXPERIMENT_NAME", PROJECT))
         found = self.client.search_runs([experiment], f"tags.`undrift.run` = '{run.id}'", max_results=1)
-        tags = {"undrift.run": run.id}
+        tags = {"undrift.run": run.id, "undrift.group": run.group}
         at: Run = found[0] if found else self.client.create_run(experiment, run_name=run.name, tags=tags)
         self.id: str = at.info.run_id
         self.client.update_run(self.id, status="RUNNING")
@@ -56,7 +59,9 @@ class Tracker:
         rows = [
             Metric(name, value, now, round)
             for round, numbers in scores
-            for name, value in (numbers | {"round": float(round)}).items()  # `round` is the last of each: how far it came
+            for name, value in (
+                numbers | {"round": float(round)}
+            ).items()  # `round` is the last of each: how far it came
         ]
         for part in batches(rows, MOST_METRICS):
             self.client.log_batch(self.id, metrics=part)

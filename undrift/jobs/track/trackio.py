@@ -19,7 +19,7 @@ class Tracker:
         project, name = os.environ.get("TRACKIO_PROJECT", PROJECT), f"{run.name}-{run.id}"
         self.context = contextvars.Context()  # of its own: packed runs are open at the same time
         self.run = self.context.run(
-            trackio.init, project, name, config=dict(run.settings), resume="allow", embed=False,
+            trackio.init, project, name, group=run.group, config=dict(run.settings), resume="allow", embed=False,
             auto_log_gpu=False, auto_log_cpu=False,
         )  # fmt: skip
         self.reached = int(getattr(self.run, "_initial_last_step", run.round) or 0)  # it has no public name

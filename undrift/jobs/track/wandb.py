@@ -17,10 +17,12 @@ class Tracker:
     """The run in W&B, under its own id."""
 
     def __init__(self, run: Tracked) -> None:
+        begun = any((run.folder / "wandb").glob(f"*run-*-{run.id}"))
         self.run = wandb.init(
             project=os.environ.get("WANDB_PROJECT", PROJECT),
             id=run.id,
             name=run.name,
+            group=run.group,
             resume="allow",
             dir=str(run.folder),
             config=dict(run.settings),
@@ -29,9 +31,10 @@ class Tracker:
                 silent=True, console="off", login_timeout=PATIENCE, init_timeout=PATIENCE, x_disable_stats=True
             ),
         )
-        self.reached = max(0, int(self.run.step) - 1) if self.run.resumed else 0
         if self.run.offline:
-            self.reached = run.round  # what was written before lies in the files of then
+            self.reached = run.round if begun else 0  # what was written before lies in the files of then
+        else:
+            self.reached = max(0, self.run.step - 1)
 
     def add(self, scores: Sequence[Scores]) -> None:
         for round, numbers in scores:
