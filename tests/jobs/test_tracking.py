@@ -173,3 +173,12 @@ def test_a_signal_ends_the_tracker_too(tmp_path: Path) -> None:
     with pytest.raises(stopping.Stopped), stopping.heeded(lambda text: None, repeats=True):
         undrift.run(QUICK, rounds=5000, out=tmp_path / "o", track=HERE, progress=stop, checkpoint_every=1)
     assert Notes.told[0].ended == [("interruption", None)]
+
+
+def test_the_tracker_that_the_page_shows_works(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    page = (Path(__file__).parents[2] / "docs/trackers.md").read_text()
+    (tmp_path / "shown_tracker.py").write_text(page.split("```python\n")[1].split("```")[0])
+    monkeypatch.syspath_prepend(tmp_path)
+    undrift.run(QUICK, rounds=3, out=tmp_path / "o", track="shown_tracker:Tracker")
+    lines = (tmp_path / "o/mine.txt").read_text().splitlines()
+    assert [line.split()[0] for line in lines] == ["1", "2", "3"] and "'train_loss'" in lines[0]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextvars
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import trackio
@@ -31,4 +31,5 @@ class Tracker:
     def end(self, stopped: str, report: Path | None) -> None:
         if report is not None:
             self.context.run(self.run.log_artifact, str(report), "report", "report")
-        self.run.finish()
+        finish: Callable[[], None] = self.run.finish
+        self.context.run(finish)
