@@ -81,7 +81,7 @@ def in_words(seconds: float) -> str:
     """A time for people.
 
     >>> in_words(4.2), in_words(200), in_words(7300)
-    ('4 s', '3 min', '2 h 1 min')
+    ('4 s', '3 min', '2 h 2 min')
     """
     minutes = round(seconds / 60)
     if seconds < 100:
