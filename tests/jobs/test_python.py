@@ -11,6 +11,7 @@ import torch
 import undrift
 from tests.small import QUICK, timeless
 from undrift.core.errors import BadSetting, UnknownName
+from undrift.dataparallel.command import run_parallel
 from undrift.jobs.config import TYPES
 from undrift.jobs.run_settings import RunSettings
 
@@ -71,6 +72,28 @@ def test_a_result_is_a_frame_a_page_and_a_cell_of_a_notebook(tmp_path: Path) -> 
     assert shown.count("<tr>") == 3 and f"<td>{result.accuracy:.4g}</td>" in shown
     with pytest.raises(BadSetting, match="give out= to the run"):
         undrift.run(QUICK, rounds=1).report(tmp_path / "other.html")
+
+
+def test_a_result_has_a_row_for_each_client(tmp_path: Path) -> None:
+    pytest.importorskip("pandas", reason="needs pandas")
+    result = undrift.run(QUICK, rounds=5, out=tmp_path / "run")
+    clients = result.clients()
+    assert list(clients.index) == list(range(12)) and clients["samples"].sum() == result.about["samples"]
+    accuracies = clients["accuracy"].quantile([0.1, 0.5, 0.9]).tolist()
+    kept = [result.records[-1][f"client_accuracy_p{p}"] for p in (10, 50, 90)]
+    assert accuracies == pytest.approx(kept) and clients["accuracy"].nunique() > 3
+    again = undrift.run(out=tmp_path / "run", resume=True)  # finished: the scores are measured once more
+    assert again.clients()["accuracy"].tolist() == clients["accuracy"].tolist()
+    assert again.personal_models == []
+    assert run_parallel(rounds=1, steps=1, workers=2, model="logreg").clients().empty
+
+
+def test_a_result_has_the_models_of_personal_methods() -> None:
+    result = undrift.run(QUICK, algorithm="local", rounds=6)
+    assert len(result.personal_models) == 12 and all(m.keys() == result.model.keys() for m in result.personal_models)
+    name = next(iter(result.model))
+    differ = [not torch.equal(model[name], result.model[name]) for model in result.personal_models]
+    assert sum(differ) > 3
 
 
 def test_a_wrong_keyword_is_named() -> None:

@@ -7,7 +7,7 @@ import subprocess
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
@@ -44,14 +44,19 @@ class Result(Generic[C]):
     stopped: str  # why it ended: "rounds", "time", "patience", "diverged", "break" or a number of --stop-at, such as "accuracy"
     about: dict[str, Any]  # what was found in the data and chosen by the run, as in run.toml
     model_round: int  # the round after which the model was so
+    client_rows: list[dict[str, Any]] = field(default_factory=list)
+    personal_models: list[dict[str, Tensor]] = field(default_factory=list)  # of each client, in a run with such models
 
     def frame(self) -> Any:
         """The records as a pandas DataFrame, with the round as its index."""
-        try:
-            import pandas
-        except ImportError as error:
-            raise BadSetting("result.frame() needs pandas; pip install pandas") from error
-        return pandas.DataFrame(self.records).set_index("round")
+        return data_frame("result.frame()", self.records, "round")
+
+    def clients(self) -> Any:
+        """A row for each client, as a pandas DataFrame: its samples, and how the server's model does on them.
+
+        Of more than 10,000 clients there are the 10,000 that are scored. There are none where clients are on other machines.
+        """
+        return data_frame("result.clients()", self.client_rows, "client")
 
     def report(self, out: str | Path) -> Path:
         """Write the page of `undrift report` for this run."""
@@ -83,6 +88,15 @@ class Result(Generic[C]):
     def accuracy(self) -> float | None:
         """The last accuracy measured."""
         return next((r["accuracy"] for r in reversed(self.records) if r.get("accuracy") is not None), None)
+
+
+def data_frame(who: str, rows: list[dict[str, Any]], index: str) -> Any:
+    """A pandas DataFrame of these rows."""
+    try:
+        import pandas
+    except ImportError as error:
+        raise BadSetting(f"{who} needs pandas; pip install pandas") from error
+    return pandas.DataFrame(rows).set_index(index) if rows else pandas.DataFrame()
 
 
 def as_cell(value: Any) -> str:
@@ -220,15 +234,18 @@ class Course(Generic[R, C]):
         model, of = run.model(), run.t
         if stopped == "diverged" and self.best.model:
             model, of = self.best.model, self.best.round
+        extras = run.extras(self.config.as_toml(), self.records) if self.leaves_model else None
         last = self.saved < run.t or (folder is not None and not folder.finished())
         if folder is not None and self.leaves_model and ranks.first_rank_says(last):
             self.save(folder, {"finished": False})  # a model without a checkpoint could not be resumed
             model_sum = folder.write_model(model)
-            if (extras := run.extras(self.config.as_toml(), self.records)) is not None:
+            if extras is not None:
                 folder.write_super(*extras)
             self.save(folder, {"finished": True, "stopped": stopped, "model": model_sum})
         about = run.about() | run.choices()
-        result = Result(self.records, model, self.config, folder.path if folder else None, stopped, about, of)
+        path, rows = folder.path if folder else None, run.client_rows() if self.leaves_model else []
+        personal = [] if extras is None else models_of_clients(extras.tensors)
+        result = Result(self.records, model, self.config, path, stopped, about, of, rows, personal)
         self.track()  # also a finished run, whose tracker is new
         self.tracking.end(stopped, lambda: result.report(self.tracking.folder / "report.html"))
         return result
@@ -252,6 +269,16 @@ class Course(Generic[R, C]):
         if self.kernels:
             made["kernels"] = self.kernels
         return settings | {"set": settings.pop("set", {}), "made": made}
+
+
+def models_of_clients(tensors: Mapping[str, Tensor]) -> list[dict[str, Tensor]]:
+    """The state dicts of clients 1, 2, ... among those of a super model, on the CPU."""
+    found: dict[int, dict[str, Tensor]] = {}
+    for name, tensor in tensors.items():
+        owner, _, inner = name.partition(".")
+        if owner.startswith("client"):
+            found.setdefault(int(owner.removeprefix("client")), {})[inner] = tensor.cpu()
+    return [found[number] for number in sorted(found)]
 
 
 def drive(course: Course[Run, C], beside: Sequence[Course[Any, Any]] = ()) -> Result[C]:

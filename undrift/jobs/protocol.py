@@ -55,6 +55,9 @@ class Run(Protocol):
     def saved(self) -> None:
         """Note that a checkpoint was written."""
 
+    def client_rows(self) -> list[dict[str, Any]]:
+        """A row for each client that is on this machine."""
+
     def extras(self, settings: Mapping[str, Any], records: Sequence[Mapping[str, Any]]) -> Models | None:
         """Further models and facts for the finished folder."""
 
@@ -76,6 +79,9 @@ class InMemory:
 
     def saved(self) -> None:
         pass
+
+    def client_rows(self) -> list[dict[str, Any]]:
+        return []
 
     def extras(self, settings: Mapping[str, Any], records: Sequence[Mapping[str, Any]]) -> Models | None:
         return None

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from undrift.core.errors import BadSetting
@@ -154,11 +155,19 @@ def rounded(values: Tensor) -> list[float | None]:
     return [None if value != value else round(value, 4) for value in values.tolist()]
 
 
+class ClientScores(NamedTuple):
+    """How the server's model does on clients' own training samples."""
+
+    ids: NDArray[np.int64]
+    each: dict[str, Tensor]  # [n] of each metric, the mean over the samples of each of these clients
+    numbers: dict[str, Any]  # for the record
+
+
 def client_scores(
     net: Net, x: Tensor, buffers: Tensor, data: Federation, metrics: Mapping[str, Metric], cohort: Tensor, seed: int
-) -> dict[str, Any]:
-    """How the model does on the clients' own training samples: quantiles of the accuracy over clients, and the mean
-    loss over the samples of those who were not in the cohort, which is what a drifting model forgets first.
+) -> ClientScores:
+    """How the model does on the clients' own training samples: for the record quantiles of the accuracy, and the
+    mean loss over the samples of those who were not in the cohort, which is what a drifting model forgets first.
 
     Of more than MOST_SCORED clients it is those of a sample, the same one all through a run.
     """
@@ -172,10 +181,11 @@ def client_scores(
     found: dict[str, Any] = {}
     if bool(absent.any()):
         found["absent_loss"] = means({"loss": scores["loss"]}, absent)["loss"]
-    if "accuracy" in scores:
-        place = torch.searchsorted(torch.from_numpy(scored).to(owners.device), owners)
-        each = group_means(scores["accuracy"], place, len(scored), weight)
+    place = torch.searchsorted(torch.from_numpy(scored).to(owners.device), owners)
+    by_client = {name: group_means(values, place, len(scored), weight) for name, values in scores.items()}
+    if "accuracy" in by_client:
+        each = by_client["accuracy"]
         levels = each.nanquantile(each.new_tensor(QUANTILES)).tolist()
         found |= {f"client_accuracy_p{100 * q:.0f}": level for q, level in zip(QUANTILES, levels, strict=True)}
         found["client_accuracies"] = rounded(each.nanquantile(each.new_tensor(TWENTIETHS)))
-    return found
+    return ClientScores(scored, by_client, found)

@@ -42,6 +42,7 @@ from undrift.simulate.client_store import DiskTable, choose_table
 from undrift.simulate.clients import ClientTable
 from undrift.simulate.evaluate import (
     MOST_CLASSES,
+    ClientScores,
     Metric,
     Metrics,
     accuracy,
@@ -165,6 +166,7 @@ class Simulation:
         self.last_reply: tuple[Tensor, State] | None = None  # to whom the server replied after the round, and what
         self.class_best = torch.full((data.classes,), -1.0, dtype=torch.float64)  # accuracy so far; -1: none
         self.execution: Execution | None = None
+        self.client_scores: tuple[ClientScores, int] | None = None  # the last ones, and their round
         on_one_gpu = device.type == "cuda" and ranks.count() == 1 and remote is None
         plain = self.uplink is None and self.accountant is None and settings.execution != "debug"
         self.replays = settings.replay and on_one_gpu and plain
@@ -394,7 +396,8 @@ class Simulation:
             scores |= own_scores(self, last)
         every = self.settings.client_eval_every
         if len(data.train) and (last or (every and self.t % every == 0)):  # none here where each client has its own
-            scores |= client_scores(*where, data, self.metrics, cohort, self.settings.seed)
+            self.client_scores = client_scores(*where, data, self.metrics, cohort, self.settings.seed), self.t
+            scores |= self.client_scores[0].numbers
         return scores
 
     def tested(self) -> dict[str, Tensor]:
@@ -485,6 +488,21 @@ class Simulation:
     def saved(self) -> None:
         """A checkpoint was written: the clients' table may forget how to go back to the one before."""
         self.clients.saved(self.t)
+
+    def client_rows(self) -> list[dict[str, Any]]:
+        """What is known of each client: its samples, and how the server's model does on them."""
+        data = self.data
+        if not len(data.train):
+            return []
+        found, of = self.client_scores or (None, 0)
+        if found is None or of != self.t:
+            nobody = torch.zeros(0, dtype=torch.int64, device=self.device)
+            where = self.net, self.state.x, self.state.buffers
+            found = client_scores(*where, data, self.metrics, nobody, self.settings.seed)
+        scores = {name: values.tolist() for name, values in found.each.items()}
+        names = {"name": [data.site_names[id] for id in found.ids]} if data.site_names else {}
+        columns = {"client": found.ids.tolist()} | names | {"samples": data.sizes[found.ids].tolist()} | scores
+        return [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
 
     def extras(self, settings: Mapping[str, Any], records: Sequence[Mapping[str, Any]]) -> export.Models | None:
         """All models of a personal method."""
