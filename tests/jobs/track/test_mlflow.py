@@ -54,7 +54,7 @@ def test_a_database_on_this_machine_holds_the_run(tmp_path: Path, monkeypatch: p
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.system
 def test_a_server_holds_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for package in ("flask", "huey", "sqlalchemy", "uvicorn"):
+    for package in ("aiohttp", "flask", "flask_cors", "graphene", "huey", "sqlalchemy", "uvicorn"):
         pytest.importorskip(package, reason=f"MLflow's server needs {package}; pip install mlflow")
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
