@@ -237,7 +237,7 @@ class FedAvgM(FedAvg):
 class Scaffold(FedAvgM):
     """Option II. The server's c is not updated but computed: the mean of all N clients' c_i."""
 
-    defaults = FedAvgM.defaults | dict(beta1=0.0)
+    defaults = FedAvgM.defaults | dict(beta1=0.0, lr=0.05)
 
     def __init__(self, problem: Problem, weights: str = "uniform", **options: Any) -> None:
         super().__init__(problem, weights, **options)
@@ -468,11 +468,11 @@ class FedAvgLM(FedAvg):
 
 
 class FedAvgSLMZ(FedAvgLMZ, FedAvgM):
-    defaults = FedAvgM.defaults | FedAvgLMZ.defaults | dict(momentum_units="grad")
+    defaults = FedAvgM.defaults | FedAvgLMZ.defaults | dict(momentum_units="grad", momentum=0.6, beta1=0.6)
 
 
 class FedAvgSLM(FedAvgLM, FedAvgM):
-    defaults = FedAvgM.defaults | FedAvgLM.defaults | dict(momentum_units="grad")
+    defaults = FedAvgM.defaults | FedAvgLM.defaults | dict(momentum_units="grad", momentum=0.6, beta1=0.6)
 
 
 class FedDyn(FedAvg):
@@ -532,7 +532,7 @@ class MIFA(FedAvg):
 
 
 class MIFAM(MIFA, FedAvgM):
-    defaults = MIFA.defaults | FedAvgM.defaults
+    defaults = MIFA.defaults | FedAvgM.defaults | dict(beta1=0.5)
 
 
 class FedMIM(FedAvg):

@@ -304,14 +304,15 @@ def test_a_pack_that_a_signal_stops_loses_nothing(when: int, tmp_path: Path) -> 
         same_run(config, folder)
 
 
+@pytest.mark.filterwarnings("ignore:round .* no client's update was finite")
 def test_runs_that_leave_a_pack_go_on_as_alone(tmp_path: Path, stretches: list[int]) -> None:
-    """One run's answers are never finite, one reaches its accuracy early."""
+    """One run's answers are never finite, so that it has diverged after three rounds; one reaches its accuracy early."""
     chosen = configs("fedavg", model="mlp", partition="iid", dtype="float32", stop_at="accuracy=0.2")
     chosen[0] = dataclasses.replace(chosen[0], set={"lr": 1e29})
     folders = packed_run(chosen, tmp_path)
     assert small.read_rounds(folders[0])[-1]["dropped"] == 4
     rounds = [RunFolder(folder).reached() for folder in folders]
-    assert rounds[0] == 7 and len(set(rounds)) > 1, "the case is of no use unless a run ends early"
+    assert rounds[0] == 3 and len({*rounds[1:]}) > 1, "the case is of no use unless a run ends early"
     assert stretches[0] == 3 and 2 in stretches
     for config, folder in zip(chosen, folders, strict=True):
         alone = run(config)
