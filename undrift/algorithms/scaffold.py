@@ -1,7 +1,6 @@
 """SCAFFOLD: control variates against client drift.
 
-Karimireddy, Kale, Mohri, Reddi, Stich, Suresh: Stochastic Controlled Averaging for Federated Learning. ICML 2020, Algorithm 1.
-"""
+Karimireddy, Kale, Mohri, Reddi, Stich, Suresh: Stochastic Controlled Averaging for Federated Learning. ICML 2020, Algorithm 1."""
 
 from __future__ import annotations
 
