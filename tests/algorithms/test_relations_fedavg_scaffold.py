@@ -109,16 +109,16 @@ def test_r4_one_step_of_everybody_is_centralised_sgd_with_the_mean_gradient() ->
 
 def test_r5_scaffold() -> None:
     """c is the mean of all c_i; round 0 is FedAvg; with one client the corrections cancel."""
-    run = simulation(Scaffold(), cohort=2)
+    run = simulation(Scaffold(lr=0.1), cohort=2)
     first = path(run, 1)
-    torch.testing.assert_close(first, path(simulation(FedAvg(), cohort=2), 1), **EXACT)
+    torch.testing.assert_close(first, path(simulation(FedAvg(lr=0.1), cohort=2), 1), **EXACT)
     for _ in range(6):
         run.round()
         rows = run.clients.columns[0][: len(run.clients.row)]
         torch.testing.assert_close(run.state.companion.c, rows.sum(0) / len(SIZES), **EXACT)
     assert len(run.clients.row) > 2 and run.state.companion.c.norm() > 1e-3
     one = federation((33,))
-    alone, sgd = simulation(Scaffold(), fed=one, cohort=1), simulation(FedAvg(), fed=one, cohort=1)
+    alone, sgd = simulation(Scaffold(lr=0.1), fed=one, cohort=1), simulation(FedAvg(lr=0.1), fed=one, cohort=1)
     torch.testing.assert_close(path(alone, 4), path(sgd, 4), **EXACT)
 
 

@@ -58,10 +58,9 @@ def closest(name: str, known: Iterable[str]) -> str:
     for each in difflib.get_close_matches(given, spelled, n=3, cutoff=0.72):
         if not any(given in (word + each, word + plain(spelled[each])) or each == word + given for word in OPPOSITE):
             return spelled[each]
-    swapped = [
-        e for e in spelled if len(e) == len(given) <= 3 and sum(a != b for a, b in zip(e, given, strict=True)) == 1
-    ]
-    return spelled[swapped[0]] if len(swapped) == 1 and len(given) > 1 else ""
+    short = [e for e in spelled if len(e) == len(given) <= 3]  # one letter is another, or two have changed places
+    near = [e for e in short if sum(a != b for a, b in zip(e, given, strict=True)) == 1 or sorted(e) == sorted(given)]
+    return spelled[near[0]] if len(near) == 1 and len(given) > 1 else ""
 
 
 class BadSetting(UndriftError):
