@@ -1,9 +1,10 @@
 """Projection on cones of up to 128 constraints on a GPU, one for each segment of a vector, without waiting for the host.
 
-One program solves one dual problem as `cone.lawson_hanson` does, on a table in the cache: w = Gz + b with unit columns and unit
+One program solves one dual problem as `cone.lawson_hanson` does, on a table in registers: w = Gz + b with unit columns and unit
 p, where an exchange of w_k and z_k lets column k in or out. Products are float64. For float32 vectors a little is added to the
 diagonal of G, so that every exchange is possible, however close the columns are to dependence. z is then corrected with G itself,
-as long as that helps. In float64, columns less than 1e-3 apart from a span that matter are left to the host.
+as long as that helps; where that is not enough, the ridge grows. In float64, columns less than 1e-3 apart from a span that matter
+are left to the host.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from undrift.kernels.segments import blocks, bounds
 
 MOST = 128  # constraints: their table fits the cache of one multiprocessor
 RIDGE = 1e-12  # on the diagonal of G
+TRIES = 3
 
 
 def serves(
@@ -66,27 +68,40 @@ if triton is not None:
         return tl.where(r[:, None] == i[None, :], 1.0, some)
 
     @triton.jit  # type: ignore[untyped-decorator]
-    def _correction(table, line, w, inside, i, SIZE: tl.constexpr, ROWS: tl.constexpr):  # type: ignore[no-untyped-def]
-        """How far the z inside are off if w of these columns is not zero; their part of the table is symmetric."""
+    def _exchanged(table, value, inside, line, i, k, coming, pivot, SIZE: tl.constexpr):  # type: ignore[no-untyped-def]
+        """The table and its values after column k came in or, where `coming` is 0, left; `line` holds its row and the values."""
+        row, share = tl.load(line + i), 1.0 / pivot
+        at_k = tl.load(line + SIZE + k) * share
+        column = tl.where(
+            i == k, 1.0, tl.where(inside == 1 - coming, row, -row)
+        )  # the table is symmetric but for signs
+        value = tl.where(i == k, -at_k, value - column * at_k)
+        across = tl.where(i == k, -share, row * share)
+        other = (i != k)[:, None] & (i != k)[None, :]
+        table = tl.where(other, table, 0.0) - column[:, None] * across[None, :]
+        return table, value, tl.where(i == k, coming, inside)
+
+    @triton.jit  # type: ignore[untyped-decorator]
+    def _shown(table, value, line, i, k, SIZE: tl.constexpr):  # type: ignore[no-untyped-def]
+        """Write row k of the table and the values where all threads can read them; gives the pivot."""
+        tl.debug_barrier()  # no thread may still read what stood there
+        tl.store(line + i[None, :] + 0 * i[:, None], table, mask=(i == k)[:, None] & (i < SIZE)[None, :])
+        tl.store(line + SIZE + i, value)
         tl.debug_barrier()
-        tl.store(line + i, tl.where(inside > 0, w, 0.0))
-        tl.debug_barrier()
-        change = tl.zeros([SIZE], tl.float64)
-        for first in range(0, SIZE, ROWS):
-            r = first + tl.arange(0, ROWS)
-            change += tl.sum(tl.load(table + r[:, None] * SIZE + i[None, :]) * tl.load(line + r)[:, None], 0)
-        return change
+        return tl.load(line + k)
 
     @triton.jit  # type: ignore[untyped-decorator]
     def _pivots(  # type: ignore[no-untyped-def]
-        products, along, length, counts, guess, rho, table, z, solved, m, ridge, tolerance, allowed, smallest,
+        products, along, length, counts, guess, rho, line, z, error, m, ridge, tolerance, allowed, smallest,
         SIZE: tl.constexpr, ROWS: tl.constexpr,
     ):  # fmt: skip
-        """One segment's multipliers. The table [SIZE + 1, SIZE] is read ROWS at a time; its last line is for vectors."""
+        """One segment's multipliers z, unless those that are there are good enough: `error` says how far they are off.
+
+        The table lies in registers; `line` [2 SIZE] is memory for two vectors.
+        """
         part = tl.program_id(0).to(tl.int64)
         products, along, guess, z = products + part * m * m, along + part * m, guess + part * m, z + part * m
-        table += part * (SIZE + 1) * SIZE
-        line = table + SIZE * SIZE
+        line += part * 2 * SIZE
         i = tl.arange(0, SIZE)
         real = i < m
         long, margin = tl.load(length + part + i * 0), tl.load(rho + i * 0)
@@ -95,88 +110,78 @@ if triton is not None:
         inverse = tl.where(counted, 1.0 / tl.sqrt(tl.where(counted, diagonal, 1.0)), 0.0)
         with_p = tl.load(along + i, mask=real, other=0.0)
         b = tl.where(counted, with_p * inverse / tl.where(long > 0.0, long, 1.0) - margin, 0.0)
-        total = diagonal + with_p + long
-        for first in range(0, SIZE, ROWS):
-            r = first + tl.arange(0, ROWS)
-            unit = _unit(products, counts, inverse, r, i, m)
-            total += tl.sum(unit, 0)
-            tl.store(table + r[:, None] * SIZE + i[None, :], tl.where(r[:, None] == i[None, :], 1.0 + ridge, unit))
-        tl.debug_barrier()
-        finite = (tl.sum(total * 0.0, 0) == 0.0).to(tl.int32)
-
-        value = b  # w of the columns outside, the z of those inside that makes their w zero
-        point = tl.zeros([SIZE], tl.float64)  # a feasible z
-        inside, refused = tl.zeros([SIZE], tl.int32), tl.zeros([SIZE], tl.int32)
+        table = _unit(products, counts, inverse, i, i, m)
+        finite = tl.sum((diagonal + with_p + long + tl.sum(table, 0)) * 0.0, 0) == 0.0
+        table = tl.where(i[:, None] == i[None, :], 1.0 + ridge, table)
         hoped = tl.where(counted, tl.load(guess + i, mask=real, other=0).to(tl.int32), 0)
-        settled, turns = 0, 0
-        going = finite
-        while going > 0:
-            # First the columns of the guess come in. Then those whose z is not positive leave: the most negative first, and
-            # once there is a feasible point, the first to become zero on the way from it. Then the most broken comes in.
-            first = tl.min(tl.where(hoped > 0, i, SIZE), 0)
-            falling = (inside > 0) & (value <= 0.0)
-            way = tl.where(falling & (point > value), point - value, 1.0)
-            room = tl.where(falling, tl.where(settled > 0, point / way, value), float("inf"))
-            tightest = tl.min(room, 0)
-            leaving = tl.min(tl.where(falling & (room == tightest), i, SIZE), 0)
-            open_w = tl.where(counted & (inside == 0) & (refused == 0), value, 0.0)
-            worst = tl.min(open_w, 0)
-            bound = -tolerance - 2e-15 * tl.max(tl.where(inside > 0, value, 0.0), 0)
-            coming = tl.min(tl.where((open_w == worst) & (open_w < bound), i, SIZE), 0)
-            if first == SIZE:
-                if leaving < SIZE:
+
+        best, off = tl.zeros([SIZE], tl.float64), tl.max(tl.zeros([SIZE], tl.float64) + float("inf"), 0)
+        before = tl.load(error + part)
+        if finite & (before > allowed):
+            value = b  # w of the columns outside, the z of those inside that makes their w zero
+            inside = tl.zeros([SIZE], tl.int32)
+            # First the columns of the guess come in, but for those that depend on others: an unlucky guess is no matter.
+            k = tl.min(tl.where(hoped > 0, i, SIZE), 0)
+            while k < SIZE:
+                pivot = _shown(table, value, line, i, k, SIZE)
+                if pivot > 1e-6:
+                    table, value, inside = _exchanged(table, value, inside, line, i, k, 1, pivot, SIZE)
+                hoped = tl.where(i == k, 0, hoped)
+                k = tl.min(tl.where(hoped > 0, i, SIZE), 0)
+
+            # Then those whose z is not positive leave: the most negative first, and once there is a feasible point, the first to
+            # become zero on the way from it. Then the most broken comes in.
+            point = tl.zeros([SIZE], tl.float64)  # a feasible z
+            refused = tl.zeros([SIZE], tl.int32)
+            settled, turns = 0, 0
+            going = 1
+            while going > 0:
+                falling = (inside > 0) & (value <= 0.0)
+                way = tl.where(falling & (point > value), point - value, 1.0)
+                room = tl.where(falling, tl.where(settled > 0, point / way, value), float("inf"))
+                tightest = tl.min(room, 0)
+                k = tl.min(tl.where(falling & (room == tightest), i, SIZE), 0)
+                coming = (k == SIZE).to(tl.int32)
+                if k < SIZE:
                     ahead = tl.where(inside > 0, point + tightest * (value - point), 0.0)
-                    point = tl.where(settled > 0, tl.where(i == leaving, 0.0, ahead), point)
+                    point = tl.where(settled > 0, tl.where(i == k, 0.0, ahead), point)
                 else:
                     point = tl.where(inside > 0, value, 0.0)
                     settled = 1
-            k = tl.where(first < SIZE, first, tl.where(leaving < SIZE, leaving, coming))
-            hoped = tl.where(i == k, 0, hoped)
+                    open_w = tl.where(counted & (inside == 0) & (refused == 0), value, 0.0)
+                    worst = tl.min(open_w, 0)
+                    bound = -tolerance - 2e-15 * tl.max(point, 0)
+                    k = tl.min(tl.where((open_w == worst) & (open_w < bound), i, SIZE), 0)
+                going = ((k < SIZE) & (turns < 12 * SIZE)).to(tl.int32)
+                turns += 1
+                if going > 0:
+                    pivot = _shown(table, value, line, i, k, SIZE)
+                    if (coming == 0) | (pivot > smallest):
+                        table, value, inside = _exchanged(table, value, inside, line, i, k, coming, pivot, SIZE)
+                        refused = tl.zeros([SIZE], tl.int32)
+                    else:  # it depends on the columns inside
+                        refused = tl.where(i == k, 1, refused)
 
-            at = tl.minimum(k, SIZE - 1)
-            row, pivot = tl.load(table + at * SIZE + i), tl.load(table + at * SIZE + at)
-            goes = tl.sum(tl.where(i == k, inside, 0), 0)
-            enough = tl.where(first < SIZE, 1e-6, smallest)
-            if (k < SIZE) & ((goes > 0) | (pivot > enough)):
-                column = tl.where(inside == goes, row, -row)  # the table is symmetric but for signs
-                share = tl.where(i == k, 1.0, row) / pivot
-                tl.debug_barrier()  # no thread may read the row or the line after they are written
-                tl.store(line + i, column)
+            # The table carries the round-off of all exchanges and the ridge, but corrects z nearly as well as the exact inverse:
+            # the part of the table of the columns inside is symmetric.
+            for _ in range(0, tl.where(tl.max(inside, 0) > 0, 4, 1)):
                 tl.debug_barrier()
-                for start in range(0, SIZE, ROWS):
-                    r = start + tl.arange(0, ROWS)
-                    cells, across = table + r[:, None] * SIZE + i[None, :], tl.load(line + r)
-                    moved = tl.load(cells) - across[:, None] * share[None, :]
-                    moved = tl.where((i == k)[None, :], (across / pivot)[:, None], moved)
-                    tl.store(cells, tl.where((r == k)[:, None], tl.where(i == k, share, -share)[None, :], moved))
+                tl.store(line + i, point * inverse)
                 tl.debug_barrier()
-                at_k = tl.sum(tl.where(i == k, value, 0.0), 0) / pivot
-                value = tl.where(i == k, -at_k, value - column * at_k)
-                inside = tl.where(i == k, 1 - inside, inside)
-                refused = tl.zeros([SIZE], tl.int32)
-            else:  # it depends on the columns inside; an unlucky guess is no matter
-                refused = tl.where((i == k) & (first == SIZE), 1, refused)
-            turns += 1
-            going = ((k < SIZE) & (turns < 12 * SIZE)).to(tl.int32)
-
-        # The table carries the round-off of all exchanges and the ridge, but corrects z nearly as well as the exact inverse.
-        best, off = point, tl.max(tl.zeros([SIZE], tl.float64) + float("inf"), 0)
-        for turn in range(0, 4):
-            tl.debug_barrier()
-            tl.store(line + i, point)
-            tl.debug_barrier()
-            w = b
-            for first in range(0, SIZE, ROWS):
-                r = first + tl.arange(0, ROWS)
-                w += tl.sum(_unit(products, counts, inverse, r, i, m) * tl.load(line + r)[:, None], 0)
-            now = tl.max(tl.where(counted, tl.where(point > 0.0, tl.abs(w), -w), 0.0), 0)
-            best, off = tl.where(now < off, point, best), tl.minimum(now, off)
-            if turn < 3:
-                change = _correction(table, line, w, inside, i, SIZE, ROWS)
+                w = tl.zeros([SIZE], tl.float64)
+                for first in range(0, SIZE, ROWS):
+                    r = first + tl.arange(0, ROWS)
+                    some = tl.load(
+                        products + r[:, None] * m + i[None, :], mask=(r < m)[:, None] & real[None, :], other=0.0
+                    )
+                    w += tl.sum(some * tl.load(line + r)[:, None], 0)
+                w = b + w * inverse
+                now = tl.max(tl.where(counted, tl.where(point > 0.0, tl.abs(w), -w), 0.0), 0)
+                best, off = tl.where(now < off, point, best), tl.minimum(now, off)
+                change = tl.sum(table * tl.where(inside > 0, w, 0.0)[:, None], 0)  # how far z is off, if w is not zero
                 point = tl.where(inside > 0, tl.maximum(point - change, 0.0), 0.0)
-        sure = tl.where((turns < 12 * SIZE) & (off <= allowed), finite, 0)
-        tl.store(z + i, tl.where(finite > 0, best * inverse * long, 0.0), mask=real)
-        tl.store(solved + part, sure.to(tl.int8))
+        tl.store(z + i, best * inverse * long, mask=real & (off + i * 0.0 < before))
+        tl.store(error + part, tl.minimum(off, before))
 
     @torch.library.custom_op("undrift::pivots", mutates_args=())
     def pivots(
@@ -184,15 +189,20 @@ if triton is not None:
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
         """z [T, m] and whether it is exact [T], from products [T, m, m] and along [T, m]; `single`: of float32 vectors."""
         parts, m = along.shape
-        z, solved = allocate(along, parts, m, dtype=torch.float64), allocate(along, parts, dtype=torch.int8)
-        size = triton.next_power_of_2(max(m, 16))
-        launch(
-            _pivots, (parts,), products.double().contiguous(), along.double().contiguous(), length, counts.to(torch.int8),
-            guess.to(torch.int8).contiguous(), z.new_full((1,), rho), z.new_empty(parts, size + 1, size), z, solved, m,
-            *((RIDGE, 1e-9, 1e-6, 1e-12) if single else (0.0, 1e-12, 1e-9, 1e-6)),
-            SIZE=size, ROWS=16, num_warps=4 if size < MOST else 8,
-        )  # fmt: skip
-        return z, solved.bool()
+        z, size = allocate(along, parts, m, dtype=torch.float64).zero_(), triton.next_power_of_2(max(m, 16))
+        products, along, counts = products.double().contiguous(), along.double().contiguous(), counts.to(torch.int8)
+        error, line, margin = z.new_full((parts,), torch.inf), z.new_empty(parts, 2, size), z.new_full((1,), rho)
+        ridge, tolerance, allowed, smallest = (RIDGE, 1e-9, 1e-6, 1e-12) if single else (0.0, 1e-12, 1e-9, 1e-6)
+        guess = guess.to(torch.int8).contiguous()
+        for _ in range(
+            TRIES if single else 1
+        ):  # again where z is not good enough, without a guess and with a larger ridge
+            launch(
+                _pivots, (parts,), products, along, length, counts, guess, margin, line, z, error, m,
+                ridge, tolerance, allowed, smallest, SIZE=size, ROWS=16, num_warps=4 if size < MOST else 8,
+            )  # fmt: skip
+            guess, ridge = torch.zeros_like(guess), 10 * ridge
+        return z, error <= allowed
 
     @pivots.register_fake
     def _(products: Tensor, along: Tensor, *_: object) -> tuple[Tensor, Tensor]:

@@ -62,8 +62,9 @@ if triton is not None:
         table, firsts = blocks(bounds, stretch, rows)
         sums = allocate(rows, len(table), a, b, dtype=torch.float64)
         out = allocate(rows, len(bounds) - 1, a, b, dtype=torch.float64)
-        grid, apart = (len(table), triton.cdiv(a, 16), triton.cdiv(b, 128)), (rows.stride(0), others.stride(0))
-        launch(_multiply, grid, rows, others, sums, table, *apart, a, b, STRETCH=stretch, A=16, B=128, DEPTH=16)
+        wide, depth = (128, 16) if b > 16 else (16, 128)
+        grid, apart = (len(table), triton.cdiv(a, 16), triton.cdiv(b, wide)), (rows.stride(0), others.stride(0))
+        launch(_multiply, grid, rows, others, sums, table, *apart, a, b, STRETCH=stretch, A=16, B=wide, DEPTH=depth)
         launch(_sum, (len(out), triton.cdiv(a * b, 128)), sums, out, firsts, a * b, BLOCKS=16, WIDTH=128)
         return out
 

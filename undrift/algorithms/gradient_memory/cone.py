@@ -76,32 +76,34 @@ def project(
     along: Tensor | None = None,
     counts: Tensor | None = None,
     start: Tensor | None = None,
+    allowed: float | None = None,
 ) -> Projection:
     """The nearest u to p [P] with <u, row> >= rho |p| |row| for every row of [m, P].
 
     `products` [m, m] is the rows' Gram matrix and `along` [m] their products with p, if the caller has them. Only the nonzero
-    rows in `counts` [m] are constraints. `start` [m] is a guess of the active rows, such as those of a similar programme.
+    rows in `counts` [m] are constraints. `start` [m] is a guess of the active rows, such as those of a similar programme. If no
+    exact solution is found, one that breaks constraints of unit rows by at most `allowed` |p| will do: 1e-6 for float32, else 1e-9.
 
     >>> project(torch.tensor([1.0, -1.0]), torch.tensor([[0.0, 1.0]])).u
     tensor([1., 0.])
     """
     products = gram(rows, rows) if products is None else products
     along = gram(p.unsqueeze(0), rows).squeeze(0) if along is None else along
-    length = norm(p)
+    length, single = norm(p), p.dtype != torch.float64
+    allowed = allowed or (1e-6 if single else 1e-9)
     flat = torch.cat([products.double().flatten(), along.double(), length.view(1)]).cpu().numpy()  # one trip
     m = len(rows)
     wanted = np.ones(m, dtype=bool) if counts is None else counts.cpu().numpy()
     guess = np.zeros(m, dtype=bool) if start is None else start.cpu().numpy() & wanted
     G, b, size = normalised(flat[: m * m].reshape(m, m), flat[m * m : -1], flat[-1], rho, wanted)
     if extreme(p, rows, flat[-1], np.where(wanted, size, 1.0)):
-        return project_evened(p, rows, rho, counts, wanted, guess)
+        return project_evened(p, rows, rho, counts, wanted, guess, allowed)
     zero = torch.zeros(m, dtype=torch.float64) if counts is None else counts.new_zeros(m, dtype=torch.float64)
     yes, no = torch.tensor(True), torch.tensor(False)
     if not (np.isfinite(G).all() and np.isfinite(b).all()):
         return Projection(p, zero, no)
     if (b >= 0).all():  # feasible already: p itself, bit for bit
         return Projection(p, zero, yes)
-    single = p.dtype != torch.float64
     z, solved = solve(G, b, 1e-6 if single else 1e-12, guess)
     if single and (not solved or digits_lost(G, z > 0) > 4):
         wide = rows.double()
@@ -110,7 +112,10 @@ def project(
         z, solved = solve(G, b, 1e-12, guess)
     straight = None
     if not solved or digits_lost(G, z > 0) > 8:
-        z, straight, solved = by_columns(p, rows, np.where(wanted, size, 0.0), rho)
+        z, straight, solved = by_columns(p, rows, np.where(wanted, size, 0.0), rho, allowed)
+        if allowed >= 1e-6 and not solved:  # columns of last digits: an exact solution has no meaning, a good one has
+            other, off = with_ridge(G, b)
+            z, straight, solved = (other, None, True) if off <= allowed else (z, straight, solved)
     active = z > 0
     index, share = np.flatnonzero(active), z[active] * flat[-1] / size[active]
     chosen, weights = torch.from_numpy(index), torch.from_numpy(share)
@@ -148,12 +153,13 @@ def extreme(p: Tensor, rows: Tensor, length: float, size: Array) -> bool:
 
 
 def project_evened(
-    p: Tensor, rows: Tensor, rho: float, counts: Tensor | None, wanted: NDArray[np.bool_], guess: NDArray[np.bool_]
-) -> Projection:
+    p: Tensor, rows: Tensor, rho: float, counts: Tensor | None, wanted: NDArray[np.bool_], guess: NDArray[np.bool_],
+    allowed: float,
+) -> Projection:  # fmt: skip
     """`project` of vectors divided by powers of two: the columns' lengths do not matter, and u is in proportion to p."""
     (even, power), (direction, scale) = evened(rows), evened(p)
     on_host = torch.from_numpy(wanted), torch.from_numpy(guess)
-    found = project(direction, even, None, rho, None, *on_host)
+    found = project(direction, even, None, rho, None, *on_host, allowed)
     active, kind = found.z > 0, torch.finfo(torch.float64)
     u = (found.u * scale).to(p.dtype) if bool(active.any()) else p
     z = (found.z * scale.cpu() / power[:, 0].cpu()).clamp(kind.tiny, kind.max)  # active, whatever its size
@@ -198,10 +204,12 @@ def lawson_hanson(
     multipliers: Callable[[NDArray[np.bool_]], Array | None],
     tolerance: float,
     guess: NDArray[np.bool_] | None = None,
+    allowed: float = 1e-9,
 ) -> tuple[Array, bool]:
     """The active-set method (Lawson & Hanson 1974, ch. 23): z >= 0, slack(z) >= -tolerance, z slack(z) = 0.
 
-    `multipliers` gives the z of the passive columns that makes their slack zero, None if they are dependent.
+    `multipliers` gives the z of the passive columns that makes their slack zero, None if they are dependent. The slack of columns
+    that cannot enter for round-off may be as low as -allowed.
     """
     z, passive = started(count, multipliers, guess)  # passive columns may have a positive multiplier
     refused = np.zeros(count, dtype=bool)  # columns that would enter and leave forever by round-off
@@ -210,7 +218,7 @@ def lawson_hanson(
         w[passive | refused] = 0.0
         j = int(w.argmin())
         if w[j] >= -tolerance - 2e-15 * z.max():  # the second term is the round-off of w itself
-            return z, bool(slack(z).min() >= -max(tolerance, 1e-9))
+            return z, bool(slack(z).min() >= -max(tolerance, allowed))
         passive[j] = True
         while passive.any():
             candidate = multipliers(passive)
@@ -254,7 +262,7 @@ def started(
     return np.zeros(count), np.zeros(count, dtype=bool)
 
 
-def by_columns(p: Tensor, rows: Tensor, size: Array, rho: float) -> tuple[Array, Tensor, bool]:
+def by_columns(p: Tensor, rows: Tensor, size: Array, rho: float, allowed: float) -> tuple[Array, Tensor, bool]:
     """Multipliers and projection from the unit columns themselves, for Gram matrices that have lost too many digits.
 
     A QR factorisation turns the columns and p into a small triangle with the same angles. Every solve is a least squares problem
@@ -281,11 +289,30 @@ def by_columns(p: Tensor, rows: Tensor, size: Array, rho: float) -> tuple[Array,
         w[z > 0] = 0.0
         return w
 
-    z, solved = lawson_hanson(A.shape[1], slack, lambda passive: parts(passive)[0], 1e-12)
+    z, solved = lawson_hanson(A.shape[1], slack, lambda passive: parts(passive)[0], 1e-12, allowed=allowed)
     moved = parts(z > 0)[1] if (z > 0).any() else np.zeros(len(q))
     z_all = np.zeros(len(size))
     z_all[used] = z
     return z_all, torch.from_numpy(wide + length * (Q @ moved)).to(p), solved
+
+
+def with_ridge(G: Array, b: Array) -> tuple[Array, float]:
+    """Multipliers from G with a little more on its diagonal, corrected with G itself; and how far they are off."""
+    best, least = np.zeros(len(b)), np.inf
+    for ridge in (1e-12, 1e-11, 1e-10):
+        firm = G + ridge * np.eye(len(b))
+        z, _ = solve(firm, b, 1e-9)
+        for _ in range(4):
+            w = G @ z + b
+            active = z > 0
+            off = float(np.where(active, np.abs(w), -w).max())
+            best, least = (z, off) if off < least else (best, least)
+            change = np.linalg.solve(firm[np.ix_(active, active)], w[active])
+            z = np.where(active, z, 0.0)
+            z[active] = np.maximum(z[active] - change, 0.0)
+        if least <= 1e-6:
+            break
+    return best, least
 
 
 def digits_lost(G: Array, active: NDArray[np.bool_]) -> float:
