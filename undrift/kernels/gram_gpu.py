@@ -58,11 +58,11 @@ if triton is not None:
     def _op(rows: Tensor, others: Tensor, bounds: list[int]) -> Tensor:
         rows, others = (t if t.stride(1) == 1 else t.contiguous() for t in (rows, others))
         (a, length), b = rows.shape, len(others)
-        stretch = max(256, triton.next_power_of_2(length // 512))  # some 500 blocks: several for each multiprocessor
+        stretch = max(256, triton.next_power_of_2(length // 1024))  # some 1000 blocks: several for each multiprocessor
         table, firsts = blocks(bounds, stretch, rows)
         sums = allocate(rows, len(table), a, b, dtype=torch.float64)
         out = allocate(rows, len(bounds) - 1, a, b, dtype=torch.float64)
-        wide, depth = (128, 16) if b > 16 else (16, 128)
+        wide, depth = (64, 32) if b > 16 else (16, 128)
         grid, apart = (len(table), triton.cdiv(a, 16), triton.cdiv(b, wide)), (rows.stride(0), others.stride(0))
         launch(_multiply, grid, rows, others, sums, table, *apart, a, b, STRETCH=stretch, A=16, B=wide, DEPTH=depth)
         launch(_sum, (len(out), triton.cdiv(a * b, 128)), sums, out, firsts, a * b, BLOCKS=16, WIDTH=128)
