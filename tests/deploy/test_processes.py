@@ -24,6 +24,7 @@ from torch import Tensor
 pytest.importorskip("flwr")
 
 from tests.deploy.test_federation import without
+from tests.patience import patient
 from undrift.data.from_user import dataset_from
 from undrift.data.load import load_dataset
 from undrift.deploy.keys import write_identity
@@ -33,12 +34,14 @@ from undrift.jobs.folder import RunFolder
 from undrift.jobs.run import build_simulation
 from undrift.simulate.simulation import Simulation
 
-LONG = 400.0  # seconds after which a test gives up
+LONG = 400.0  # seconds of a quiet machine after which a test gives up
 
 
 def planned(out: Path, **settings: Any) -> Plan:
+    """A plan whose times are those of a quiet machine: it waits longer where that is what this one needs."""
     given: dict[str, Any] = {"clients": 2, "rounds": 3, "model": "logreg", "partition": "iid", "device": "cpu"}
     given |= {"eval_every": 1, "timeout": 60.0, "out": str(out), "execution": "pool"} | settings
+    given |= {name: patient(given[name]) for name in ("timeout", "wait") if name in given}
     return Plan.of(given | {"cohort": given.get("cohort", given["clients"])})
 
 
@@ -66,7 +69,7 @@ def records(plan: Plan) -> list[dict[str, Any]]:
 
 
 def until(true: Callable[[], Any], here: LocalFederation, seconds: float = LONG) -> None:
-    end = time.monotonic() + seconds
+    end = time.monotonic() + patient(seconds)
     while not true():
         logs = "\n".join(f"== {name}\n{here.log(name)[-3000:]}" for name in ("run", "superlink", "client-0"))
         assert time.monotonic() < end, f"it did not happen in {seconds} seconds\n{logs}"
@@ -280,12 +283,12 @@ def test_a_signal_ends_everything_after_the_round_and_the_run_goes_on(how: signa
     process = subprocess.Popen(
         command, start_new_session=True, preexec_fn=heed_signals, stderr=subprocess.PIPE, text=True
     )
-    file, end = tmp_path / "out" / "rounds.jsonl", time.monotonic() + LONG
+    file, end = tmp_path / "out" / "rounds.jsonl", time.monotonic() + patient(LONG)
     while not (file.exists() and file.read_text()):
         assert process.poll() is None and time.monotonic() < end
         time.sleep(0.2)
     process.send_signal(how)
-    said = process.communicate(timeout=60)[1]
+    said = process.communicate(timeout=patient(60))[1]
     assert process.returncode == 128 + how
     parts = ("superlink", "run", "client-0", "client-1")
     assert not any(descendants(tmp_path / "home", part) for part in parts)

@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 
 import undrift
+from tests.patience import patient
 from tests.small import QUICK, timeless
 from undrift import cli
 from undrift.core.errors import CannotWrite
@@ -190,7 +191,7 @@ def started(words: list[str]) -> subprocess.Popen[str]:
 
 
 def wait_for(file: Path) -> None:
-    end = time.monotonic() + 120
+    end = time.monotonic() + patient(120)
     while not file.exists() and time.monotonic() < end:
         time.sleep(0.02)
 
@@ -218,7 +219,7 @@ def test_a_real_disk(name: str, harm: str, tmp_path: Path, capsys: pytest.Captur
                     except OSError:
                         with contextlib.suppress(OSError):
                             file.write(bytes(4096))
-        _, err = process.communicate(timeout=200)
+        _, err = process.communicate(timeout=patient(200))
         assert process.returncode == 2 and err.count("\n") == 1, err
         if harm == "removed":
             assert "was removed" in err or "No such file" in err, err

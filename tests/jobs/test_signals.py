@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 
 from tests.jobs.test_sweep import SWEEP, session
+from tests.patience import patient
 from tests.simulate.test_ranks import torchrun, workers
 from tests.small import timeless
 from undrift import cli
@@ -23,7 +24,7 @@ from undrift.core import stopping
 from undrift.jobs.folder import RunFolder
 
 ROOT = Path(__file__).parents[2]
-LONG = 120  # seconds that nothing here takes, even on a slow machine
+LONG = 120  # seconds that nothing here takes on a quiet machine
 COMMANDS = {
     "run": "run --algorithm scaffold --clients 12 --cohort 4 --steps 2 --batch 8 --model logreg --execution stacked",
     "disk": "run --algorithm scaffold --clients 12 --cohort 4 --steps 2 --batch 8 --client-state disk --execution pool",
@@ -46,7 +47,7 @@ def begin(*command: Any, ignoring: tuple[signal.Signals, ...] = (), **environmen
 
 
 def wait_until(condition: Callable[[], Any], process: subprocess.Popen[str]) -> None:
-    until = time.monotonic() + LONG
+    until = time.monotonic() + patient(LONG)
     while not condition():
         assert process.poll() is None and time.monotonic() < until, process.communicate()
         time.sleep(0.02)
@@ -60,7 +61,7 @@ def wait_for_rounds(folder: Path, count: int, process: subprocess.Popen[str]) ->
 def ended(process: subprocess.Popen[str]) -> tuple[int, str]:
     """The exit code and what was said on standard error."""
     try:
-        error = process.communicate(timeout=LONG)[1]
+        error = process.communicate(timeout=patient(LONG))[1]
     finally:
         process.kill()
     return process.returncode, error
@@ -126,7 +127,7 @@ def sweep_stopped(folder: Path, how: signal.Signals, reach: Callable[[int, int],
     code, said = ended(process)
     again = f"undrift sweep {file} --processes 2 --out {out} {more}".strip()
     assert (code, said) == (128 + how, f"undrift: stopped by {how.name}; go on with: {again}\n")
-    until = time.monotonic() + 30
+    until = time.monotonic() + patient(30)
     while left := session(process.pid):
         assert time.monotonic() < until, f"{left} went on without the sweep"
         time.sleep(0.05)
