@@ -6,6 +6,10 @@ import functools
 import subprocess
 import sys
 import time
+from pathlib import Path
+from typing import Any
+
+from undrift.jobs.folder import RunFolder
 
 QUIET = 2.5  # seconds in which a quiet machine starts a process with PyTorch
 AGAIN = 300.0  # seconds after which it is measured again: the load changes
@@ -22,3 +26,13 @@ def slowness(period: int) -> float:
 def patient(seconds: float) -> float:
     """What so many seconds of a quiet machine are on this one, now."""
     return seconds * slowness(int(time.monotonic() / AGAIN))
+
+
+def wait_for_rounds(folder: Path, more: int, process: subprocess.Popen[Any]) -> None:
+    """Wait until a process has written so many rounds of a run beyond the checkpoint that it began with, or has ended."""
+    file = folder / "rounds.jsonl"
+    before, reached = (file.stat().st_mtime_ns, RunFolder(folder).reached()) if file.exists() else (0, 0)
+    while process.poll() is None:
+        if file.exists() and file.stat().st_mtime_ns != before and file.read_bytes().count(b"\n") >= reached + more:
+            return
+        time.sleep(0.01)

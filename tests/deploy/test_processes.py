@@ -25,6 +25,7 @@ pytest.importorskip("flwr")
 
 from tests.deploy.test_federation import without
 from tests.patience import patient
+from tests.reliability import counted
 from undrift.data.from_user import dataset_from
 from undrift.data.load import load_dataset
 from undrift.deploy.keys import write_identity
@@ -34,6 +35,7 @@ from undrift.jobs.folder import RunFolder
 from undrift.jobs.run import build_simulation
 from undrift.simulate.simulation import Simulation
 
+KILLS = "kill -9 of a federation's server or node"
 LONG = 400.0  # seconds of a quiet machine after which a test gives up
 
 
@@ -155,7 +157,12 @@ def test_clients_with_files_of_their_own_equal_the_simulator_on_the_same_files(t
 
 
 @pytest.mark.system
-def test_a_node_killed_in_the_middle_of_a_round_comes_back(tmp_path: Path) -> None:
+def test_a_node_killed_in_the_middle_of_a_round_comes_back(tmp_path: Path, count: Any) -> None:
+    with counted(count, KILLS, 1):
+        kill_a_node(tmp_path)
+
+
+def kill_a_node(tmp_path: Path) -> None:
     plan = planned(tmp_path / "out", algorithm="scaffold", rounds=8, timeout=30.0)  # it may come back after a minute
     with federation(2) as here:
         for client in range(2):
@@ -189,7 +196,12 @@ def test_a_client_that_always_times_out_is_left_out(tmp_path: Path) -> None:
 
 @pytest.mark.system
 @pytest.mark.parametrize("after", [0, 1, 2])
-def test_the_server_is_killed_and_resumed(after: int, tmp_path: Path) -> None:
+def test_the_server_is_killed_and_resumed(after: int, tmp_path: Path, count: Any) -> None:
+    with counted(count, KILLS, 1):
+        kill_the_server(after, tmp_path)
+
+
+def kill_the_server(after: int, tmp_path: Path) -> None:
     plan = planned(tmp_path / "out", algorithm="gradma", rounds=3)
     resumed = planned(tmp_path / "out", algorithm="gradma", rounds=3, resume=True)
     with federation(2) as here:

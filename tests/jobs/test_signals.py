@@ -17,6 +17,7 @@ import pytest
 
 from tests.jobs.test_sweep import SWEEP, session
 from tests.patience import patient
+from tests.reliability import counted
 from tests.simulate.test_ranks import torchrun, workers
 from tests.small import timeless
 from undrift import cli
@@ -108,8 +109,9 @@ def test_a_signal_ends_a_run_and_nothing_is_lost(kind: str, how: signal.Signals,
 @pytest.mark.system
 @pytest.mark.parametrize("kind", COMMANDS)
 @pytest.mark.parametrize("how", stopping.SIGNALS)
-def test_every_signal_ends_every_command(kind: str, how: signal.Signals, tmp_path: Path) -> None:
-    stop_and_go_on(kind, how, tmp_path)
+def test_every_signal_ends_every_command(kind: str, how: signal.Signals, tmp_path: Path, count: Any) -> None:
+    with counted(count, "SIGTERM, SIGHUP, SIGINT", 1):
+        stop_and_go_on(kind, how, tmp_path)
 
 
 def sweep_stopped(folder: Path, how: signal.Signals, reach: Callable[[int, int], None], more: str = "") -> None:
@@ -149,8 +151,11 @@ def test_a_signal_to_a_sweep_reaches_its_processes(tmp_path: Path) -> None:
 @pytest.mark.system
 @pytest.mark.parametrize("how", stopping.SIGNALS)
 @pytest.mark.parametrize("more", ["", "--pack"])
-def test_a_signal_to_all_processes_of_a_sweep_is_one(how: signal.Signals, more: str, tmp_path: Path) -> None:
-    sweep_stopped(tmp_path, how, os.killpg, more)
+def test_a_signal_to_all_processes_of_a_sweep_is_one(
+    how: signal.Signals, more: str, tmp_path: Path, count: Any
+) -> None:
+    with counted(count, "SIGTERM, SIGHUP, SIGINT", 1):
+        sweep_stopped(tmp_path, how, os.killpg, more)
 
 
 HEEDING = """
@@ -224,7 +229,12 @@ def test_nohup_is_obeyed(tmp_path: Path) -> None:
 @pytest.mark.system
 @pytest.mark.parametrize("kind", ["run", "dp", "pipe"])
 @pytest.mark.parametrize("to", ["torchrun", "rank 0", "rank 1"])
-def test_ranks_stop_together(kind: str, to: str, tmp_path: Path) -> None:
+def test_ranks_stop_together(kind: str, to: str, tmp_path: Path, count: Any) -> None:
+    with counted(count, "SIGTERM, SIGHUP, SIGINT", 1):
+        stop_ranks(kind, to, tmp_path)
+
+
+def stop_ranks(kind: str, to: str, tmp_path: Path) -> None:
     words = COMMANDS[kind].replace("--workers 2 ", "").split()
     process = torchrun(2, "undrift", *words, *ENDLESS.split(), "--out", str(tmp_path / "cut"))
     wait_for_rounds(tmp_path / "cut", 2, process)
