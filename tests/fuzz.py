@@ -33,6 +33,8 @@ import undrift.data._sources
 import undrift.dataparallel.command
 import undrift.deploy.command
 import undrift.deploy.settings
+import undrift.jobs.batch
+import undrift.jobs.course
 import undrift.jobs.sweep
 import undrift.pipeline.pipe_config
 from undrift import cli
@@ -42,7 +44,7 @@ from undrift.data.federation import federate
 from undrift.data.load import load_dataset
 from undrift.data.partition import PARTITIONS
 from undrift.deploy.site_files import site_federation
-from undrift.jobs import config, start
+from undrift.jobs import config
 from undrift.jobs.folder import SUPER
 
 CPU = torch.device("cpu")
@@ -53,11 +55,10 @@ class Enough(Exception):
     """A run that got as far as its first round."""
 
 
-def play_one_round(course: Any) -> None:
+def play_one_round(course: Any, beside: Any = ()) -> Iterator[Any]:
     if course.ahead()[0]:
-        course.take(course.run.rounds(1, True))
+        yield course.take(course.run.rounds(1, True))
         raise Enough
-    return course.end()
 
 
 def sweep_nothing(*given: Any) -> dict[str, str]:
@@ -69,8 +70,10 @@ def kept_short() -> Iterator[None]:
     """Let nothing run long, and nothing look for a network or a data set."""
     with contextlib.ExitStack() as stack:
         for place, name, stub in (
-            (start, "drive", play_one_round),
+            (undrift.jobs.course, "stretches", play_one_round),
             (undrift.jobs.sweep, "run_all", sweep_nothing),
+            (undrift.jobs.batch, "measure", sweep_nothing),
+            (undrift.jobs.batch.Batch, "do", sweep_nothing),
             (undrift.deploy.command, "local", sweep_nothing),
             (undrift.deploy.command, "run_process", sweep_nothing),
             (undrift.data._sources, "hugging_face_loader", lambda name: None),
@@ -154,7 +157,12 @@ SMALL = {
     "dataparallel": "--workers 2 --rounds 1 --steps 1 --model logreg",
     "dp": "--workers 2 --rounds 1 --steps 1 --model logreg",
     "pipe": "--rounds 1 --steps 1 --blocks 2 --model mlp --batch 4",
+    "sweep": "s.toml --out o",
+    "tune": "s.toml --out o",
 }
+SWEEP = b'model = "logreg"\nrounds = 1\n[grid]\nlr = [0.1, 0.05]\n[sweep]\nseeds = [0]\n'
+COMMANDS = [*["run"] * 5, "dp", *["pipe"] * 2, *["deploy"] * 2, "sweep", *["tune"] * 2, *["reproduce"] * 2]
+COMMANDS += ["data", "list", "cite", "report", "predict", "ls", "verify", "figures"]
 
 
 # A whole number just below the limit would be a legal run that takes years.
@@ -171,14 +179,14 @@ def flags_of(name: str) -> dict[str, Any]:
 @st.composite
 def arguments(draw: st.DrawFn) -> Case:
     """A command with some of its flags, most of them with a value that is not meant for them."""
-    name = draw(
-        st.sampled_from(["run"] * 5 + ["dp", "pipe", "pipe", "deploy", "data", "list", "cite", "report", "predict"])
-    )
+    name = draw(st.sampled_from(COMMANDS))
     words = [name, *SMALL.get(name, "").split()]
     if name in ("deploy", "data"):
         actions = [*undrift.deploy.command.ACTIONS, "list", "show", "prepare"]
         words.append(draw(st.sampled_from(actions) | texts))
-    if name in ("list", "cite", "report") or draw(st.integers(0, 9)) == 0:
+    if name == "reproduce" and draw(st.booleans()):
+        words.append("gradma-table1")
+    elif name in ("list", "cite", "report", "reproduce", "ls", "verify", "figures") or draw(st.integers(0, 9)) == 0:
         words.append(draw(texts))
     known = flags_of(name)
     for _ in range(draw(st.integers(0, 3))):
@@ -188,7 +196,13 @@ def arguments(draw: st.DrawFn) -> Case:
         if flag == "--set" and draw(st.booleans()):
             value = f"{draw(st.sampled_from(['lr', 'momentum', 'clip', 'optimizer', 'mu', 'slots', 'blocks']))}={value}"
         words += [f"{flag}={value}"] if draw(st.booleans()) else [flag, value]
-    return lambda folder: command(*words)
+
+    def case(folder: Path) -> None:
+        if name in ("sweep", "tune"):
+            (folder / "s.toml").write_bytes(SWEEP)
+        command(*words)
+
+    return case
 
 
 # ---- TOML files ----
@@ -211,6 +225,7 @@ FIELDS = {
     "dp": undrift.dataparallel.command.FIELDS,
     "pipe": undrift.pipeline.pipe_config.FIELDS,
     "sweep": config.FIELDS,
+    "tune": config.FIELDS,
     "deploy": undrift.deploy.settings.FLAGS,
     "report": config.FIELDS,
     "resume": config.FIELDS,
@@ -257,13 +272,15 @@ def toml_of(settings: dict[str, Any]) -> bytes:
 def toml_files(draw: st.DrawFn) -> Case:
     """A file of settings with strange values, sometimes damaged, given to a command."""
     name = draw(
-        st.sampled_from(["run"] * 6 + ["dp"] * 3 + ["sweep"] * 6 + ["deploy"] * 4 + ["resume", "pipe", "report"])
+        st.sampled_from(
+            ["run"] * 6 + ["dp"] * 3 + ["sweep"] * 6 + ["tune"] * 3 + ["deploy"] * 4 + ["resume", "pipe", "report"]
+        )
     )
     settings: dict[str, Any] = dict(SMALL_FILES.get(name, SMALL_FILES["run"]))
     for _ in range(draw(st.integers(0, 4))):
         field = draw(st.sampled_from(sorted(FIELDS[name])) | st.sampled_from(OTHER_NAMES))
         settings[field] = draw(toml_values)
-    if name == "sweep" and draw(st.booleans()):
+    if name in ("sweep", "tune") and draw(st.booleans()):
         keys = st.sampled_from(undrift.jobs.sweep.KEYS)
         settings["sweep"] = draw(st.dictionaries(keys, toml_values, max_size=3)) | {"seeds": [0]}
     if name == "report":
@@ -283,7 +300,8 @@ def toml_files(draw: st.DrawFn) -> Case:
         if name == "report":
             command("report", "r", "--out", "r.html")
         else:
-            command(*{"sweep": ["sweep", "f.toml", "--out", "s"], "deploy": ["deploy", "init", "d", "--config", "f.toml"],
+            command(*{"sweep": ["sweep", "f.toml", "--out", "s"], "tune": ["tune", "f.toml", "--out", "t"],
+                      "deploy": ["deploy", "init", "d", "--config", "f.toml"],
                       "resume": ["run", "--resume", "--out", "r"]}.get(name, [name, "f.toml", "--out", "o"]))  # fmt: skip
 
     return case
@@ -552,10 +570,11 @@ def tiny_imagenets(draw: st.DrawFn) -> Case:
 def super_model() -> dict[str, bytes]:
     """The files of a finished personal run."""
     with tempfile.TemporaryDirectory() as folder:
-        undrift.run(
+        run = undrift.rounds(
             algorithm="fedsm", dataset="synthetic-sites(sites=2, size=16, patients=4)", model="unet(depth=1, width=4)",
             partition="sites", clients=2, cohort=2, rounds=1, steps=1, batch=2, out=folder,
         )  # fmt: skip
+        assert len(list(run)) == 1  # a loop, which is not kept short: it comes to its end, and leaves its super model
         return {name: (Path(folder) / name).read_bytes() for name in SUPER}
 
 

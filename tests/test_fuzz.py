@@ -76,6 +76,14 @@ def test_fifty_thousand_pieces_of_nonsense(kind: str, tries: int, tmp_path: Path
     assert tried >= tries and not wrong, wrong
 
 
+@pytest.mark.parametrize("name", ["run", "dp", "pipe"])
+def test_no_case_runs_for_longer_than_a_round(name: str, tmp_path: Path) -> None:
+    """A whole run would take years: fields are drawn that ask for any number of rounds."""
+    words = [name, *fuzz.SMALL[name].replace("--rounds 1", "--rounds 1000000").split(), "--out", str(tmp_path / "o")]
+    with fuzz.kept_short(), pytest.raises(fuzz.Enough):
+        fuzz.command(*words)
+
+
 def test_the_fuzzer_sees_tracebacks_and_untidy_messages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(folder: Path) -> None:
         raise ValueError("embedded null byte")

@@ -24,6 +24,8 @@ from torch import Tensor
 pytest.importorskip("flwr")
 
 from tests.deploy.test_federation import without
+from tests.patience import patient
+from tests.reliability import counted
 from undrift.data.from_user import dataset_from
 from undrift.data.load import load_dataset
 from undrift.deploy.keys import write_identity
@@ -33,12 +35,15 @@ from undrift.jobs.folder import RunFolder
 from undrift.jobs.run import build_simulation
 from undrift.simulate.simulation import Simulation
 
-LONG = 400.0  # seconds after which a test gives up
+KILLS = "kill -9 of a federation's server or node"
+LONG = 400.0  # seconds of a quiet machine after which a test gives up
 
 
 def planned(out: Path, **settings: Any) -> Plan:
+    """A plan whose times are those of a quiet machine: it waits longer where that is what this one needs."""
     given: dict[str, Any] = {"clients": 2, "rounds": 3, "model": "logreg", "partition": "iid", "device": "cpu"}
     given |= {"eval_every": 1, "timeout": 60.0, "out": str(out), "execution": "pool"} | settings
+    given |= {name: patient(given[name]) for name in ("timeout", "wait") if name in given}
     return Plan.of(given | {"cohort": given.get("cohort", given["clients"])})
 
 
@@ -66,7 +71,7 @@ def records(plan: Plan) -> list[dict[str, Any]]:
 
 
 def until(true: Callable[[], Any], here: LocalFederation, seconds: float = LONG) -> None:
-    end = time.monotonic() + seconds
+    end = time.monotonic() + patient(seconds)
     while not true():
         logs = "\n".join(f"== {name}\n{here.log(name)[-3000:]}" for name in ("run", "superlink", "client-0"))
         assert time.monotonic() < end, f"it did not happen in {seconds} seconds\n{logs}"
@@ -152,7 +157,12 @@ def test_clients_with_files_of_their_own_equal_the_simulator_on_the_same_files(t
 
 
 @pytest.mark.system
-def test_a_node_killed_in_the_middle_of_a_round_comes_back(tmp_path: Path) -> None:
+def test_a_node_killed_in_the_middle_of_a_round_comes_back(tmp_path: Path, count: Any) -> None:
+    with counted(count, KILLS, 1):
+        kill_a_node(tmp_path)
+
+
+def kill_a_node(tmp_path: Path) -> None:
     plan = planned(tmp_path / "out", algorithm="scaffold", rounds=8, timeout=30.0)  # it may come back after a minute
     with federation(2) as here:
         for client in range(2):
@@ -186,7 +196,12 @@ def test_a_client_that_always_times_out_is_left_out(tmp_path: Path) -> None:
 
 @pytest.mark.system
 @pytest.mark.parametrize("after", [0, 1, 2])
-def test_the_server_is_killed_and_resumed(after: int, tmp_path: Path) -> None:
+def test_the_server_is_killed_and_resumed(after: int, tmp_path: Path, count: Any) -> None:
+    with counted(count, KILLS, 1):
+        kill_the_server(after, tmp_path)
+
+
+def kill_the_server(after: int, tmp_path: Path) -> None:
     plan = planned(tmp_path / "out", algorithm="gradma", rounds=3)
     resumed = planned(tmp_path / "out", algorithm="gradma", rounds=3, resume=True)
     with federation(2) as here:
@@ -280,12 +295,12 @@ def test_a_signal_ends_everything_after_the_round_and_the_run_goes_on(how: signa
     process = subprocess.Popen(
         command, start_new_session=True, preexec_fn=heed_signals, stderr=subprocess.PIPE, text=True
     )
-    file, end = tmp_path / "out" / "rounds.jsonl", time.monotonic() + LONG
+    file, end = tmp_path / "out" / "rounds.jsonl", time.monotonic() + patient(LONG)
     while not (file.exists() and file.read_text()):
         assert process.poll() is None and time.monotonic() < end
         time.sleep(0.2)
     process.send_signal(how)
-    said = process.communicate(timeout=60)[1]
+    said = process.communicate(timeout=patient(60))[1]
     assert process.returncode == 128 + how
     parts = ("superlink", "run", "client-0", "client-1")
     assert not any(descendants(tmp_path / "home", part) for part in parts)

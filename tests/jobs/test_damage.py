@@ -14,6 +14,7 @@ import pytest
 from safetensors.torch import load_file
 
 import undrift
+from tests.reliability import counted
 from tests.small import QUICK, timeless
 from undrift import cli
 from undrift.core import seals
@@ -138,8 +139,11 @@ def test_no_damage_is_accepted(folders: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.system
-def test_none_of_a_thousand_damages_is_accepted(folders: Path, tmp_path: Path) -> None:
-    check_damages(folders, tmp_path, 1000, random.Random(1))
+def test_none_of_a_thousand_damages_is_accepted(
+    folders: Path, tmp_path: Path, pytestconfig: pytest.Config, count: Any
+) -> None:
+    with counted(count, "damaged bytes in a run folder", 1000):
+        check_damages(folders, tmp_path, 1000, random.Random(1 + pytestconfig.getoption("seed")))
 
 
 def test_every_bit_of_a_sealed_text_counts(tmp_path: Path) -> None:

@@ -18,6 +18,8 @@ from typing import Any
 import pytest
 
 import undrift
+from tests.patience import patient
+from tests.reliability import counted
 from tests.small import QUICK, timeless
 from undrift import cli
 from undrift.core.errors import CannotWrite
@@ -190,7 +192,7 @@ def started(words: list[str]) -> subprocess.Popen[str]:
 
 
 def wait_for(file: Path) -> None:
-    end = time.monotonic() + 120
+    end = time.monotonic() + patient(120)
     while not file.exists() and time.monotonic() < end:
         time.sleep(0.02)
 
@@ -199,10 +201,10 @@ def wait_for(file: Path) -> None:
 @pytest.mark.system
 @pytest.mark.parametrize("harm", ["full", "removed"])
 @pytest.mark.parametrize("name", COMMANDS)
-def test_a_real_disk(name: str, harm: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_real_disk(name: str, harm: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], count: Any) -> None:
     """A small file system that is filled or emptied in the middle of a run, and is read-only for a while."""
     kind, place = name.split()[0], tmp_path / "disk"
-    with mounted(place, "64m"):
+    with mounted(place, "64m"), counted(count, "disks that are full, read-only or gone", 1):
         out = place / "run"
         command = [kind, *COMMANDS[name].split(), "--rounds", "100000", "--checkpoint-every", "2", "--out", str(out)]
         process = started(command)
@@ -218,7 +220,7 @@ def test_a_real_disk(name: str, harm: str, tmp_path: Path, capsys: pytest.Captur
                     except OSError:
                         with contextlib.suppress(OSError):
                             file.write(bytes(4096))
-        _, err = process.communicate(timeout=200)
+        _, err = process.communicate(timeout=patient(200))
         assert process.returncode == 2 and err.count("\n") == 1, err
         if harm == "removed":
             assert "was removed" in err or "No such file" in err, err

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 import undrift
+from tests.reliability import counted
 from tests.small import timeless
 from undrift.dataparallel.command import run_parallel
 from undrift.jobs.folder import RunFolder
@@ -38,7 +39,12 @@ def held(pid: int | str = "self") -> tuple[int, int, int]:
 
 
 @pytest.mark.parametrize("kind", RUNS)
-def test_five_thousand_rounds_hold_no_more_than_one_thousand(kind: str, tmp_path: Path) -> None:
+def test_five_thousand_rounds_hold_no_more_than_one_thousand(kind: str, tmp_path: Path, count: Any) -> None:
+    with counted(count, "runs of 5,000 rounds without growth", 1):
+        check_long_run(kind, tmp_path)
+
+
+def check_long_run(kind: str, tmp_path: Path) -> None:
     seen = {}
 
     def watch(record: dict[str, Any], rounds: int) -> None:
@@ -51,7 +57,12 @@ def test_five_thousand_rounds_hold_no_more_than_one_thousand(kind: str, tmp_path
     assert after - before < 2 * 4000, "a round leaves its record, which is less than 2 KiB"
 
 
-def test_a_sweep_of_500_runs_holds_no_more_than_one_of_50(tmp_path: Path) -> None:
+def test_a_sweep_of_500_runs_holds_no_more_than_one_of_50(tmp_path: Path, count: Any) -> None:
+    with counted(count, "runs of one sweep without growth", 500):
+        check_long_sweep(tmp_path)
+
+
+def check_long_sweep(tmp_path: Path) -> None:
     seeds = f"[sweep]\nseeds = {list(range(500))}\n"
     (tmp_path / "s.toml").write_text(
         "\n".join(f"{n} = {json.dumps(v)}" for n, v in SMALL.items()) + f"\nrounds = 2\n{seeds}"

@@ -16,6 +16,7 @@ import pytest
 import torch
 
 import undrift
+from tests.reliability import counted
 from tests.small import data, timeless, tiny_mlp
 from undrift.jobs.course import Result
 from undrift.jobs.folder import RunFolder
@@ -181,11 +182,12 @@ def test_a_run_goes_on_after_some_power_failures(watched: Any, tmp_path: Path) -
 @linux
 @pytest.mark.system
 @pytest.mark.parametrize("seed", [None, *range(5)])
-def test_a_run_goes_on_after_every_power_failure(seed: int | None, watched: Any, tmp_path: Path) -> None:
+def test_a_run_goes_on_after_every_power_failure(seed: int | None, watched: Any, tmp_path: Path, count: Any) -> None:
     moments, *expected = watched
-    for n, moment in enumerate(moments):
-        draw = None if seed is None else random.Random(f"{seed} {n}")
-        check(moment, draw, tmp_path / str(n), *expected)
+    with counted(count, "power failures", len(moments)):
+        for n, moment in enumerate(moments):
+            draw = None if seed is None else random.Random(f"{seed} {n}")
+            check(moment, draw, tmp_path / str(n), *expected)
 
 
 @linux

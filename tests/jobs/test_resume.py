@@ -20,6 +20,7 @@ import torch
 from safetensors.torch import load_file
 
 import undrift
+from tests.patience import wait_for_rounds
 from tests.reliability import counted
 from tests.small import QUICK, timeless
 from undrift import cli
@@ -62,24 +63,20 @@ def test_resume_is_bitwise(name: str, model: str, tmp_path: Path) -> None:
     assert ours.keys() == theirs.keys() and all(torch.equal(ours[n], t) for n, t in theirs.items())
 
 
-def killed_run(folder: Path, delay: float, settings: list[str]) -> int:
-    """Start a run in its own process, kill -9 it so long after it wrote a line, and say how many lines there are."""
+def killed_run(folder: Path, more: int, settings: list[str]) -> int:
+    """Start a run in its own process, kill -9 it after so many rounds, and say how many lines there are."""
     command = [sys.executable, "-m", "undrift", "run", *settings, "--out", str(folder)]
     process = subprocess.Popen(
         command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env=os.environ | {"OMP_NUM_THREADS": "1"}
     )
-    rounds = folder / "rounds.jsonl"
-    before = rounds.stat().st_mtime_ns if rounds.exists() else 0
-    while process.poll() is None and not (rounds.exists() and rounds.stat().st_mtime_ns > before):
-        time.sleep(0.01)
-    time.sleep(delay)
+    wait_for_rounds(folder, more, process)
     process.send_signal(signal.SIGKILL)
     process.wait()
-    return len(rounds.read_text().splitlines())
+    return len((folder / "rounds.jsonl").read_text().splitlines())
 
 
-def check_kills(name: str, folder: Path, delays: list[float]) -> None:
-    """Kill a run, resume and kill it again, after such parts of the time that an undisturbed one takes."""
+def check_kills(name: str, folder: Path, kills: list[int]) -> None:
+    """Kill a run, resume and kill it again, after so many rounds of its 120."""
     settings = f"--algorithm {name} --clients 30 --cohort 6 --steps 2 --batch 8 --rounds 120 --checkpoint-every 7"
     settings += " --eval-every 10 --execution stacked --model mlp"
     whole = subprocess.run(
@@ -89,11 +86,9 @@ def check_kills(name: str, folder: Path, delays: list[float]) -> None:
         env=os.environ | {"OMP_NUM_THREADS": "1"},
     )
     assert whole.returncode == 0, whole.stderr
-    seconds = sum(json.loads(line)["seconds"] for line in (folder / "whole/rounds.jsonl").read_text().splitlines())
-    lines = killed_run(folder / "cut", delays[0] * seconds, settings.split())
-    assert lines < 120, "the run must be killed before it ends"
-    for delay in delays[1:]:
-        killed_run(folder / "cut", delay * seconds, ["--resume"])
+    for n, more in enumerate(kills):
+        lines = killed_run(folder / "cut", more, ["--resume"] if n else settings.split())
+        assert lines < 120, "the run must be killed before it ends"
     done = subprocess.run(
         [sys.executable, "-m", "undrift", "run", "--resume", "--out", str(folder / "cut")],
         check=False,
@@ -112,7 +107,7 @@ def check_kills(name: str, folder: Path, delays: list[float]) -> None:
 
 @pytest.mark.parametrize("name", ["scaffold", "gradma-s", f"scaffold {DISK}"])
 def test_kill_9_and_resume(name: str, tmp_path: Path) -> None:
-    check_kills(name, tmp_path, [0.4, 0.2])
+    check_kills(name, tmp_path, [48, 24])
 
 
 @pytest.mark.system
@@ -120,7 +115,7 @@ def test_kill_9_and_resume(name: str, tmp_path: Path) -> None:
 def test_kill_9_many_times_and_resume(name: str, tmp_path: Path, pytestconfig: pytest.Config, count: Any) -> None:
     draw = random.Random(f"{name} {pytestconfig.getoption('seed')}")
     with counted(count, "kill -9 and resume", 4):
-        check_kills(name, tmp_path, [draw.uniform(0, 0.5) for _ in range(4)])
+        check_kills(name, tmp_path, [draw.randint(1, 25) for _ in range(4)])
 
 
 @contextlib.contextmanager

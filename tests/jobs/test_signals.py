@@ -16,6 +16,8 @@ from typing import Any
 import pytest
 
 from tests.jobs.test_sweep import SWEEP, session
+from tests.patience import patient
+from tests.reliability import counted
 from tests.simulate.test_ranks import torchrun, workers
 from tests.small import timeless
 from undrift import cli
@@ -23,7 +25,7 @@ from undrift.core import stopping
 from undrift.jobs.folder import RunFolder
 
 ROOT = Path(__file__).parents[2]
-LONG = 120  # seconds that nothing here takes, even on a slow machine
+LONG = 120  # seconds that nothing here takes on a quiet machine
 COMMANDS = {
     "run": "run --algorithm scaffold --clients 12 --cohort 4 --steps 2 --batch 8 --model logreg --execution stacked",
     "disk": "run --algorithm scaffold --clients 12 --cohort 4 --steps 2 --batch 8 --client-state disk --execution pool",
@@ -46,7 +48,7 @@ def begin(*command: Any, ignoring: tuple[signal.Signals, ...] = (), **environmen
 
 
 def wait_until(condition: Callable[[], Any], process: subprocess.Popen[str]) -> None:
-    until = time.monotonic() + LONG
+    until = time.monotonic() + patient(LONG)
     while not condition():
         assert process.poll() is None and time.monotonic() < until, process.communicate()
         time.sleep(0.02)
@@ -60,7 +62,7 @@ def wait_for_rounds(folder: Path, count: int, process: subprocess.Popen[str]) ->
 def ended(process: subprocess.Popen[str]) -> tuple[int, str]:
     """The exit code and what was said on standard error."""
     try:
-        error = process.communicate(timeout=LONG)[1]
+        error = process.communicate(timeout=patient(LONG))[1]
     finally:
         process.kill()
     return process.returncode, error
@@ -107,8 +109,9 @@ def test_a_signal_ends_a_run_and_nothing_is_lost(kind: str, how: signal.Signals,
 @pytest.mark.system
 @pytest.mark.parametrize("kind", COMMANDS)
 @pytest.mark.parametrize("how", stopping.SIGNALS)
-def test_every_signal_ends_every_command(kind: str, how: signal.Signals, tmp_path: Path) -> None:
-    stop_and_go_on(kind, how, tmp_path)
+def test_every_signal_ends_every_command(kind: str, how: signal.Signals, tmp_path: Path, count: Any) -> None:
+    with counted(count, "SIGTERM, SIGHUP, SIGINT", 1):
+        stop_and_go_on(kind, how, tmp_path)
 
 
 def sweep_stopped(folder: Path, how: signal.Signals, reach: Callable[[int, int], None], more: str = "") -> None:
@@ -126,7 +129,7 @@ def sweep_stopped(folder: Path, how: signal.Signals, reach: Callable[[int, int],
     code, said = ended(process)
     again = f"undrift sweep {file} --processes 2 --out {out} {more}".strip()
     assert (code, said) == (128 + how, f"undrift: stopped by {how.name}; go on with: {again}\n")
-    until = time.monotonic() + 30
+    until = time.monotonic() + patient(30)
     while left := session(process.pid):
         assert time.monotonic() < until, f"{left} went on without the sweep"
         time.sleep(0.05)
@@ -148,8 +151,11 @@ def test_a_signal_to_a_sweep_reaches_its_processes(tmp_path: Path) -> None:
 @pytest.mark.system
 @pytest.mark.parametrize("how", stopping.SIGNALS)
 @pytest.mark.parametrize("more", ["", "--pack"])
-def test_a_signal_to_all_processes_of_a_sweep_is_one(how: signal.Signals, more: str, tmp_path: Path) -> None:
-    sweep_stopped(tmp_path, how, os.killpg, more)
+def test_a_signal_to_all_processes_of_a_sweep_is_one(
+    how: signal.Signals, more: str, tmp_path: Path, count: Any
+) -> None:
+    with counted(count, "SIGTERM, SIGHUP, SIGINT", 1):
+        sweep_stopped(tmp_path, how, os.killpg, more)
 
 
 HEEDING = """
@@ -223,7 +229,12 @@ def test_nohup_is_obeyed(tmp_path: Path) -> None:
 @pytest.mark.system
 @pytest.mark.parametrize("kind", ["run", "dp", "pipe"])
 @pytest.mark.parametrize("to", ["torchrun", "rank 0", "rank 1"])
-def test_ranks_stop_together(kind: str, to: str, tmp_path: Path) -> None:
+def test_ranks_stop_together(kind: str, to: str, tmp_path: Path, count: Any) -> None:
+    with counted(count, "SIGTERM, SIGHUP, SIGINT", 1):
+        stop_ranks(kind, to, tmp_path)
+
+
+def stop_ranks(kind: str, to: str, tmp_path: Path) -> None:
     words = COMMANDS[kind].replace("--workers 2 ", "").split()
     process = torchrun(2, "undrift", *words, *ENDLESS.split(), "--out", str(tmp_path / "cut"))
     wait_for_rounds(tmp_path / "cut", 2, process)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from undrift.core.errors import UnknownName
+from undrift.core.errors import BadSetting, UnknownName
 from undrift.jobs import suite as suites
 from undrift.jobs.batch import Run
 from undrift.jobs.suite import check_suite, load_suite, names_of_suites
@@ -81,3 +81,6 @@ def test_mistakes_are_named(tmp_path: Path) -> None:
         load_suite("gradma-table1", columns=["mnist-2"])
     with pytest.raises(UnknownName, match="method of gradma-table1"):
         load_suite("gradma-table1", rows=["fedavgg"])
+    for seeds in (-1, 2**63):
+        with pytest.raises(BadSetting, match="seeds must be at least 1 and at most 10000"):
+            load_suite("gradma-table1", seeds=seeds, at_hand=False)

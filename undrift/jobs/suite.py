@@ -37,6 +37,7 @@ NOISE = {
     "retina": "synthetic-sites(size=128)",
 }
 NOISE_ROUNDS = 2
+MOST_SEEDS = 10_000  # of a cell
 BLANKS = ("from", "model")  # of a column's score, which its methods fill in
 
 
@@ -153,8 +154,8 @@ def load_suite(
     check_known("scale", [scale], ("full", "small"))
     check_known(f"column of {name}", columns, content["columns"])
     check_known(f"method of {name}", rows, content["rows"])
-    if seeds < 0:
-        raise BadSetting(f"seeds must be at least 1, not {seeds}")
+    if not 0 <= seeds <= MOST_SEEDS:
+        raise BadSetting(f"seeds must be at least 1 and at most {MOST_SEEDS}, not {seeds}")
     small = content.get("small", {}) if scale == "small" else {}
     cells, others = [], {}
     for column, row in itertools.product(content["columns"], content["rows"]):
