@@ -23,7 +23,7 @@ from undrift.core.errors import BadRunFolder
 from undrift.deploy.flower import server_app
 from undrift.deploy.settings import Plan
 from undrift.deploy.status import Window, as_page, as_text, read_status
-from undrift.deploy.versions import versions_of
+from undrift.deploy.versions import differences, versions_of
 
 
 @pytest.fixture(autouse=True)
@@ -113,7 +113,7 @@ def test_other_versions_algorithms_and_settings_are_named(
     nodes.contexts[7919].run_config = plan.flat() | {"set.lr": 0.7}  # client 2 has other defaults
     server_app()(nodes, Context(1, 1, {}, RecordDict(), plan.flat()))  # type: ignore[arg-type]
     said = capsys.readouterr().out
-    assert said.count("2 has other settings, or other defaults (SHA-256 ") == 1 and " has another" not in said
+    assert said.count(f"2 has set.lr 0.7 in place of {plan.alg.lr}") == 1 and said.count(" in place of ") == 1
     ours = versions_of(plan)
     assert versions_of(planned(tmp_path, algorithm="fedavg"))["algorithm"] != ours["algorithm"]
     assert versions_of(planned(tmp_path, algorithm="scaffold", set={"lr": 0.5}))["algorithm"] == ours["algorithm"]
@@ -122,7 +122,18 @@ def test_other_versions_algorithms_and_settings_are_named(
     said = capsys.readouterr().out
     for client in "012":
         assert f"{client} has undrift {ours['undrift']} in place of 9.9" in said
-        assert f"{client} has another file of the algorithm (SHA-256 {ours['algorithm']} in place of ab)" in said
+        assert f"{client} has another file of the algorithm: SHA-256 {ours['algorithm']} in place of ab" in said
+
+
+@pytest.mark.parametrize("settings", ["{", "[" * 10**6, "[1]", "x" * 10**6, '{"a": ' + "9" * 5000 + "}", 7])
+def test_settings_that_are_none_are_named_and_cost_nothing(settings: Any, tmp_path: Path) -> None:
+    ours = versions_of(planned(tmp_path))
+    told = {f"has.{name}": value for name, value in ours.items()} | {"has.settings": settings}
+    found = differences(told, ours)
+    assert len(found) == 6 and found[0].startswith("aggregate none in place of") and "more settings" in found[-1]
+    assert differences({f"has.{name}": value for name, value in ours.items()}, ours) == []
+    many = json.dumps({f"{n}" * 100: "y" * 100 for n in range(100)})
+    assert sum(map(len, differences(told | {"has.settings": many}, ours))) < 1000
 
 
 def sent(root: Path) -> list[str]:
