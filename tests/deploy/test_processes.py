@@ -136,6 +136,20 @@ def test_a_deployed_run_equals_the_simulator(name: str, pair: LocalFederation, t
 
 
 @pytest.mark.system
+@pytest.mark.parametrize("spec, share", [("topk:8", 0.26), ("fp16", 0.51), ("int8", 0.27)])
+def test_compressed_uploads_of_real_clients_are_the_simulators(
+    spec: str, share: float, pair: LocalFederation, tmp_path: Path
+) -> None:
+    """Their errors are on their disks; what is measured on the wire is what the record says, and a header for each array."""
+    plan = planned(tmp_path / "out", algorithm="scaffold", compress=spec)
+    finish(pair, pair.run(plan), plan)
+    agree(plan)
+    for record in records(plan):
+        assert record["bytes_up"] < share * record["bytes_down"]
+        assert record["bytes_up"] < record["wire_up"] < record["bytes_up"] + 2 * 6 * 128 + 1
+
+
+@pytest.mark.system
 def test_clients_with_files_of_their_own_equal_the_simulator_on_the_same_files(tmp_path: Path) -> None:
     """A part of digits each, that is on no other machine; one node's pictures have another size, and it is named."""
     digits, names = load_dataset("digits"), ["east", "north", "west"]

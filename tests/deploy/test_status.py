@@ -66,6 +66,22 @@ def test_the_status_says_who_answered_and_why_not(
         read_status(tmp_path)
 
 
+def test_the_status_of_a_run_that_waits_for_its_clients(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They join late, and the operator looks meanwhile, before there is more than the folder."""
+    plan, seen = planned(tmp_path / "out", rounds=1), list[str]()
+    nodes, honest = Nodes(3, plan.flat(), tmp_path), Nodes.push_messages  # type: ignore[arg-type]
+
+    def look(messages: Any) -> list[str]:
+        messages = list(messages)
+        seen.extend(as_text(read_status(tmp_path / "out")) for m in messages if m.metadata.message_type == "query")
+        return honest(nodes, messages)
+
+    monkeypatch.setattr(nodes, "push_messages", look)
+    server_app()(nodes, Context(1, 1, {}, RecordDict(), plan.flat()))  # type: ignore[arg-type]
+    assert len(seen) == 3 and "it waits for its clients" in seen[0] and seen[0].count("never") == 3
+    assert "it waits" not in as_text(read_status(tmp_path / "out"))
+
+
 @pytest.fixture
 def window(failed: Plan, tmp_path: Path) -> Iterator[Window]:
     with Window(tmp_path / "out", 0) as window:
