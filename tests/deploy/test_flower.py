@@ -168,7 +168,7 @@ def test_second_answers_failures_and_doubles_are_dealt_with(tmp_path: Path) -> N
     post = GridPost(nodes, 5.0, said.append)  # type: ignore[arg-type]
     post.meet(["0", "1", "2"], 5.0)
     assert post.node == {"0": 3 * 7919, "1": 2 * 7919, "2": 7919}
-    impostor = Context(1, 1, {"partition-id": 1}, RecordDict(), {})
+    impostor = Context(1, 1, {"partition-id": 1, "state-dir": str(tmp_path / "5")}, RecordDict(), {})
     nodes.contexts[5] = impostor
     post.roll()
     assert post.node["1"] == 2 * 7919 and said == ["node 5 is turned away: 1 is there already"]
@@ -363,7 +363,8 @@ def test_a_node_imports_nothing_that_it_does_not_allow(
     for module in ("evil", "ok"):
         (tmp_path / f"{module}.py").write_text(f"open({str(tmp_path / 'run')!r}, 'w')\n")
     config: Any = planned(tmp_path / "out").flat() | {setting: value}
-    context = Context(1, 1, {"partition-id": 0, "allow": "ok,evil.inside.deeper"}, RecordDict(), config)
+    node: Any = {"partition-id": 0, "allow": "ok,evil.inside.deeper", "state-dir": str(tmp_path / "states")}
+    context = Context(1, 1, node, RecordDict(), config)
     letter = client_app()(Message(RecordDict(), 1, "query"), context)
     assert "runs only what undrift has" in str(from_records(letter.content).facts["unfit"])
     with pytest.raises(BadSetting, match="runs only what undrift has"):

@@ -18,6 +18,8 @@ pytest.importorskip("flwr")
 from flwr.app import Context, Message, RecordDict
 
 from tests.deploy.test_flower import Nodes, identity, planned, serve  # noqa: F401
+from tests.deploy.test_own_files import Sites, labelled
+from tests.deploy.test_own_files import planned as own_files
 from undrift.cli import main, parser
 from undrift.core.errors import BadRunFolder
 from undrift.deploy.flower import server_app
@@ -152,8 +154,9 @@ def test_settings_that_are_none_are_named_and_cost_nothing(settings: Any, tmp_pa
     assert sum(map(len, differences(told | {"has.settings": many}, ours))) < 1000
 
 
-def sent(root: Path) -> list[str]:
-    (file,) = root.rglob("sent.log")
+def sent(root: Path, run: str = "*/*/") -> list[str]:
+    """What a client has sent in its run; with run="" when it joined."""
+    (file,) = root.glob(f"{run}sent.log")
     assert stat.S_IMODE(file.stat().st_mode) == 0o600
     return [line.split(" ", 2)[2] for line in file.read_text().splitlines()]  # without date and time
 
@@ -167,6 +170,20 @@ def test_a_client_can_read_what_it_has_sent(tmp_path: Path) -> None:
     private = planned(tmp_path / "p", cohort=3, rounds=1, algorithm="dp-ftrl", privacy_clip=0.5, privacy_noise=8.0)
     serve(private, tmp_path / "private")
     assert sent(tmp_path / "private" / "1")[0].endswith("open to the server: up.d [650]; and nothing else")
+
+
+def test_a_client_can_read_what_it_has_said_of_itself(tmp_path: Path) -> None:
+    serve(planned(tmp_path / "out", rounds=1), tmp_path / "open")
+    assert sent(tmp_path / "open" / "1", "") == [
+        "joined: sent client 1; and its version of undrift, a digest of the algorithm's file and the run's settings"
+    ]
+    root = tmp_path / "sites"
+    root.mkdir()
+    plan = own_files(root, rounds=1)
+    nodes = Sites(plan, root, labelled())
+    server_app()(nodes, Context(1, 1, {}, RecordDict(), plan.flat()))  # type: ignore[arg-type]
+    said = [line for place in range(3) for line in sent(root / str(place), "")]
+    assert any(line.startswith("joined: sent client north, samples 40, shape 5, classes 3; and") for line in said)
 
 
 def test_a_client_can_read_with_whom_it_was_added_up(tmp_path: Path) -> None:

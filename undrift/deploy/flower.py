@@ -19,8 +19,9 @@ from undrift.core import stopping
 from undrift.core.errors import UndriftError, UnknownName
 from undrift.core.names import printable
 from undrift.deploy.messages import Encoded, Fact, Letter, Refused
-from undrift.deploy.node import build_client, check_allowed, name_of
+from undrift.deploy.node import build_client, check_allowed, name_of, states_of
 from undrift.deploy.run import deploy
+from undrift.deploy.sent import write_report
 from undrift.deploy.settings import REFUSED, DeployConfig, Plan
 from undrift.deploy.site_files import Report, check_fits, read_report, site_path
 from undrift.deploy.versions import differences, report_versions, versions_of
@@ -271,6 +272,7 @@ def client_app() -> ClientApp:
             say(f"{facts['client']}: {error}")
             file = str(context.node_config.get("data", ""))  # the server need not know its path
             facts["unfit"] = str(error).replace(file, "its file") if file else str(error)
+        write_report(states_of(context.node_config), facts)
         return Message(to_records(Letter(facts, {})), reply_to=message)
 
     @app.train()
