@@ -221,3 +221,16 @@ def test_commands_parse(where: str, line: str) -> None:
     if arguments.command in ("run", "sweep"):
         file = arguments.config if arguments.command == "run" else arguments.file
         assert file is None or file.parts[0] == "runs" or (ROOT / file).exists()
+
+
+def test_tests_that_a_page_names_are_there_and_each_attack_has_one_without_real_processes() -> None:
+    rows = [line for line in (ROOT / "docs" / "security.md").read_text().splitlines() if "::test_" in line]
+    assert len(rows) > 10
+    for row in rows:
+        quick = []
+        for file, name in re.findall(r"`(\w+\.py)::(test_\w+)`", row):
+            source = (ROOT / "tests" / "deploy" / file).read_text()
+            found = re.search(rf"\n((?:@.*\n(?:    .*\n|\).*\n|\]\n)*)*)def {name}\(", source)
+            assert found, name
+            quick.append("mark.system" not in found[1])
+        assert any(quick), row

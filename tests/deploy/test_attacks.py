@@ -37,6 +37,7 @@ from flwr.supernode.fleet_http_client import FleetHttpClient
 from flwr.supernode.fleet_http_connection import http_request_response
 from flwr.supernode.node_auth_http_interceptor import NodeAuthHttpInterceptor
 
+from tests.deploy.altered import altered
 from tests.deploy.test_processes import agree, finish, planned, records, until
 from undrift.deploy.app import write_app
 from undrift.deploy.clients import admit, revoke
@@ -57,40 +58,8 @@ def act(*given):
     Path({mark!r}).write_text("the stranger was here")
     raise SystemExit
 """
-HARM = """
-from pathlib import Path
-from flwr.clientapp import ClientApp
-from undrift.deploy.flower import client_app
-
-app = ClientApp()
-honest = client_app()
-
-@app.query()
-def query(message, context):
-    Path({mark!r} + "-" + context.node_config["name"]).write_text("the server was here")
-    return honest(message, context)
-
-@app.train()
-def train(message, context):
-    return honest(message, context)
-"""
-SLOW = """
-import time
-from flwr.clientapp import ClientApp
-from undrift.deploy.flower import client_app
-
-app = ClientApp()
-honest = client_app()
-
-@app.query()
-def query(message, context):
-    time.sleep(12)
-    return honest(message, context)
-
-@app.train()
-def train(message, context):
-    return honest(message, context)
-"""
+HARM = """Path({mark!r} + "-" + name).write_text("the server was here")"""
+SLOW = "time.sleep(12)"
 
 
 def own_address() -> str:
@@ -220,7 +189,7 @@ def test_a_stranger_with_the_certificate_can_neither_run_code_nor_join(tmp_path:
 @pytest.mark.system
 def test_a_client_that_says_another_name_does_not_take_its_place(tmp_path: Path) -> None:
     names = ["clinic-a", "clinic-b", "mallory"]
-    plan = planned(tmp_path / "out", algorithm="scaffold", clients=3, rounds=2, names=",".join(names), wait=120.0)
+    plan = planned(tmp_path / "out", algorithm="scaffold", clients=3, rounds=2, names=",".join(names))
     with federation(names) as here:
         here.start_client(1)
         here.start_client(2, name="clinic-a")
@@ -316,7 +285,7 @@ def test_answers_in_the_name_of_another_are_refused(tmp_path: Path) -> None:
 
 @pytest.mark.system
 def test_clients_come_and_go_and_the_certificate_is_renewed_while_a_run_goes_on(tmp_path: Path) -> None:
-    plan = planned(tmp_path / "out", clients=3, rounds=100, names="a,b,c", wait=5.0, timeout=40.0)
+    plan = planned(tmp_path / "out", clients=3, rounds=100, names="a,b,c", wait=5.0, timeout=120.0)
     with federation(["a", "b"]) as here:
         for client in range(2):
             here.start_client(client)
@@ -382,7 +351,7 @@ def test_a_node_does_not_run_the_servers_code(tmp_path: Path) -> None:
     with federation(["careful", "plain"]) as here:
         here.start("client-0", *node_command(here.folder(0), f"{here.host}:{here.port}"))
         here.start_client(1)
-        evil = HARM.format(mark=str(tmp_path / "mark"))
+        evil = altered(query=HARM.format(mark=str(tmp_path / "mark")))
         finish(here, here.run(plan, {"client_app.py": evil}), plan)
         assert not list((here.folder(0) / "flwr").rglob("client_app.py"))  # it is not even unpacked
         here.kill("client-0", signal.SIGTERM)
@@ -397,7 +366,7 @@ def test_a_slow_node_joins_late_and_is_not_asked_over_and_over(tmp_path: Path) -
     plan = planned(tmp_path / "out", clients=1, rounds=1, join=3.0)
     with federation(1) as here:
         here.start_client(0)
-        finish(here, here.run(plan, {"client_app.py": SLOW}), plan)
+        finish(here, here.run(plan, {"client_app.py": altered(query=SLOW)}), plan)
         assert here.log("client-0").count("Receiving: query") <= 6
     assert [r["dropped"] for r in records(plan)] == [0]
 

@@ -15,6 +15,7 @@ from safetensors.torch import load_file
 flwr = pytest.importorskip("flwr")
 
 from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Error, Message, RecordDict  # noqa: E402
+from flwr.common.constant import ErrorCode  # noqa: E402
 from flwr.proto.node_pb2 import NodeInfo  # noqa: E402
 from flwr.supercore.task_identity import TaskIdentity  # noqa: E402
 
@@ -167,7 +168,7 @@ def test_second_answers_failures_and_doubles_are_dealt_with(tmp_path: Path) -> N
     post = GridPost(nodes, 5.0, said.append)  # type: ignore[arg-type]
     post.meet(["0", "1", "2"], 5.0)
     assert post.node == {"0": 3 * 7919, "1": 2 * 7919, "2": 7919}
-    impostor = Context(1, 1, {"partition-id": 1}, RecordDict(), {})
+    impostor = Context(1, 1, {"partition-id": 1, "state-dir": str(tmp_path / "5")}, RecordDict(), {})
     nodes.contexts[5] = impostor
     post.roll()
     assert post.node["1"] == 2 * 7919 and said == ["node 5 is turned away: 1 is there already"]
@@ -290,6 +291,40 @@ def test_a_round_waits_for_a_client_that_is_about_to_join(tmp_path: Path, monkey
     assert dict(post.exchange({"1": Letter({}, {})})) == {"1": "not connected"} and nodes.now == 40.0
 
 
+@pytest.mark.parametrize("back", [7.0, 100.0])
+def test_a_round_waits_where_nobody_is_connected(back: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As when the server's line is down: rounds without any client would be used up one after the other."""
+    plan, said = planned(tmp_path / "out", clients=2, cohort=2, timeout=60.0, wait=50.0), list[str]()
+    nodes = SlowNodes(0.0, plan, tmp_path, monkeypatch)
+    post = GridPost(nodes, 60.0, said.append, plan)  # type: ignore[arg-type]
+    post.meet(plan.names, 50.0)
+    came, away = nodes.now, nodes.contexts
+    monkeypatch.setattr(nodes, "get_node_ids", lambda: set(away) if nodes.now >= came + back else set())
+    monkeypatch.setattr(nodes, "send_and_receive", lambda messages: [])
+    post.gather(["0"])
+    assert nodes.now == came + min(back, 50.0) and "no client is connected; waiting at most 50 s for one" in said
+
+
+@pytest.mark.parametrize("code", [ErrorCode.NODE_UNAVAILABLE, ErrorCode.MESSAGE_UNAVAILABLE])
+@pytest.mark.parametrize("late", [5.0, 60.0])
+def test_why_there_is_no_answer_is_said_plainly(
+    late: float, code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Flower answers for a node that it has lost, and for one that is late, with the same codes and long sentences."""
+    plan, said = planned(tmp_path / "out", clients=1, cohort=1), list[str]()
+    nodes = SlowNodes(0.0, plan, tmp_path, monkeypatch)
+    post = GridPost(nodes, 60.0, said.append, plan)  # type: ignore[arg-type]
+    post.meet(plan.names, 5.0)
+    nodes.late = late
+
+    def lost(messages: Iterable[Message]) -> list[Message]:
+        return [Message(Error(code=code, reason="Error: Unavailable"), reply_to=message) for message in messages]
+
+    monkeypatch.setattr(nodes, "send_and_receive", lost)
+    why = "not connected any more" if late < 60 else "no answer in time"
+    assert dict(post.exchange({"0": Letter({}, {})})) == {"0": why}
+
+
 def test_what_a_client_writes_cannot_steer_the_log(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:
@@ -328,7 +363,8 @@ def test_a_node_imports_nothing_that_it_does_not_allow(
     for module in ("evil", "ok"):
         (tmp_path / f"{module}.py").write_text(f"open({str(tmp_path / 'run')!r}, 'w')\n")
     config: Any = planned(tmp_path / "out").flat() | {setting: value}
-    context = Context(1, 1, {"partition-id": 0, "allow": "ok,evil.inside.deeper"}, RecordDict(), config)
+    node: Any = {"partition-id": 0, "allow": "ok,evil.inside.deeper", "state-dir": str(tmp_path / "states")}
+    context = Context(1, 1, node, RecordDict(), config)
     letter = client_app()(Message(RecordDict(), 1, "query"), context)
     assert "runs only what undrift has" in str(from_records(letter.content).facts["unfit"])
     with pytest.raises(BadSetting, match="runs only what undrift has"):

@@ -9,34 +9,18 @@ import pytest
 
 pytest.importorskip("flwr")
 
+from tests.deploy.altered import altered
 from tests.deploy.test_processes import finish, planned, records
 from undrift.deploy.local import LocalFederation, federation
 
 HOSTILE = """
-import numpy as np
-from flwr.app import Array
-from flwr.clientapp import ClientApp
-from undrift.deploy.flower import client_app
-
-app = ClientApp()
-honest = client_app()
-
-@app.query()
-def query(message, context):
-    return honest(message, context)
-
-@app.train()
-def train(message, context):
-    reply = honest(message, context)
-    if context.node_config["name"] == "1":
-        arrays, what = reply.content["arrays"], message.content["facts"]["round"]
-        sent = arrays["up.d"]
-        if what == 0:  # a header that Python's tokenizer does not survive
-            data = sent.data[:8] + (11).to_bytes(2, "little") + b"{'descr': (" + sent.data[128:]
-            arrays["up.d"] = Array(sent.dtype, sent.shape, sent.stype, data)
-        else:
-            arrays["up.d"] = Array(np.float32(-20.0 if what < 3 else 1e30) * sent.numpy())
-    return reply
+if name == "1":
+    sent = arrays["up.d"]
+    if round == 0:  # a header that Python's tokenizer does not survive
+        data = sent.data[:8] + (11).to_bytes(2, "little") + b"{'descr': (" + sent.data[128:]
+        arrays["up.d"] = Array(sent.dtype, sent.shape, sent.stype, data)
+    else:
+        arrays["up.d"] = Array(np.float32(-20.0 if round < 3 else 1e30) * sent.numpy())
 """
 
 
@@ -53,7 +37,7 @@ def three() -> Iterator[LocalFederation]:
 def test_a_rule_keeps_a_federation_learning(rule: str, three: LocalFederation, tmp_path: Path) -> None:
     """Round 1 a header, rounds 2 and 3 the update times -20, then times 1e30."""
     plan = planned(tmp_path / "out", clients=3, rounds=5, aggregate=rule, set={"lr": 0.5})
-    finish(three, three.run(plan, {"client_app.py": HOSTILE}), plan)
+    finish(three, three.run(plan, {"client_app.py": altered(train=HOSTILE)}), plan)
     said, found = three.log("run"), records(plan)
     assert "round 1: 1 does not count: refused: up.d is not a .npy file" in said
     assert [r["dropped"] for r in found][:2] == [1, 0]

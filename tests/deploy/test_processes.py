@@ -23,6 +23,7 @@ from torch import Tensor
 
 pytest.importorskip("flwr")
 
+from tests.deploy.altered import altered
 from tests.deploy.test_federation import without
 from tests.patience import patient
 from tests.reliability import counted
@@ -36,14 +37,13 @@ from undrift.jobs.run import build_simulation
 from undrift.simulate.simulation import Simulation
 
 KILLS = "kill -9 of a federation's server or node"
-LONG = 400.0  # seconds of a quiet machine after which a test gives up
+LONG = 400.0  # seconds without news after which a test gives up
+MOST = 5  # times as long it waits for what does not come in spite of news
 
 
 def planned(out: Path, **settings: Any) -> Plan:
-    """A plan whose times are those of a quiet machine: it waits longer where that is what this one needs."""
     given: dict[str, Any] = {"clients": 2, "rounds": 3, "model": "logreg", "partition": "iid", "device": "cpu"}
-    given |= {"eval_every": 1, "timeout": 60.0, "out": str(out), "execution": "pool"} | settings
-    given |= {name: patient(given[name]) for name in ("timeout", "wait") if name in given}
+    given |= {"eval_every": 1, "timeout": 300.0, "join": 300.0, "out": str(out), "execution": "pool"} | settings
     return Plan.of(given | {"cohort": given.get("cohort", given["clients"])})
 
 
@@ -67,14 +67,27 @@ def agree(plan: Plan, lost: set[tuple[int, str]] | None = None) -> None:
 
 
 def records(plan: Plan) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (Path(plan.deploy.out) / "rounds.jsonl").read_text().splitlines()]
+    """The rounds so far."""
+    file = Path(plan.deploy.out) / "rounds.jsonl"
+    return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
+
+
+def lost_answers(plan: Plan) -> set[tuple[int, str]]:
+    """The rounds and clients (by their place in the order of names) whose answers did not count."""
+    visits = [json.loads(line) for line in (Path(plan.deploy.out) / "clients.jsonl").read_text().splitlines()]
+    return {(v["round"], str(plan.names.index(v["client"]))) for v in visits if v["outcome"] != "answered"}
 
 
 def until(true: Callable[[], Any], here: LocalFederation, seconds: float = LONG) -> None:
-    end = time.monotonic() + patient(seconds)
+    """Wait for something. A busy machine is slow in all it does, so what counts is how long there is nothing new in the logs."""
+    began = heard = time.monotonic()
+    size = 0
     while not true():
-        logs = "\n".join(f"== {name}\n{here.log(name)[-3000:]}" for name in ("run", "superlink", "client-0"))
-        assert time.monotonic() < end, f"it did not happen in {seconds} seconds\n{logs}"
+        now, found = time.monotonic(), sum(log.stat().st_size for log in here.home.glob("*.log"))
+        size, heard = found, now if found != size else heard
+        if now - heard > seconds or now - began > MOST * seconds:
+            logs = "\n".join(f"== {name}\n{here.log(name)[-3000:]}" for name in ("run", "superlink", "client-0"))
+            pytest.fail(f"it did not happen in {now - began:.0f} seconds\n{logs}")
         time.sleep(0.1)
 
 
@@ -126,6 +139,20 @@ def test_a_deployed_run_equals_the_simulator(name: str, pair: LocalFederation, t
 
 
 @pytest.mark.system
+@pytest.mark.parametrize("spec, share", [("topk:8", 0.26), ("fp16", 0.51), ("int8", 0.27)])
+def test_compressed_uploads_of_real_clients_are_the_simulators(
+    spec: str, share: float, pair: LocalFederation, tmp_path: Path
+) -> None:
+    """Their errors are on their disks; what is measured on the wire is what the record says, and a header for each array."""
+    plan = planned(tmp_path / "out", algorithm="scaffold", compress=spec)
+    finish(pair, pair.run(plan), plan)
+    agree(plan)
+    for record in records(plan):
+        assert record["bytes_up"] < share * record["bytes_down"]
+        assert record["bytes_up"] < record["wire_up"] < record["bytes_up"] + 2 * 6 * 128 + 1
+
+
+@pytest.mark.system
 def test_clients_with_files_of_their_own_equal_the_simulator_on_the_same_files(tmp_path: Path) -> None:
     """A part of digits each, that is on no other machine; one node's pictures have another size, and it is named."""
     digits, names = load_dataset("digits"), ["east", "north", "west"]
@@ -142,8 +169,7 @@ def test_clients_with_files_of_their_own_equal_the_simulator_on_the_same_files(t
         assert "west is turned away: its inputs have the shape 1,4,8, but the run's model takes 1,8,8" in here.log(
             "run"
         )
-    visits = [json.loads(line) for line in (tmp_path / "out" / "clients.jsonl").read_text().splitlines()]
-    lost = {(v["round"], str(names.index(v["client"]))) for v in visits if v["outcome"] != "answered"}
+    lost = lost_answers(plan)
     assert lost >= {(t, "2") for t in (1, 2, 3)} and not lost & {(3, "0"), (3, "1")}  # a slow one may come late
     data = dataset_from((parts, parts[0]))
 
@@ -163,7 +189,7 @@ def test_a_node_killed_in_the_middle_of_a_round_comes_back(tmp_path: Path, count
 
 
 def kill_a_node(tmp_path: Path) -> None:
-    plan = planned(tmp_path / "out", algorithm="scaffold", rounds=8, timeout=30.0)  # it may come back after a minute
+    plan = planned(tmp_path / "out", algorithm="scaffold", rounds=8, timeout=60.0)  # it may come back after a minute
     with federation(2) as here:
         for client in range(2):
             here.start_client(client)
@@ -172,26 +198,41 @@ def kill_a_node(tmp_path: Path) -> None:
         here.kill("client-1")
         here.start_client(1)
         finish(here, run, plan)
-    lost = [(r["round"], r["dropped"]) for r in records(plan)]
-    assert lost[0] == (1, 0) and lost[1] == (2, 1) and lost[-1] == (8, 0)
-    agree(plan, {(t, "1") for t, dropped in lost if dropped})
+    lost = lost_answers(plan)
+    assert (1, "1") not in lost and (2, "1") in lost and (8, "1") not in lost
+    agree(plan, lost)
 
 
 @pytest.mark.system
 def test_a_client_that_always_times_out_is_left_out(tmp_path: Path) -> None:
-    plan = planned(tmp_path / "out", timeout=20.0, rounds=2)
+    plan = planned(tmp_path / "out", timeout=60.0, rounds=2)
+    late = altered(train='time.sleep(10**6 if name == "1" else 0)')
     with federation(2) as here:
-        here.start_client(0)
-        slow = here.start_client(1)
-        run = here.run(plan)
-        until(lambda: "clients are there" in here.log("run"), here)
-        for pid in descendants(here.home, "client-1"):
-            os.kill(pid, signal.SIGSTOP)
-        finish(here, run, plan)
-        assert slow.poll() is None
-        assert "1 does not count: no answer in time" in here.log("run")
-    assert [r["dropped"] for r in records(plan)] == [1, 1]
+        for client in range(2):
+            here.start_client(client)
+        finish(here, here.run(plan, {"client_app.py": late}), plan)
+        assert here.log("run").count("1 does not count: no answer in time") == 2
+    assert lost_answers(plan) == {(1, "1"), (2, "1")}
     agree(plan, {(1, "1"), (2, "1")})
+
+
+@pytest.mark.system
+def test_a_client_that_is_cut_off_is_said_to_be_gone_and_rounds_wait_for_it(tmp_path: Path) -> None:
+    """It is stopped for so long that the server hears no heartbeat; alone, it is waited for, and no round is used up."""
+    plan = planned(tmp_path / "out", clients=1, rounds=3)
+    with federation(1) as here:
+        here.start_client(0)
+        run = here.run(plan)
+        until(lambda: here.log("client-0").count("Receiving: train") == 2, here)
+        for pid in (stopped := descendants(here.home, "client-0")):
+            os.kill(pid, signal.SIGSTOP)
+        until(lambda: "no client is connected; waiting at most 600 s for one" in here.log("run"), here)
+        for pid in stopped:
+            os.kill(pid, signal.SIGCONT)
+        finish(here, run, plan)
+        assert "round 2: 0 does not count: not connected any more" in here.log("run")
+    assert [r["dropped"] for r in records(plan)] == [0, 1, 0]
+    agree(plan, {(2, "0")})
 
 
 @pytest.mark.system
@@ -218,36 +259,18 @@ def kill_the_server(after: int, tmp_path: Path) -> None:
 
 
 BAD = """
-import numpy as np
-from flwr.app import Array
-from flwr.clientapp import ClientApp
-from undrift.deploy.flower import client_app
-
-app = ClientApp()
-honest = client_app()
-
-@app.query()
-def query(message, context):
-    return honest(message, context)
-
-@app.train()
-def train(message, context):
-    reply = honest(message, context)
-    if context.node_config["name"] != "1":
-        return reply
-    records, what = reply.content, message.content["facts"]["round"]
-    d = records["arrays"]["up.d"].numpy()
-    if what == 0:
-        records["arrays"]["up.d"] = Array(np.full_like(d, np.nan))
-    if what == 1:
-        records["arrays"]["up.d"] = Array(d[:-1])
-    if what == 2:
-        records["arrays"]["up.x"] = records["arrays"].pop("up.d")
-    if what == 3:
-        records["facts"]["run"] = "0123456789abcdef"
-    if what == 4:
-        records["arrays"]["up.d"] = Array(np.tile(d, 100))
-    return reply
+if name == "1":
+    d = arrays["up.d"].numpy()
+    if round == 0:
+        arrays["up.d"] = Array(np.full_like(d, np.nan))
+    if round == 1:
+        arrays["up.d"] = Array(d[:-1])
+    if round == 2:
+        arrays["up.x"] = arrays.pop("up.d")
+    if round == 3:
+        reply.content["facts"]["run"] = "0123456789abcdef"
+    if round == 4:
+        arrays["up.d"] = Array(np.tile(d, 100))
 """
 
 
@@ -257,7 +280,7 @@ def test_answers_that_are_spoiled_are_refused_and_the_round_goes_on(tmp_path: Pa
     with federation(2) as here:
         for client in range(2):
             here.start_client(client)
-        run = here.run(plan, {"client_app.py": BAD})
+        run = here.run(plan, {"client_app.py": altered(train=BAD)})
         finish(here, run, plan)
         said = re.findall(r"round \d: 1 does not count: refused: (.*)", here.log("run"))
     reasons = ("not finite", "was expected", "other names", "its run is", "bytes")

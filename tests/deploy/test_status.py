@@ -18,12 +18,14 @@ pytest.importorskip("flwr")
 from flwr.app import Context, Message, RecordDict
 
 from tests.deploy.test_flower import Nodes, identity, planned, serve  # noqa: F401
+from tests.deploy.test_own_files import Sites, labelled
+from tests.deploy.test_own_files import planned as own_files
 from undrift.cli import main, parser
 from undrift.core.errors import BadRunFolder
 from undrift.deploy.flower import server_app
 from undrift.deploy.settings import Plan
 from undrift.deploy.status import Window, as_page, as_text, read_status
-from undrift.deploy.versions import versions_of
+from undrift.deploy.versions import differences, versions_of
 
 
 @pytest.fixture(autouse=True)
@@ -64,6 +66,22 @@ def test_the_status_says_who_answered_and_why_not(
     assert said[:2] == as_text(status).splitlines()[:2] and said[-1].startswith("2 ")
     with pytest.raises(BadRunFolder, match="holds no deployed run"):
         read_status(tmp_path)
+
+
+def test_the_status_of_a_run_that_waits_for_its_clients(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They join late, and the operator looks meanwhile, before there is more than the folder."""
+    plan, seen = planned(tmp_path / "out", rounds=1), list[str]()
+    nodes, honest = Nodes(3, plan.flat(), tmp_path), Nodes.push_messages  # type: ignore[arg-type]
+
+    def look(messages: Any) -> list[str]:
+        messages = list(messages)
+        seen.extend(as_text(read_status(tmp_path / "out")) for m in messages if m.metadata.message_type == "query")
+        return honest(nodes, messages)
+
+    monkeypatch.setattr(nodes, "push_messages", look)
+    server_app()(nodes, Context(1, 1, {}, RecordDict(), plan.flat()))  # type: ignore[arg-type]
+    assert len(seen) == 3 and "it waits for its clients" in seen[0] and seen[0].count("never") == 3
+    assert "it waits" not in as_text(read_status(tmp_path / "out"))
 
 
 @pytest.fixture
@@ -113,7 +131,7 @@ def test_other_versions_algorithms_and_settings_are_named(
     nodes.contexts[7919].run_config = plan.flat() | {"set.lr": 0.7}  # client 2 has other defaults
     server_app()(nodes, Context(1, 1, {}, RecordDict(), plan.flat()))  # type: ignore[arg-type]
     said = capsys.readouterr().out
-    assert said.count("2 has other settings, or other defaults (SHA-256 ") == 1 and " has another" not in said
+    assert said.count(f"2 has set.lr 0.7 in place of {plan.alg.lr}") == 1 and said.count(" in place of ") == 1
     ours = versions_of(plan)
     assert versions_of(planned(tmp_path, algorithm="fedavg"))["algorithm"] != ours["algorithm"]
     assert versions_of(planned(tmp_path, algorithm="scaffold", set={"lr": 0.5}))["algorithm"] == ours["algorithm"]
@@ -122,11 +140,23 @@ def test_other_versions_algorithms_and_settings_are_named(
     said = capsys.readouterr().out
     for client in "012":
         assert f"{client} has undrift {ours['undrift']} in place of 9.9" in said
-        assert f"{client} has another file of the algorithm (SHA-256 {ours['algorithm']} in place of ab)" in said
+        assert f"{client} has another file of the algorithm: SHA-256 {ours['algorithm']} in place of ab" in said
 
 
-def sent(root: Path) -> list[str]:
-    (file,) = root.rglob("sent.log")
+@pytest.mark.parametrize("settings", ["{", "[" * 10**6, "[1]", "x" * 10**6, '{"a": ' + "9" * 5000 + "}", 7])
+def test_settings_that_are_none_are_named_and_cost_nothing(settings: Any, tmp_path: Path) -> None:
+    ours = versions_of(planned(tmp_path))
+    told = {f"has.{name}": value for name, value in ours.items()} | {"has.settings": settings}
+    found = differences(told, ours)
+    assert len(found) == 6 and found[0].startswith("aggregate none in place of") and "more settings" in found[-1]
+    assert differences({f"has.{name}": value for name, value in ours.items()}, ours) == []
+    many = json.dumps({f"{n}" * 100: "y" * 100 for n in range(100)})
+    assert sum(map(len, differences(told | {"has.settings": many}, ours))) < 1000
+
+
+def sent(root: Path, run: str = "*/*/") -> list[str]:
+    """What a client has sent in its run; with run="" when it joined."""
+    (file,) = root.glob(f"{run}sent.log")
     assert stat.S_IMODE(file.stat().st_mode) == 0o600
     return [line.split(" ", 2)[2] for line in file.read_text().splitlines()]  # without date and time
 
@@ -140,6 +170,20 @@ def test_a_client_can_read_what_it_has_sent(tmp_path: Path) -> None:
     private = planned(tmp_path / "p", cohort=3, rounds=1, algorithm="dp-ftrl", privacy_clip=0.5, privacy_noise=8.0)
     serve(private, tmp_path / "private")
     assert sent(tmp_path / "private" / "1")[0].endswith("open to the server: up.d [650]; and nothing else")
+
+
+def test_a_client_can_read_what_it_has_said_of_itself(tmp_path: Path) -> None:
+    serve(planned(tmp_path / "out", rounds=1), tmp_path / "open")
+    assert sent(tmp_path / "open" / "1", "") == [
+        "joined: sent client 1; and its version of undrift, a digest of the algorithm's file and the run's settings"
+    ]
+    root = tmp_path / "sites"
+    root.mkdir()
+    plan = own_files(root, rounds=1)
+    nodes = Sites(plan, root, labelled())
+    server_app()(nodes, Context(1, 1, {}, RecordDict(), plan.flat()))  # type: ignore[arg-type]
+    said = [line for place in range(3) for line in sent(root / str(place), "")]
+    assert any(line.startswith("joined: sent client north, samples 40, shape 5, classes 3; and") for line in said)
 
 
 def test_a_client_can_read_with_whom_it_was_added_up(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -17,11 +18,16 @@ from torch import Tensor, nn
 pytest.importorskip("flwr")
 
 from tests.deploy.test_client import Alive
-from tests.small import federation, simulation
+from tests.deploy.test_many import resident
+from tests.deploy.test_processes import planned, records, until
+from tests.small import federation as small_federation
+from tests.small import simulation
 from undrift.algorithms.fedavg import FedAvg
 from undrift.algorithms.scaffold import Scaffold
 from undrift.core.trees import Nothing
 from undrift.core.vec import mean
+from undrift.deploy.join import node_config, node_words
+from undrift.deploy.local import federation
 from undrift.deploy.messages import Letter, encode
 from undrift.deploy.server import Deployment, Remote
 from undrift.deploy.sums import Total
@@ -46,7 +52,7 @@ class Answering:
 
 def most_alive(clients: int, **settings: Any) -> tuple[float, Tensor]:
     """Vectors as long as the model that a round with so many clients holds at once, and the model after it."""
-    fed = federation((2,) * clients, features=WIDE)
+    fed = small_federation((2,) * clients, features=WIDE)
     run = simulation(
         FedAvg(),
         nn.Linear(WIDE, 3),
@@ -100,7 +106,7 @@ def test_the_mean_of_rows_that_are_one_vector_is_that_vector() -> None:
 
 @pytest.mark.parametrize("alg", [FedAvg(), Scaffold()])
 def test_answers_that_are_refused_are_not_in_the_sum(alg: Any) -> None:
-    run = simulation(alg, fed=federation((2,) * 4), cohort=4, steps=1, batch=2, dtype=torch.float32)
+    run = simulation(alg, fed=small_federation((2,) * 4), cohort=4, steps=1, batch=2, dtype=torch.float32)
     up = ("up.d",) if isinstance(alg, FedAvg) else ("up.d", "up.dc")
 
     class OneIsNot(Answering):
@@ -152,3 +158,29 @@ def test_fifty_million_parameters_from_three_clients_take_less_than_4_gb(tmp_pat
     (record,) = (json.loads(line) for line in (tmp_path / "out" / "rounds.jsonl").read_text().splitlines())
     assert record["dropped"] == 0 and record["wire_up"] > 3 * 4 * 50_000_000
     print(done.stdout)
+
+
+@pytest.mark.system
+def test_fifty_million_parameters_in_a_federation_of_real_processes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All that runs on the server together: the gate, Flower's SuperLink and the run."""
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[2]))
+    names, x = ["0", "1", "2"], np.random.default_rng(0).normal(size=(2, 7000)).astype(np.float32)
+    for name in names:
+        np.savez(tmp_path / f"{name}.npz", x=x, y=np.array([0, 49]))
+    plan = planned(
+        tmp_path / "out", clients=3, rounds=1, dataset="own", partition="own", names=",".join(names), shape="7000",
+        classes=50, model="tests.deploy.test_sums:large", steps=1, timeout=900.0,
+    )  # fmt: skip
+    with federation(names) as here:
+        for client, name in enumerate(names):
+            states, file = here.home / "states" / name, tmp_path / f"{name}.npz"
+            config = node_config(name=name, state_dir=states, data=file, allow="tests")
+            here.start(f"client-{client}", *node_words(here.folder(client), f"{here.host}:{here.port}", config))
+        run = here.run(plan)
+        most = [0]
+        until(lambda: most.append(resident(here.home, ["superlink"])) or run.poll() is not None, here)  # type: ignore[func-returns-value]
+        assert [r["dropped"] for r in records(plan)] == [0], here.log("run")
+    print(f"{max(most) / 1e9:.2f} GB on the server")
+    assert records(plan)[0]["wire_up"] > 3 * 4 * 50_000_000 and 0.2e9 < max(most) < 4e9

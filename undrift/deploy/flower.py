@@ -11,6 +11,7 @@ from typing import Any
 
 from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Message, RecordDict
 from flwr.clientapp import ClientApp
+from flwr.common.constant import ErrorCode
 from flwr.proto.node_pb2 import NodeInfo
 from flwr.serverapp import Grid, ServerApp
 
@@ -18,8 +19,9 @@ from undrift.core import stopping
 from undrift.core.errors import UndriftError, UnknownName
 from undrift.core.names import printable
 from undrift.deploy.messages import Encoded, Fact, Letter, Refused
-from undrift.deploy.node import build_client, check_allowed, name_of
+from undrift.deploy.node import build_client, check_allowed, name_of, states_of
 from undrift.deploy.run import deploy
+from undrift.deploy.sent import write_report
 from undrift.deploy.settings import REFUSED, DeployConfig, Plan
 from undrift.deploy.site_files import Report, check_fits, read_report, site_path
 from undrift.deploy.versions import differences, report_versions, versions_of
@@ -27,6 +29,7 @@ from undrift.deploy.versions import differences, report_versions, versions_of
 NPY = "numpy.ndarray"  # Flower's name for a .npy file
 PAUSE = 1.0  # seconds between two looks for answers and new nodes
 LONGEST = 2000  # most characters of a line in the log
+LOST = (ErrorCode.MESSAGE_UNAVAILABLE, ErrorCode.NODE_UNAVAILABLE)  # Flower's words for a node that did not answer
 UNBOUND = "UNDRIFT_INSECURE"  # in the environment of `deploy local --insecure`: nodes without keys say who they are
 
 
@@ -67,7 +70,8 @@ class GridPost:
 
     def __init__(self, grid: Grid, timeout: float, say: Callable[[str], None], plan: Plan | None = None) -> None:
         self.grid, self.timeout, self.say = grid, timeout, say
-        self.join = plan.deploy.join if plan is not None else DeployConfig.join
+        how = DeployConfig() if plan is None else plan.deploy
+        self.join, self.wait = how.join, how.wait
         self.plan = plan if plan is not None and plan.site_files else None  # where clients report on their files
         self.node: dict[str, int] = {}  # node ids by client name
         self.key: dict[str, bytes] = {}  # public keys by client name
@@ -131,7 +135,7 @@ class GridPost:
         else:
             if self.key.setdefault(name, info.public_key) != info.public_key:
                 self.say(f"{name} has another key than before: the operator has revoked one and admitted another")
-            for line in differences(letter.facts, self.versions):
+            for line in differences(letter.facts, self.versions) if self.versions else ():
                 self.say_once(f"{name} has {line}")
             self.node[name], self.key[name] = node, info.public_key
             if self.plan is not None:
@@ -168,17 +172,32 @@ class GridPost:
         asked = {question.name for question in self.questions.values() if question.message}
         return any(name not in self.node and asked & {name, ""} for name in clients)
 
-    def exchange(self, letters: Mapping[str, Letter]) -> Iterator[tuple[str, Letter | str]]:
-        present = self.roll()
-        until = time.monotonic() + min(self.join, self.timeout)
-        while self.expects(letters) and time.monotonic() < until:
+    def gather(self, clients: Iterable[str]) -> set[int]:
+        """Wait for clients that are about to join; and where nobody is connected, as when a line is down, for anybody."""
+        present, began = self.roll(), time.monotonic()
+
+        def alone() -> bool:
+            return present.isdisjoint(self.node.values())
+
+        if alone():
+            self.say(f"no client is connected; waiting at most {self.wait:.0f} s for one")
+        while not stopping.asked():
+            waited = time.monotonic() - began
+            joining = self.expects(clients) and waited < min(self.join, self.timeout)
+            if not joining and not (alone() and waited < self.wait):
+                break
             time.sleep(PAUSE)
             present = self.roll()
-        waiting, missing = dict[str, str](), dict[str, str]()
+        return present
+
+    def exchange(self, letters: Mapping[str, Letter]) -> Iterator[tuple[str, Letter | str]]:
+        present = self.gather(letters)
+        waiting, missing, sent = dict[str, str](), dict[str, str](), dict[str, float]()
         for name, letter in letters.items():
             missing[name] = "no answer in time" if self.node.get(name) in present else "not connected"
             if name in self.node:
                 message = Message(to_records(letter), self.node[name], "train", ttl=self.timeout)
+                sent[name] = time.monotonic()
                 for id in self.grid.push_messages([message]):  # one by one: Flower copies what it sends
                     waiting |= {id: name} if id else {}  # there is none where Flower could not send
         until = time.monotonic() + self.timeout
@@ -189,6 +208,10 @@ class GridPost:
                     reply = replies.pop(0)  # nothing holds an answer but who has asked for it
                     if waiting.pop(id, None) is None:
                         self.say(f"a second answer of {name} is ignored")
+                        continue
+                    if reply.has_error() and reply.error.code in LOST:
+                        if missing[name] != "not connected" and time.monotonic() < sent[name] + self.timeout - PAUSE:
+                            missing[name] = "not connected any more"
                         continue
                     del missing[name]
                     try:
@@ -249,6 +272,7 @@ def client_app() -> ClientApp:
             say(f"{facts['client']}: {error}")
             file = str(context.node_config.get("data", ""))  # the server need not know its path
             facts["unfit"] = str(error).replace(file, "its file") if file else str(error)
+        write_report(states_of(context.node_config), facts)
         return Message(to_records(Letter(facts, {})), reply_to=message)
 
     @app.train()

@@ -49,6 +49,11 @@ def check_allowed(run: Mapping[str, Any], node: Mapping[str, Any]) -> None:
                 )
 
 
+def states_of(node: Mapping[str, Any]) -> Path:
+    """The folder of the node's states."""
+    return Path(str(node.get("state-dir") or os.environ.get("UNDRIFT_STATE") or Path.home() / ".undrift" / "clients"))
+
+
 def build_client(plan: Plan, node: Mapping[str, Any]) -> Client:
     """Build this node's client."""
     name, run, device = name_of(node), plan.run, pick_device(plan.run.device)
@@ -59,7 +64,6 @@ def build_client(plan: Plan, node: Mapping[str, Any]) -> Client:
     else:
         data = site_federation(plan, name, path, device)
     net = build_net(data, run, plan.alg, structures, run.model)
-    states = node.get("state-dir") or os.environ.get("UNDRIFT_STATE") or Path.home() / ".undrift" / "clients"
-    settings, root = settings_of(run, data.sizes, device), Path(str(states))
+    settings, root = settings_of(run, data.sizes, device), states_of(node)
     sums, metrics = int(node.get("sums", 0)), usual_metrics(net, structures)
     return Client(name, plan.alg, net, data, settings, device, root, plan.deploy.secure_bound, sums, metrics)

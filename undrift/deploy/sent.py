@@ -5,14 +5,16 @@ from __future__ import annotations
 import math
 import os
 import time
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
 
 from undrift.core.files import make_private
 from undrift.core.names import printable
-from undrift.deploy.messages import Letter, decode
+from undrift.deploy.messages import Fact, Letter, decode
 from undrift.deploy.secure import KEYS, SHARES, UNMASK
+from undrift.deploy.versions import PREFIX
 
 LOG = "sent.log"
 WHICH = ("run", "client", "round", "exchange")  # which letter is answered: the server knows that already
@@ -20,11 +22,21 @@ WHICH = ("run", "client", "round", "exchange")  # which letter is answered: the 
 
 def write_sent(folder: Path, letter: Letter, answer: Letter) -> None:
     """Add a line to the log in the folder of the client's states in this run."""
+    add_line(folder, f"round {letter.fact('round', int) + 1}: {describe(letter, answer)}")
+
+
+def write_report(folder: Path, report: Mapping[str, Fact]) -> None:
+    """Add a line to the log in the folder of all the client's states: what it says of itself when it joins a run."""
+    told = ", ".join(f"{name} {value}" for name, value in report.items() if not name.startswith(PREFIX))
+    compared = "; and its version of undrift, a digest of the algorithm's file and the run's settings"
+    add_line(folder, f"joined: sent {told}{compared if any(name.startswith(PREFIX) for name in report) else ''}")
+
+
+def add_line(folder: Path, text: str) -> None:
     make_private(folder)
-    line = f"{time.strftime('%Y-%m-%d %H:%M:%S')} round {letter.fact('round', int) + 1}: {describe(letter, answer)}\n"
     handle = os.open(folder / LOG, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
     with os.fdopen(handle, "w", encoding="utf-8") as file:
-        file.write(printable(line.rstrip("\n")) + "\n")
+        file.write(printable(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {text}") + "\n")
 
 
 def describe(letter: Letter, answer: Letter) -> str:

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from undrift.core import stopping
 from undrift.core.errors import BadRunFolder, BadSetting
 from undrift.core.names import printable
-from undrift.core.run_files import DEPLOYED, ROUNDS, VISITS, read_settings
+from undrift.core.run_files import DEPLOYED, ROUNDS, SETTINGS, VISITS, read_settings
 from undrift.core.seals import read_lines, read_sealed
 from undrift.deploy.keys import LOOPBACK
 
@@ -39,6 +39,8 @@ def read_status(folder: Path) -> Status:
         raise BadRunFolder(f"{folder} holds no deployed run (no {DEPLOYED}); give the folder `out` of a deployment")
     held = read_sealed(folder / DEPLOYED)
     names: list[str] = held["names"]
+    if not (folder / SETTINGS).exists():  # written when the clients are there
+        return Status(f"run {held['token']}", ["it waits for its clients"], [row_of(name, []) for name in names])
     settings, run = read_settings(folder)
     rounds = list(read_lines(folder / ROUNDS, run)) if (folder / ROUNDS).exists() else []
     visits = list(read_lines(folder / VISITS, "")) if (folder / VISITS).exists() else []
