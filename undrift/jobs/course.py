@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import platform
 import subprocess
 import time
@@ -19,6 +20,7 @@ from undrift.core import ranks, stopping
 from undrift.core.errors import BadRunFolder, BadSetting
 from undrift.core.version import __version__
 from undrift.jobs.config import JobConfig, parse_stop
+from undrift.jobs.curves import Curves
 from undrift.jobs.divergence import Best, ours, trouble
 from undrift.jobs.folder import RunFolder
 from undrift.jobs.protocol import Run
@@ -71,9 +73,15 @@ class Result(Generic[C]):
         return Path(out)
 
     def _repr_html_(self) -> str:
-        """What a notebook shows: how the run ended, and its scored rounds."""
+        """What a notebook shows: how the run ended, its curves, and its last scored rounds."""
         from html import escape
 
+        curves = Curves()
+        for record in self.records:
+            curves.take(record)
+        image = base64.b64encode(curves._repr_png_()).decode() if curves.points else ""
+        alt = f"curves of {', '.join(curves.points)}"
+        picture = f'<img src="data:image/png;base64,{image}" alt="{escape(alt)}">' if image else ""
         shown = ("round", "loss", "accuracy", "train_loss", "dropped", "seconds")
         scored = [record for record in self.records if record["loss"] is not None] or self.records
         rows = "".join(
@@ -82,7 +90,7 @@ class Result(Generic[C]):
         )
         about = f"{len(self.records)} rounds, stopped by {self.stopped}; the model is that of round {self.model_round}"
         head = "".join(f"<th>{name}</th>" for name in shown)
-        return f"<p>{escape(about)}</p><table><thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table>"
+        return f"<p>{escape(about)}</p>{picture}<table><thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table>"
 
     @property
     def accuracy(self) -> float | None:
