@@ -87,9 +87,7 @@ def plain(content: dict[str, Any]) -> str:
     for section in content["sections"]:
         parts += [f"<h2>{escape(section['title'])}</h2>", f'<p class="verdict">{escape(section["verdict"])}</p>']
         parts += [plain_table(table) for table in (section["table"], *section["tables"])]
-    parts.append(
-        '<noscript><p class="faint">With JavaScript, which this page brings along, there are curves, too.</p></noscript>'
-    )
+    parts.append('<p class="faint">With JavaScript, which this page brings along, there are curves, too.</p>')
     return "\n".join(parts)
 
 

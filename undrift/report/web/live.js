@@ -37,17 +37,6 @@ function drawLive(live) {
   return {state, element: make("section", {"aria-labelledby": "live"}, title, tiles, bar, notes, table.element), update};
 }
 
-/** A number with what it says below. */
-function tile(name, value, kind = "", more = "") {
-  return make(
-    "div",
-    {class: "tile"},
-    make("b", {}, value),
-    make("span", {class: kind}, name),
-    more ? make("span", {}, more) : null,
-  );
-}
-
 /** Give the report every new document, and say when there is no connection. */
 function follow(report) {
   const source = new EventSource("events");

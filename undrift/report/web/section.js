@@ -107,11 +107,13 @@ function drawSection(host, section, number, heading, view, onview) {
     () => showCharts(),
   );
   const charts = section.measures.length > 0;
+  const tiles = make("div", {class: "tiles"}, headline(section));
   const verdict = make("p", {class: "verdict"}, section.verdict);
   const notes = make("p", {class: "faint"}, curveNotes(section));
   const tables = section.tables.map((table) => plainTable(table));
   host.replaceChildren(
     make("h2", {id: `section-${number}`, tabindex: "-1"}, heading),
+    tiles,
     verdict,
     make("div", {class: "card"}, tableHost),
     ...(charts
@@ -134,6 +136,7 @@ function drawSection(host, section, number, heading, view, onview) {
   drawDrawings(host, section);
   const update = (next) => {
     Object.assign(section, next);
+    tiles.replaceChildren(...headline(section));
     verdict.textContent = section.verdict;
     notes.textContent = curveNotes(section);
     showTable();
@@ -144,6 +147,32 @@ function drawSection(host, section, number, heading, view, onview) {
   };
   const destroy = () => [...drawn.map(({chart}) => chart), ...pictures].forEach((chart) => chart.destroy());
   return {redraw: charts ? showCharts : showClients, update, destroy};
+}
+
+/** The best method, its lead, and how much was run, as tiles. */
+function headline(section) {
+  const {table, tests, groups, metric} = section;
+  const column = table.columns.findIndex((each) => each.better);
+  const score = ([, row]) => valueOf(row[column]);
+  const order = table.rows
+    .map((row, place) => [place, row])
+    .filter((each) => typeof score(each) === "number")
+    .sort((a, b) => (metric.better === "higher" ? score(b) - score(a) : score(a) - score(b)));
+  const runs = groups.reduce((sum, group) => sum + group.runs.length, 0);
+  const some = (count, what) => `${count} ${what}${count === 1 ? "" : "s"}`;
+  const tiles = [tile(some(runs, "run"), some(groups.length, "method"))];
+  if (!order.length) return tiles;
+  const [[best, row], next] = order;
+  tiles.unshift(tile(metric.score, textOf(row[column]), "", groups[best].label));
+  tiles[0].lastChild.prepend(swatch(best));
+  tiles[0].classList.add("first");
+  const lead = next && tests.rows[tests.groups.indexOf(next[0])]?.[tests.groups.indexOf(best)];
+  if (lead) {
+    const [mean, p, seeds] = lead;
+    const sure = p == null ? "" : `p ${p < 0.001 ? "< 0.001" : `= ${Number(p.toPrecision(2))}`}, ${some(seeds, "seed")}`;
+    tiles.splice(1, 0, tile(`ahead of ${groups[next[0]].label}`, Math.abs(mean).toFixed(4), "", sure));
+  }
+  return tiles;
 }
 
 /** What the pictures of clients and classes show. */
