@@ -90,7 +90,7 @@ def test_a_sweep_says_what_is_to_come_and_what_has_failed(tmp_path: Path) -> Non
     write_sealed(out / SWEEP, {"runs": more, "failed": {"gradma-s-seed=1": "<b>no memory</b>"}})
     content = Folders([out]).document()
     live = content["live"]
-    assert live["counts"] == {"failed": 1, "finished": 4, "to come": 1} and live["rounds"] == [24, 40]
+    assert live["counts"] == {"failed": 1, "finished": 4, "to come": 1} and live["rounds"] == [24, 30]
     assert cell(content, "gradma-s-seed=0", "rounds")[0] == "0 of 6"
     assert live["notes"][0] == "gradma-s-seed=1: <b>no memory</b>"
     assert "<b>no" not in page_of(content, live=True)

@@ -261,3 +261,13 @@ def test_growing_runs_keep_their_order_and_are_no_news(tmp_path: Path) -> None:
     ]
     assert [g["label"] for g in growing["sections"][0]["groups"]] == ["a", "b"] and growing["notes"] == []
     assert [row[0] for row in growing["sections"][0]["table"]["rows"]] == [["a"], ["b"]]
+
+
+def test_a_loss_that_has_run_away_gets_a_logarithmic_axis(tmp_path: Path) -> None:
+    for name, last in (("a", 0.5), ("b", 1e9)):
+        lines = [
+            {"round": t, "loss": loss, "accuracy": 0.5, "train_loss": 1.0 / t} for t, loss in ((1, 2.3), (2, last))
+        ]
+        write_run(tmp_path / name, {"algorithm": name, **COMMON, "seed": 0, "made": MADE}, lines)
+    wide = {m["key"]: m["log"] for m in only_section(tmp_path)["measures"]}
+    assert wide == {"accuracy": False, "loss": True, "train_loss": False}

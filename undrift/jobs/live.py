@@ -118,7 +118,10 @@ class Folders:
         counts = {state: sum(row.state == state for row in rows) for state in STATES}
         return {
             "counts": {state: count for state, count in counts.items() if count},
-            "rounds": [sum(row.rounds for row in rows), sum(max(row.asked, row.rounds) for row in rows)],
+            "rounds": [
+                sum(row.rounds for row in rows),
+                sum(row.asked if row.state in AHEAD else row.rounds for row in rows),
+            ],
             "left": in_words(left) if left is not None else "",
             "notes": [f"{self.name(row)}: {row.wrong}" for row in rows if row.wrong] + waiting(rows),
             "gpus": gpus(),

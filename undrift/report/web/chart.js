@@ -46,11 +46,14 @@ function widestOf(u, values) {
 const widened = (from, to) => (from < to ? [from, to] : from > 0 ? [from / 2, from * 2] : [from - 1, from + 1]);
 
 const ticks = (unit) => (u, splits) => splits.map((value) => (value == null ? null : shown(value, unit)));
-/** Of a logarithmic axis only the powers of ten, if there are enough of them; else every value of few, every other of many. */
+const MOST_POWERS = 8;
+/** Of a logarithmic axis only the powers of ten, of many every nth; where there are not enough, every value of few, every other of many. */
 function powers(u, splits) {
-  const whole = splits.filter(
+  const all = splits.filter(
     (value) => value != null && Math.abs(Math.log10(value) - Math.round(Math.log10(value))) < 1e-9,
   );
+  const step = Math.ceil(all.length / MOST_POWERS);
+  const whole = all.filter((value) => Math.round(Math.log10(value)) % step === 0);
   return splits.map((value, k) =>
     (whole.length > 1 ? whole.includes(value) : splits.length < 9 || k % 2 === 0) ? value : null,
   );
