@@ -60,6 +60,14 @@ def test_stop_at_any_number_of_the_record() -> None:
             undrift.run(QUICK, stop_at=wrong)
 
 
+def test_a_number_to_stop_at_that_no_round_has_is_told() -> None:
+    with pytest.warns(UserWarning, match="stop_at will not end the run.*'acc'; did you mean 'accuracy'") as told:
+        result = undrift.run(QUICK, rounds=6, stop_at="acc=0.1,train_loss<0.01")
+    assert result.stopped == "rounds" and len(told) == 1
+    with pytest.warns(UserWarning, match="class_accuracies"):  # a list is no number
+        assert undrift.run(QUICK, rounds=3, stop_at="class_accuracies<0.5").stopped == "rounds"
+
+
 def test_a_result_is_a_frame_a_page_and_a_cell_of_a_notebook(tmp_path: Path) -> None:
     result = undrift.run(QUICK, rounds=6, out=tmp_path / "run")
     pandas = pytest.importorskip("pandas", reason="needs pandas")

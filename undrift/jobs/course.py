@@ -170,6 +170,8 @@ class Course(Generic[R, C]):
         for record in (r.as_dict() for r in new):
             self.records.append(record)
             self.elapsed = time.perf_counter() - self.began
+            if self.stop and record["loss"] is not None:
+                self.look_for_stops(record)
             if self.stop or run.enough:
                 self.reached = self.stop_reason(record)
             if folder is not None:
@@ -198,6 +200,14 @@ class Course(Generic[R, C]):
         if what and what not in self.said and ranks.rank() == 0:
             warnings.warn(f"round {self.records[-1]['round']}: {what}", stacklevel=2)
         self.said.add(what)
+
+    def look_for_stops(self, record: Mapping[str, Any]) -> None:
+        """Warn once of each condition to stop at that the first scored round knows nothing of."""
+        for stop in self.stop.values():
+            told = stop.unknown(record)
+            if stop.name not in self.said and told and ranks.rank() == 0:
+                warnings.warn(told, stacklevel=2)
+            self.said.add(stop.name)
 
     def track(self) -> None:
         """Tell the trackers what is new."""
