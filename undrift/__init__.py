@@ -11,12 +11,14 @@ if TYPE_CHECKING:
     from undrift.dataparallel.optimizer import DEF, EF, EF21, SAEF, PSync
     from undrift.jobs.config import RunConfig
     from undrift.jobs.course import Result
+    from undrift.jobs.curves import Curves
     from undrift.jobs.run import rounds, run
     from undrift.personal.supermodel import SuperModel
 else:
     __getattr__, __dir__ = exports(
         __name__,
         {
+            "Curves": "undrift.jobs.curves",
             "Dataset": "undrift.data.dataset",
             "Result": "undrift.jobs.course",
             "RunConfig": "undrift.jobs.config",
@@ -28,6 +30,6 @@ else:
     )
 
 __all__ = [
-    "DEF", "EF", "EF21", "SAEF", "Dataset", "PSync", "Result", "RunConfig", "SuperModel", "UndriftError", "__version__", "rounds",
-    "run",
+    "DEF", "EF", "EF21", "SAEF", "Curves", "Dataset", "PSync", "Result", "RunConfig", "SuperModel", "UndriftError", "__version__",
+    "rounds", "run",
 ]  # fmt: skip

@@ -26,6 +26,8 @@ from undrift.core import ranks, stopping
 from undrift.core.errors import BadSetting, LostRank, UndriftError, UnknownName, closest, plain
 from undrift.core.names import algorithms_of, check_text, describe, names, outline_of, printable
 from undrift.core.outline import outline
+from undrift.core.run_files import SWEEP
+from undrift.core.seals import write_sealed
 from undrift.dataparallel import parallel_config as parallel
 from undrift.deploy import settings as deployment
 from undrift.jobs import config as federated
@@ -421,6 +423,8 @@ def sweep_command(arguments: argparse.Namespace) -> int:
     processes = arguments.processes or default_processes(jobs[0].config.device)
     arguments.out.mkdir(parents=True, exist_ok=True)
     (arguments.out / "sweep.toml").write_bytes(arguments.file.read_bytes())
+    planned = {"runs": {job.name: job.config.rounds for job in jobs}, "failed": {}}
+    write_sealed(arguments.out / SWEEP, planned)
     with progress_bar() as bar:
         whole = bar.add_task(f"{len(jobs)} runs", total=sum(j.config.rounds for j in jobs), accuracy="")
         rounds_done: dict[str, int] = {}
@@ -432,6 +436,7 @@ def sweep_command(arguments: argparse.Namespace) -> int:
             bar.update(whole, completed=sum(rounds_done.values()), accuracy=text)
 
         failed = run_all(jobs, arguments.out, processes, show, bar.console.print, arguments.pack)
+    write_sealed(arguments.out / SWEEP, planned | {"failed": failed})
     for name, message in failed.items():
         print(f"undrift: {name} failed: {message}", file=sys.stderr)
     if not any((arguments.out / job.name / "run.toml").exists() for job in jobs):
@@ -581,6 +586,18 @@ def ls_command(arguments: argparse.Namespace) -> None:
     for line in overview(arguments.folders):
         table.add_row(*line)
     plain_console(None if sys.stdout.isatty() else 160).print(table)
+
+
+@command(
+    "watch",
+    "show runs in a browser as they grow; the page is for this machine and the one who knows its address",
+    path("folders", nargs="+", help="folders of runs, also of runs that are still to come"),
+    arg("--port", type=int, default=8766, help="on this machine; 0: any that is free [8766]"),
+)
+def watch_command(arguments: argparse.Namespace) -> None:
+    from undrift.jobs.watch import serve
+
+    serve(arguments.folders, arguments.port, say, default_settings)
 
 
 @command(

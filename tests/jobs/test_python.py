@@ -60,6 +60,14 @@ def test_stop_at_any_number_of_the_record() -> None:
             undrift.run(QUICK, stop_at=wrong)
 
 
+def test_a_number_to_stop_at_that_no_round_has_is_told() -> None:
+    with pytest.warns(UserWarning, match="stop_at will not end the run.*'acc'; did you mean 'accuracy'") as told:
+        result = undrift.run(QUICK, rounds=6, stop_at="acc=0.1,train_loss<0.01")
+    assert result.stopped == "rounds" and len(told) == 1
+    with pytest.warns(UserWarning, match="class_accuracies"):  # a list is no number
+        assert undrift.run(QUICK, rounds=3, stop_at="class_accuracies<0.5").stopped == "rounds"
+
+
 def test_a_result_is_a_frame_a_page_and_a_cell_of_a_notebook(tmp_path: Path) -> None:
     result = undrift.run(QUICK, rounds=6, out=tmp_path / "run")
     pandas = pytest.importorskip("pandas", reason="needs pandas")
@@ -99,3 +107,44 @@ def test_a_result_has_the_models_of_personal_methods() -> None:
 def test_a_wrong_keyword_is_named() -> None:
     with pytest.raises(UnknownName, match="did you mean 'rounds'"):
         undrift.rounds(round=3).__iter__().__next__()  # type: ignore[call-arg]
+
+
+def test_curves_take_numbers_and_draw_a_picture() -> None:
+    curves = undrift.Curves()
+    result = undrift.run(QUICK, rounds=6, on_round=curves)
+    scored = [r for r in result.records if r["accuracy"] is not None]
+    assert curves.points["accuracy"] == [(r["round"], r["accuracy"]) for r in scored]
+    assert [t for t, _ in curves.points["train_loss"]] == [1, 2, 3, 4, 5, 6]
+    assert curves._repr_png_().startswith(b"\x89PNG") and curves.handle is None, "there is no notebook"
+    named = undrift.Curves(["bytes_up", "nothing"])
+    named({"round": 1, "bytes_up": 5, "loss": 0.1})
+    named({"round": 2, "bytes_up": float("nan")})
+    assert named.points == {"bytes_up": [(1, 5.0)]}
+    assert "data:image/png;base64," in result._repr_html_()
+
+
+def test_a_notebook_shows_live_curves_in_place() -> None:
+    """A real kernel runs the cell; its messages are what a notebook would show."""
+    client = pytest.importorskip("nbclient", reason="needs nbclient and ipykernel")
+    pytest.importorskip("ipykernel", reason="needs nbclient and ipykernel")
+    nbformat = pytest.importorskip("nbformat")
+
+    class Client(client.NotebookClient):  # type: ignore[misc, name-defined]
+        pictures: list[str] = []
+
+        def process_message(self, message: Any, cell: Any, index: int) -> Any:
+            if message["msg_type"] in ("display_data", "update_display_data"):
+                self.pictures.append(message["msg_type"])
+            return super().process_message(message, cell, index)
+
+    code = f"""
+import undrift, undrift.jobs.curves
+undrift.jobs.curves.PAUSE = undrift.jobs.curves.REST = 0.0
+undrift.run({QUICK!r}, rounds=5, on_round=undrift.Curves())"""
+    book = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(code)])
+    notebook = Client(book, timeout=120, kernel_name="python3")
+    notebook.execute()
+    drawn, result = book.cells[0].outputs
+    assert drawn.output_type == "display_data" and "image/png" in drawn.data, "one output, however often it was drawn"
+    assert notebook.pictures == ["display_data"] + 4 * ["update_display_data"]
+    assert result.output_type == "execute_result" and "<table>" in result.data["text/html"]

@@ -154,6 +154,23 @@ def test_each_kind_has_its_section_and_results_come_first(page: Any) -> None:
     assert "at=" in page.url
 
 
+def test_the_best_method_and_its_lead_are_said_first(page: Any) -> None:
+    tiles = federated(page).locator(".tile").all_inner_texts()
+    assert [tile.split("\n")[0] for tile in tiles] == ["0.6333 ± 0.0493", "0.1033", "3 methods"]
+    p = holm([stats.ttest_rel(SCORES[name], SCORES["fedavg"]).pvalue for name in ("scaffold", "=cmd|' /C x'!A1")])[0]
+    assert tiles[0].endswith("scaffold") and tiles[1].endswith(f"ahead of fedavg\np = {float(f'{p:.2g}'):g}, 3 seeds")
+
+
+def test_without_scripts_there_are_tables(browser: Any, report: str) -> None:
+    context = browser.new_context(viewport={"width": 390, "height": 900}, java_script_enabled=False)
+    page = context.new_page()
+    page.goto(report)
+    row = page.locator("tbody tr", has_text="scaffold").first
+    assert row.is_visible() and "0.6333 ± 0.0493" in row.inner_text() and page.locator("canvas, img").count() == 0
+    assert page.get_by_text("there are curves, too").is_visible()
+    context.close()
+
+
 def test_what_a_run_says_stays_text(page: Any) -> None:
     assert page.locator("img").count() == 0
     assert EVIL in federated(page).locator("dl").first.text_content()

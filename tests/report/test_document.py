@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 import json
 import re
 from pathlib import Path
@@ -19,7 +20,7 @@ from undrift.data.load import class_counts, load_dataset
 from undrift.report.curves import CORNERS, LEAST_POINTS, axes_of, corners, curve
 from undrift.report.document import document
 from undrift.report.load import group_runs, load
-from undrift.report.page import SCRIPTS, STYLES, UPLOT, WEB, page_of, write
+from undrift.report.page import LIVE, SCRIPTS, STYLES, UPLOT, WEB, page_of, write
 from undrift.report.significance import difference, holm, two_sided
 
 
@@ -217,8 +218,8 @@ def test_the_page_of_ninety_runs_is_small(tmp_path: Path) -> None:
 
 def test_our_scripts_make_no_markup_and_every_file_is_used() -> None:
     files = {file.name for file in WEB.iterdir()}
-    assert files == {*SCRIPTS, *STYLES, "uplot.LICENSE"}
-    for name in SCRIPTS:
+    assert files == {*LIVE, *STYLES, "uplot.LICENSE"}
+    for name in LIVE:
         text = (WEB / name).read_text()
         assert "</script" not in text and "<!--" not in text, name
         if not name.startswith("uplot"):
@@ -229,7 +230,44 @@ def test_our_scripts_make_no_markup_and_every_file_is_used() -> None:
 
 
 def test_nothing_in_the_document_ends_its_script() -> None:
-    content = {"title": "</title><script>", "sections": [], "evil": "</script><!-- \u2028 & \udcff"}
+    evil = "</script><!-- \u2028 & \udcff"
+    parts: dict[str, Any] = {"facts": "", "notes": [], "tables": [], "sections": []}
+    content = {"title": "</title><script>", "evil": evil, **parts}
     page = page_of(content)
     assert content_of(page) == json.loads(json.dumps(content)) and page.count("<script") == 1 + len(SCRIPTS)
     assert "</title><script>" not in page and "<!-- \u2028" not in page
+
+
+def test_the_tables_are_in_the_page_from_the_start(tmp_path: Path) -> None:
+    for seed, score in enumerate((0.5, 0.6)):
+        make_run(tmp_path / str(seed), "<b>mine</b>", seed, [score])
+    write([tmp_path], tmp_path / "page.html")
+    page = (tmp_path / "page.html").read_text()
+    before = page[: page.index('<script type="application/json"')]  # nothing of it is made by a script
+    (section,) = content_of(page)["sections"]
+    assert html.escape(section["verdict"]) in before and "<b>mine" not in before
+    for row in section["table"]["rows"]:
+        first, *cells = (html.escape(cell[0]) for cell in row)
+        assert f'<th scope="row">{first}</th>' + "".join(f"<td>{cell}</td>" for cell in cells) in before
+
+
+def test_growing_runs_keep_their_order_and_are_no_news(tmp_path: Path) -> None:
+    for name, score in (("a", 0.1), ("b", 0.9)):
+        make_run(tmp_path / name, name, 0, [score], rounds=9)
+    runs = load([tmp_path])
+    whole, growing = document(runs, None), document(runs, None, growing=True)
+    assert [g["label"] for g in whole["sections"][0]["groups"]] == ["b", "a"] and "Not at their last" in whole["notes"][
+        0
+    ]
+    assert [g["label"] for g in growing["sections"][0]["groups"]] == ["a", "b"] and growing["notes"] == []
+    assert [row[0] for row in growing["sections"][0]["table"]["rows"]] == [["a"], ["b"]]
+
+
+def test_a_loss_that_has_run_away_gets_a_logarithmic_axis(tmp_path: Path) -> None:
+    for name, last in (("a", 0.5), ("b", 1e9)):
+        lines = [
+            {"round": t, "loss": loss, "accuracy": 0.5, "train_loss": 1.0 / t} for t, loss in ((1, 2.3), (2, last))
+        ]
+        write_run(tmp_path / name, {"algorithm": name, **COMMON, "seed": 0, "made": MADE}, lines)
+    wide = {m["key"]: m["log"] for m in only_section(tmp_path)["measures"]}
+    assert wide == {"accuracy": False, "loss": True, "train_loss": False}

@@ -14,7 +14,7 @@ class UndriftError(Exception):
 
 # What people write elsewhere: another name for what there is, or a sentence where it is not offered.
 MEANT = {
-    "gpu": "cuda", "nvidia": "cuda", "noniid": "dirichlet", "heterogeneous": "dirichlet", "homogeneous": "iid",
+    "gpu": "cuda", "acc": "accuracy", "nvidia": "cuda", "noniid": "dirichlet", "heterogeneous": "dirichlet", "homogeneous": "iid",
     "uniform": "iid", "double": "float64", "fp64": "float64", "float": "float32", "fp32": "float32", "single": "float32",
     "natural": "sites", "learningrate": "lr", "localepochs": "epochs", "localsteps": "steps", "batchsize": "batch",
     "numrounds": "rounds", "numclients": "clients", "clientsperround": "cohort",

@@ -16,6 +16,7 @@ SUPER = "super.safetensors", "super.json"  # all models of a personal method, an
 FIGURES = "figures.json"  # of these models
 LEDGER = "privacy.json"  # of a private deployment: its secret, and what it has spent
 BEST = "best.safetensors"  # of a deployment whose clients score models: that of the best round
+SWEEP = "sweep.json"  # of a folder of runs: which ones a sweep makes, and how many rounds of each
 DEPLOYED, VISITS = "deploy.json", "clients.jsonl"  # of a deployment: its token, and who answered what
 
 

@@ -316,7 +316,18 @@ class Stop(NamedTuple):
 
     def reached(self, record: Mapping[str, Any], seconds: float) -> bool:
         now = seconds if self.name == "time" else record.get(self.name)
-        return now is not None and bool(now < self.value if self.below else now >= self.value)
+        return is_number(now) and bool(now < self.value if self.below else now >= self.value)
+
+    def unknown(self, record: Mapping[str, Any]) -> str:
+        """What to say if a record that was scored has no such number; empty if it has one."""
+        known = [name for name, value in record.items() if value is None or is_number(value)]
+        if self.name in ("time", *known):
+            return ""
+        return f"stop_at will not end the run, as no round has it so far: {UnknownName('number', self.name, known)}"
+
+
+def is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def parse_stop(text: str) -> dict[str, Stop]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import platform
 import subprocess
 import time
@@ -19,6 +20,7 @@ from undrift.core import ranks, stopping
 from undrift.core.errors import BadRunFolder, BadSetting
 from undrift.core.version import __version__
 from undrift.jobs.config import JobConfig, parse_stop
+from undrift.jobs.curves import Curves
 from undrift.jobs.divergence import Best, ours, trouble
 from undrift.jobs.folder import RunFolder
 from undrift.jobs.protocol import Run
@@ -71,9 +73,15 @@ class Result(Generic[C]):
         return Path(out)
 
     def _repr_html_(self) -> str:
-        """What a notebook shows: how the run ended, and its scored rounds."""
+        """What a notebook shows: how the run ended, its curves, and its last scored rounds."""
         from html import escape
 
+        curves = Curves()
+        for record in self.records:
+            curves.take(record)
+        image = base64.b64encode(curves._repr_png_()).decode() if curves.points else ""
+        alt = f"curves of {', '.join(curves.points)}"
+        picture = f'<img src="data:image/png;base64,{image}" alt="{escape(alt)}">' if image else ""
         shown = ("round", "loss", "accuracy", "train_loss", "dropped", "seconds")
         scored = [record for record in self.records if record["loss"] is not None] or self.records
         rows = "".join(
@@ -82,7 +90,7 @@ class Result(Generic[C]):
         )
         about = f"{len(self.records)} rounds, stopped by {self.stopped}; the model is that of round {self.model_round}"
         head = "".join(f"<th>{name}</th>" for name in shown)
-        return f"<p>{escape(about)}</p><table><thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table>"
+        return f"<p>{escape(about)}</p>{picture}<table><thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table>"
 
     @property
     def accuracy(self) -> float | None:
@@ -162,6 +170,8 @@ class Course(Generic[R, C]):
         for record in (r.as_dict() for r in new):
             self.records.append(record)
             self.elapsed = time.perf_counter() - self.began
+            if self.stop and record["loss"] is not None:
+                self.look_for_stops(record)
             if self.stop or run.enough:
                 self.reached = self.stop_reason(record)
             if folder is not None:
@@ -190,6 +200,14 @@ class Course(Generic[R, C]):
         if what and what not in self.said and ranks.rank() == 0:
             warnings.warn(f"round {self.records[-1]['round']}: {what}", stacklevel=2)
         self.said.add(what)
+
+    def look_for_stops(self, record: Mapping[str, Any]) -> None:
+        """Warn once of each condition to stop at that the first scored round knows nothing of."""
+        for stop in self.stop.values():
+            told = stop.unknown(record)
+            if stop.name not in self.said and told and ranks.rank() == 0:
+                warnings.warn(told, stacklevel=2)
+            self.said.add(stop.name)
 
     def track(self) -> None:
         """Tell the trackers what is new."""

@@ -37,44 +37,65 @@ def line_of(folder: Path) -> Line:
         return Line(str(folder), "unreadable", "", f"see undrift verify {folder}", "")
     asked = int(run.settings["rounds"])
     left = remaining(run, asked) if state in ("running", "stopped") else ""
-    return Line(str(folder), state, f"{run.rounds}/{asked}", best_of(run), left)
+    best = best_of(run)
+    told = f"{best.name} {best.value:.4f} in round {best.round}" if best else ""
+    return Line(str(folder), state, f"{run.rounds}/{asked}", told, left)
 
 
 def state_of(folder: Path) -> str:
     """Whether a run is running, finished, diverged or stopped."""
+    return "running" if is_locked(folder / ".lock", locked_files()) else ended_state(folder)
+
+
+def ended_state(folder: Path) -> str:
+    """What a run is that no process holds: finished, diverged or stopped."""
     last = last_checkpoint(folder, read_settings(folder)[1])
     facts = last.facts if last else {}
-    if is_locked(folder / ".lock"):
-        return "running"
     if not facts.get("finished"):
         return "stopped"
     return "diverged" if facts.get("stopped") == "diverged" else "finished"
 
 
-def is_locked(file: Path) -> bool:
-    """Whether a process holds a lock on the file, as far as this machine knows."""
-    if not (file.exists() and LOCKS.exists()):
+def locked_files() -> frozenset[str]:
+    """The words of the list of locks; a file that is locked is among them, as far as this machine knows."""
+    return frozenset(LOCKS.read_text().split()) if LOCKS.exists() else frozenset()
+
+
+def is_locked(file: Path, locked: frozenset[str]) -> bool:
+    if not file.exists():
         return False
     about = file.stat()
-    place = f"{os.major(about.st_dev):02x}:{os.minor(about.st_dev):02x}:{about.st_ino}"
-    return any(place in line.split() for line in LOCKS.read_text().splitlines())
+    return f"{os.major(about.st_dev):02x}:{os.minor(about.st_dev):02x}:{about.st_ino}" in locked
 
 
-def best_of(run: Run) -> str:
+class Score(NamedTuple):
+    """The best score of a run so far."""
+
+    name: str
+    value: float
+    round: int
+
+
+def best_of(run: Run) -> Score | None:
     for name, pick in (("accuracy", max), ("dice", max), ("loss", min)):
         scored = [
             (v, int(r)) for v, r in zip(run.records.column(name), run.records.column("round"), strict=True) if v == v
         ]
         if scored:
-            value, at = pick(scored, key=lambda pair: pair[0])
-            return f"{name} {value:.4f} in round {at}"
-    return ""
+            return Score(name, *pick(scored, key=lambda pair: pair[0]))
+    return None
 
 
 def remaining(run: Run, asked: int) -> str:
     """The time that the other rounds take, if they are like the last ones."""
+    seconds = seconds_of(run)
+    return in_words((asked - run.rounds) * seconds) if seconds is not None else ""
+
+
+def seconds_of(run: Run) -> float | None:
+    """The seconds of a round, the mean of the last ones."""
     seconds = run.records.values("seconds")[-RECENT:]
-    return in_words((asked - run.rounds) * sum(seconds) / len(seconds)) if seconds else ""
+    return sum(seconds) / len(seconds) if seconds else None
 
 
 def in_words(seconds: float) -> str:

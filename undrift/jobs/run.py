@@ -31,6 +31,7 @@ from undrift.jobs.config import (
     parse_slow,
 )
 from undrift.jobs.course import Course, Progress, Result, drive, stretches
+from undrift.jobs.curves import Curves
 from undrift.jobs.registry import algorithm_class, build_model
 from undrift.jobs.run_settings import RunSettings
 from undrift.jobs.start import begin, compiles, read
@@ -69,8 +70,8 @@ def run(config: Config = None, **options: Unpack[Options]) -> Result[RunConfig]:
     `undrift.data.from_user`). `loss(outputs, targets)` is evaluated for each sample and averaged over the real samples.
     `metrics` are measured beside accuracy: functions of (outputs, targets) that give a number for each sample or one for the
     batch, objects with reset, update and compute (also of torchmetrics), or the names f1, auc, calibration, perplexity.
-    `on_round` is called with each record. With `out` the run is written to that folder and can be resumed. Under torchrun,
-    all processes do the run together.
+    `on_round` is called with each record; `undrift.Curves()` draws them in a notebook. With `out` the run is written to that
+    folder and can be resumed. Under torchrun, all processes do the run together.
 
     >>> result = run(algorithm="fedavg", rounds=2, clients=10, cohort=2)
     >>> len(result.records), sorted(result.model)[:2]
@@ -176,7 +177,11 @@ def opened(
         return chosen, contextlib.closing(build_simulation(chosen, alg, dataset, net, device, loss, metrics))
 
     with begin(given, settings, build, out, resume, tell) as course:
-        yield course
+        try:
+            yield course
+        finally:
+            if isinstance(on_round, Curves):
+                on_round.show()  # the last rounds, too
 
 
 def build_simulation(

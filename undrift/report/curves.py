@@ -32,6 +32,7 @@ LABELS = {
     "bytes_down": "bytes down per round", "bytes_up": "bytes up per round", "gradients": "gradients per round",
 }  # fmt: skip
 LOGARITHMIC = ("consistency",)
+WIDE = 1e4  # times the lowest value, from which on an axis is logarithmic at first
 
 
 class Axis(NamedTuple):
@@ -70,8 +71,9 @@ def measures_of(groups: list[Group], metric: Metric) -> list[Measure]:
     keys = dict.fromkeys(key for run in runs for key in run.records.columns if key != "round")
     known = [metric.name, "loss", metric.validation, *LABELS]
     ordered = [key for key in dict.fromkeys(known) if key in keys] + sorted(key for key in keys if key not in known)
-    drawn = (key for key in ordered if key in (metric.name, "loss") or varies(runs, key))
-    return [Measure(key, label_of(key), key in LOGARITHMIC) for key in drawn]
+    ranges = {key: range_of(runs, key) for key in ordered}
+    drawn = (key for key in ordered if key in (metric.name, "loss") or ranges[key][0] < ranges[key][1])
+    return [Measure(key, label_of(key), key in LOGARITHMIC or is_wide(*ranges[key])) for key in drawn]
 
 
 def label_of(key: str) -> str:
@@ -84,13 +86,19 @@ def label_of(key: str) -> str:
     return LABELS.get(key, key.replace("val_", "validation ", 1).replace("own_", "clients' own ", 1).replace("_", " "))
 
 
-def varies(runs: list[Run], key: str) -> bool:
+def range_of(runs: list[Run], key: str) -> tuple[float, float]:
+    """The lowest and the highest value; (inf, -inf) where there is none."""
     low, high = np.inf, -np.inf
     for run in runs:
         column = run.records.column(key)
         if not np.isnan(column).all():
             low, high = min(low, np.nanmin(column)), max(high, np.nanmax(column))
-    return bool(low < high)
+    return float(low), float(high)
+
+
+def is_wide(low: float, high: float) -> bool:
+    """Whether a linear axis would show nothing but the largest values, such as those of a run that has diverged."""
+    return 0 < low < high / WIDE
 
 
 def room(runs: int, measures: int) -> tuple[int, int]:

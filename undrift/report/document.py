@@ -37,21 +37,23 @@ TABLE_LEGEND = (
 )
 
 
-def document(runs: list[Run], target: float | None, defaults: Defaults | None = None) -> dict[str, Any]:
-    """The report on these runs."""
+def document(
+    runs: list[Run], target: float | None, defaults: Defaults | None = None, growing: bool = False
+) -> dict[str, Any]:
+    """The report on these runs. Of `growing` runs the groups keep their order, and that runs are unfinished is no news."""
     groups = group_runs(runs)
     tasks = by_task(groups)
     titles = [title_of(rivals) for rivals in tasks]
-    unseen = sites.unseen_sites(tasks)
-    seen = room(len(runs), max(len(measures_of(rivals, metric_of(rivals))) for rivals in tasks))
+    unseen = sites.unseen_sites(tasks) if tasks else None
+    seen = room(len(runs), max((len(measures_of(rivals, metric_of(rivals))) for rivals in tasks), default=0))
     return {
         "form": 1,
         "title": "; ".join(titles) if len(tasks) < 3 else f"{len(runs)} runs, {len(tasks)} tasks",
         "facts": _facts(runs, groups),
-        "notes": _notes(runs, groups),
+        "notes": _notes([] if growing else runs, groups),
         "tables": [_part(unseen)] if unseen else [],
         "sections": [
-            {"title": title} | _section(rivals, target, *seen, defaults or (lambda command, algorithm: {}))
+            {"title": title} | _section(rivals, target, *seen, defaults or (lambda command, algorithm: {}), growing)
             for title, rivals in zip(titles, tasks, strict=True)
         ],
         "cite": _papers(groups),
@@ -87,9 +89,11 @@ def _unfinished(run: Run) -> bool:
     return rounds is not None and run.rounds < rounds and not run.settings.get("stop_at")
 
 
-def _section(groups: list[Group], target: float | None, drawn: int, points: int, defaults: Defaults) -> dict[str, Any]:
-    """The groups of one task, the best first."""
-    groups = rank(groups)
+def _section(
+    groups: list[Group], target: float | None, drawn: int, points: int, defaults: Defaults, growing: bool
+) -> dict[str, Any]:
+    """The groups of one task, the best first; those of growing runs keep their order, and the table is sorted on the page."""
+    groups = groups if growing else rank(groups)
     metric = metric_of(groups)
     picks = {pick.group.label for pick in pick_settings(groups)}
     shown = [place for place, group in enumerate(groups) if len(groups) <= MOST_DRAWN or group.label in picks]
@@ -134,6 +138,7 @@ def _section(groups: list[Group], target: float | None, drawn: int, points: int,
             for place, group in enumerate(groups)
         ],
         "rounds": list(map(list, shared)),
+        "growing": growing,
         "table": _table("Results", columns(groups, target), groups, target, TABLE_LEGEND),
         "tests": _tests(groups, picks, chosen_by),
         "tables": [*_more(groups), *map(_part, sites.tables(groups)), *_dropped(groups)],

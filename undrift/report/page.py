@@ -21,6 +21,8 @@ SCRIPTS = (
     *("uplot.min.js", "elements.js", "lines.js", "chart.js", "grid.js", "table.js", "pictures.js"),
     *("view.js", "section.js", "report.js"),
 )
+SAME = "; connect-src 'self'"
+LIVE = ("live.js", *SCRIPTS)  # of the page that undrift watch serves
 UPLOT = "uPlot 1.6.32, (c) Leon Sorokin, MIT licence"  # `make uplot` refreshes it; see web/uplot.LICENSE
 
 
@@ -47,27 +49,65 @@ def html(runs: list[Run], target: float | None, defaults: Defaults | None = None
     return page_of(document(runs, target, defaults))
 
 
-def page_of(content: dict[str, Any]) -> str:
-    """The page that shows a document. It loads nothing, and runs no script but those of this package."""
-    styles, scripts = "\n".join(map(_file, STYLES)), [_file(name) for name in SCRIPTS]
-    policy = (
-        f"default-src 'none'; script-src {' '.join(map(_hash, scripts))}; style-src {_hash(styles)}; img-src data: blob:; "
-        "base-uri 'none'; form-action 'none'"
-    )
+def page_of(content: dict[str, Any], live: bool = False) -> str:
+    """The page that shows a document.
+
+    It runs no script but those of this package, and loads nothing; a `live` one asks for new documents.
+    """
+    styles, scripts = "\n".join(map(_file, STYLES)), [_file(name) for name in (LIVE if live else SCRIPTS)]
     head = (
-        f'<meta charset="utf-8"><meta http-equiv="Content-Security-Policy" content="{policy}">'
+        f'<meta charset="utf-8"><meta http-equiv="Content-Security-Policy" content="{policy_of(live)}">'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
         f"<title>undrift: {escape(content['title'])}</title>\n<!-- Charts: {UPLOT} -->\n<style>{styles}</style>"
     )
-    without = (
-        "This page needs JavaScript, which it brings along. 'undrift report' prints the tables in a terminal, too."
-    )
     body = (
-        f'<main id="report"><noscript><p>{escape(without)}</p></noscript></main>\n'
+        f'<main id="report">{plain(content)}</main>\n'
         f'<script type="application/json" id="document">{as_script(content)}</script>\n'
         + "\n".join(f"<script>{script}</script>" for script in scripts)
     )
     return f'<!DOCTYPE html>\n<html lang="en">\n<head>{head}</head>\n<body>\n{body}\n</body>\n</html>\n'
+
+
+@functools.cache
+def policy_of(live: bool) -> str:
+    """What the page may do: run these scripts, and if it is live, ask where it came from for documents."""
+    styles, scripts = "\n".join(map(_file, STYLES)), [_file(name) for name in (LIVE if live else SCRIPTS)]
+    return (
+        f"default-src 'none'; script-src {' '.join(map(_hash, scripts))}; style-src {_hash(styles)}; img-src data: blob:; "
+        f"base-uri 'none'; form-action 'none'{SAME if live else ''}"
+    )
+
+
+def plain(content: dict[str, Any]) -> str:
+    """Verdicts and tables as HTML: all there is where scripts do not run; else they put the whole report in its place."""
+    parts = [f"<h1>{escape(content['title'])}</h1>", f'<p class="faint">{escape(content["facts"])}</p>']
+    parts += [f'<p class="note">{escape(note)}</p>' for note in content["notes"]]
+    tables = [content["live"]["table"]] if "live" in content else []
+    parts += [plain_table(table) for table in (*tables, *content["tables"])]
+    for section in content["sections"]:
+        parts += [f"<h2>{escape(section['title'])}</h2>", f'<p class="verdict">{escape(section["verdict"])}</p>']
+        parts += [plain_table(table) for table in (section["table"], *section["tables"])]
+    parts.append('<p class="faint">With JavaScript, which this page brings along, there are curves, too.</p>')
+    return "\n".join(parts)
+
+
+def plain_table(table: dict[str, Any]) -> str:
+    """A table of the document.
+
+    >>> plain_table({"title": "<T>", "columns": [{"name": "a&b", "better": ""}], "rows": [[["<i>"]]], "legend": ""}).count("&lt;")
+    3
+    """
+    head = "".join(f'<th scope="col">{escape(column["name"])}</th>' for column in table["columns"])
+    rows = "".join(
+        f'<tr><th scope="row">{escape(str(name[0]))}</th>{"".join(f"<td>{escape(str(cell[0]))}</td>" for cell in cells)}</tr>'
+        for name, *cells in table["rows"]
+    )
+    legend = f'<p class="faint">{escape(table["legend"])}</p>' if table["legend"] else ""
+    return (
+        f'<div class="card"><h3>{escape(table["title"])}</h3><div class="wide" tabindex="0" role="group" '
+        f'aria-label="{escape("Table: " + table["title"])}"><table><thead><tr>{head}</tr></thead>'
+        f"<tbody>{rows}</tbody></table></div>{legend}</div>"
+    )
 
 
 def as_script(content: Any) -> str:

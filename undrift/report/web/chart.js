@@ -46,27 +46,38 @@ function widestOf(u, values) {
 const widened = (from, to) => (from < to ? [from, to] : from > 0 ? [from / 2, from * 2] : [from - 1, from + 1]);
 
 const ticks = (unit) => (u, splits) => splits.map((value) => (value == null ? null : shown(value, unit)));
-/** Of a logarithmic axis only the powers of ten, if there are enough of them; else every value of few, every other of many. */
+const MOST_POWERS = 8;
+/** Of a logarithmic axis only the powers of ten, of many every nth; where there are not enough, every value of few, every other of many. */
 function powers(u, splits) {
-  const whole = splits.filter(
+  const all = splits.filter(
     (value) => value != null && Math.abs(Math.log10(value) - Math.round(Math.log10(value))) < 1e-9,
   );
+  const step = Math.ceil(all.length / MOST_POWERS);
+  const whole = all.filter((value) => Math.round(Math.log10(value)) % step === 0);
   return splits.map((value, k) =>
     (whole.length > 1 ? whole.includes(value) : splits.length < 9 || k % 2 === 0) ? value : null,
   );
 }
 
+/** Whether the range of a line's seeds is wider than the line anywhere. */
+const isSpread = (each, plot) => plot.band !== false && each.high.some((high, at) => high > each.low[at]);
+/** What of the lines a chart cannot change once it is drawn. */
+const outline = (lines, plot) =>
+  JSON.stringify(lines.map((each) => [each.label, each.place, isSpread(each, plot), each.x.length < 3]));
+const columnsOf = (lines) =>
+  lines.length ? uPlot.join(lines.map((each) => [each.x, each.y, each.low, each.high])) : [[]];
+
 /**
  * Draw lines in `host`. `plot` has: title, x and y ({label, unit, log}), zoom ([from, to] or null), onzoom, sync.
- * Returns {savers, destroy}.
+ * Returns {savers, destroy, update}; update(lines) puts others in their place, and is false where they need a new chart.
  */
 function drawChart(host, lines, plot) {
   const note = make("div", {class: "tip", hidden: true, "aria-live": "polite"});
-  const table = lines.length ? uPlot.join(lines.map((each) => [each.x, each.y, each.low, each.high])) : [[]];
+  const table = columnsOf(lines);
   const series = [{}];
   const bands = [];
   lines.forEach((each, k) => {
-    const spread = plot.band !== false && each.high.some((high, at) => high > each.low[at]);
+    const spread = isSpread(each, plot);
     const paint = lineColour(each.place);
     const edge = {scale: "y", show: spread, stroke: "transparent", width: 0, points: {show: false}, spanGaps: true};
     const dots = {show: each.x.length < 3, size: 7, fill: paint};
@@ -149,6 +160,13 @@ function drawChart(host, lines, plot) {
       SVG: () => download(plot.title, "svg", svgOf(u, plot.title, keysOf(lines), linePaths(u, lines))),
       CSV: () => download(plot.title, "csv", linesAsCsv(lines, plot)),
     }),
+    update(next) {
+      if (outline(next, plot) !== outline(lines, plot)) return false;
+      lines = next;
+      u.setData(columnsOf(lines));
+      if (!note.hidden && lines.length) tell(note, u, lines, plot);
+      return true;
+    },
     destroy() {
       size.disconnect();
       for (const [name, listener] of Object.entries(listeners)) host.removeEventListener(name, listener);

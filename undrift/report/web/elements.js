@@ -85,3 +85,14 @@ function checkbox(label, checked, onchange) {
   const box = make("input", {type: "checkbox", checked, onchange: () => onchange(box.checked)});
   return make("label", {class: "check"}, box, label);
 }
+
+/** A number with what it says below. */
+function tile(name, value, kind = "", more = "") {
+  return make(
+    "div",
+    {class: "tile"},
+    make("b", {}, value),
+    make("span", {class: kind}, name),
+    more ? make("span", {}, more) : null,
+  );
+}

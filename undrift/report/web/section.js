@@ -3,9 +3,14 @@
 
 const MANY_GROUPS = 12; // with more, the legend can be searched
 
-/** Draw a section into `host`, under its own title unless it is alone; onview is told of every change. Returns {redraw}. */
-function drawSection(host, section, number, alone, view, onview) {
-  const drawn = []; // charts to be destroyed before they are drawn anew
+/**
+ * Draw a section into `host`, under `heading`; onview is told of every change. Returns {redraw, destroy,
+ * update}; update(next) shows a section of the same shape with other numbers.
+ */
+function drawSection(host, section, number, heading, view, onview) {
+  const drawn = []; // charts of curves, to be destroyed before they are drawn anew
+  const pictures = []; // the same of clients and classes
+  let pictured = ""; // what these show
   const tableHost = make("div", {});
   const chartHost = make("div", {class: "charts"});
   const clientHost = make("div", {class: "charts narrow"});
@@ -30,7 +35,7 @@ function drawSection(host, section, number, alone, view, onview) {
   };
 
   const showCharts = () => {
-    drawn.splice(0).forEach((chart) => chart.destroy());
+    drawn.splice(0).forEach(({chart}) => chart.destroy());
     const axis = section.axes.find((each) => each.key === view.axis);
     const x = {
       label: axis ? axis.label : "round",
@@ -77,19 +82,21 @@ function drawSection(host, section, number, alone, view, onview) {
     for (const {card, canvas, key, plot} of cards) {
       const chart = drawChart(canvas, linesOf(section, view, key, plot.y.log), plot);
       card.firstChild.append(chart.savers);
-      drawn.push(chart);
+      drawn.push({chart, key, log: plot.y.log});
     }
     zoomButtons.reset.disabled = !view.zoom;
     showClients();
   };
 
   const showClients = () => {
+    pictures.splice(0).forEach((chart) => chart.destroy());
+    pictured = picturedOf(section);
     const cards = clientCards(section, view, (classes) => change({classes}, showCharts));
     clientHost.replaceChildren(...cards.map(({card}) => card));
     for (const {card, canvas, draw} of cards) {
       const chart = draw(canvas);
       card.firstChild.append(chart.savers);
-      drawn.push(chart);
+      pictures.push(chart);
     }
   };
 
@@ -100,9 +107,14 @@ function drawSection(host, section, number, alone, view, onview) {
     () => showCharts(),
   );
   const charts = section.measures.length > 0;
+  const tiles = make("div", {class: "tiles"}, headline(section));
+  const verdict = make("p", {class: "verdict"}, section.verdict);
+  const notes = make("p", {class: "faint"}, curveNotes(section));
+  const tables = section.tables.map((table) => plainTable(table));
   host.replaceChildren(
-    make("h2", {id: `section-${number}`, tabindex: "-1"}, alone ? "Results" : section.title),
-    make("p", {class: "verdict"}, section.verdict),
+    make("h2", {id: `section-${number}`, tabindex: "-1"}, heading),
+    tiles,
+    verdict,
     make("div", {class: "card"}, tableHost),
     ...(charts
       ? [
@@ -110,11 +122,11 @@ function drawSection(host, section, number, alone, view, onview) {
           controls(section, view, change, showCharts, zoomButtons),
           legend(section, view, change, showCharts),
           chartHost,
-          make("p", {class: "faint"}, curveNotes(section)),
+          notes,
         ]
       : []),
     ...(hasClients(section) ? [make("h3", {class: "part"}, "Clients and classes"), clientHost] : []),
-    ...section.tables.map((table) => plainTable(table)),
+    ...tables.map((table) => table.element),
     ...section.drawings.map((figures) => drawingParts(figures)),
     settingsPart(section),
   );
@@ -122,8 +134,61 @@ function drawSection(host, section, number, alone, view, onview) {
   if (charts) showCharts();
   else showClients();
   drawDrawings(host, section);
-  return {redraw: charts ? showCharts : showClients};
+  const update = (next) => {
+    Object.assign(section, next);
+    tiles.replaceChildren(...headline(section));
+    verdict.textContent = section.verdict;
+    notes.textContent = curveNotes(section);
+    showTable();
+    tables.forEach((table, k) => table.update(section.tables[k]));
+    const kept = drawn.every(({chart, key, log}) => chart.update(linesOf(section, view, key, log)));
+    if (!kept) showCharts();
+    else if (pictured !== picturedOf(section)) showClients();
+  };
+  const destroy = () => [...drawn.map(({chart}) => chart), ...pictures].forEach((chart) => chart.destroy());
+  return {redraw: charts ? showCharts : showClients, update, destroy};
 }
+
+/** The best method, its lead, and how much was run, as tiles. */
+function headline(section) {
+  const {table, tests, groups, metric} = section;
+  const column = table.columns.findIndex((each) => each.better);
+  const score = ([, row]) => valueOf(row[column]);
+  const order = table.rows
+    .map((row, place) => [place, row])
+    .filter((each) => typeof score(each) === "number")
+    .sort((a, b) => (metric.better === "higher" ? score(b) - score(a) : score(a) - score(b)));
+  const runs = groups.reduce((sum, group) => sum + group.runs.length, 0);
+  const some = (count, what) => `${count} ${what}${count === 1 ? "" : "s"}`;
+  const tiles = [tile(some(runs, "run"), some(groups.length, "method"))];
+  if (!order.length) return tiles;
+  const [[best, row], next] = order;
+  tiles.unshift(tile(metric.score, textOf(row[column]), "", groups[best].label));
+  tiles[0].lastChild.prepend(swatch(best));
+  tiles[0].classList.add("first");
+  const lead = next && tests.rows[tests.groups.indexOf(next[0])]?.[tests.groups.indexOf(best)];
+  if (lead) {
+    const [mean, p, seeds] = lead;
+    const sure = p == null ? "" : `p ${p < 0.001 ? "< 0.001" : `= ${Number(p.toPrecision(2))}`}, ${some(seeds, "seed")}`;
+    tiles.splice(1, 0, tile(`ahead of ${groups[next[0]].label}`, Math.abs(mean).toFixed(4), "", sure));
+  }
+  return tiles;
+}
+
+/** What the pictures of clients and classes show. */
+const picturedOf = (section) =>
+  JSON.stringify([section.holdings, section.classes, section.groups.map((group) => group.client_accuracies)]);
+
+/** What of a section decides which parts it has; with another shape it is drawn anew. */
+const shapeOf = (section) =>
+  JSON.stringify([
+    section.title,
+    section.groups.map((group) => [group.label, group.runs.length, group.settings, group.client_accuracies.length > 0]),
+    [section.measures, section.axes, section.undrawn, section.settings, section.drawings.length, section.metric],
+    [section.table.columns.length, section.tables.map((table) => table.title)],
+    [section.holdings === null, section.classes.map((each) => each.group)],
+    section.tests.groups,
+  ]);
 
 const capital = (text) => text.charAt(0).toUpperCase() + text.slice(1);
 
@@ -329,21 +394,27 @@ function curveNotes(section) {
   return notes.join(" ");
 }
 
-/** A table that is sorted by itself and keeps that to itself. */
+/** A table that is sorted by itself and keeps that to itself: {element, update}. */
 function plainTable(table) {
-  const host = make("div", {class: "card"});
-  const show = (sort) => {
-    host.replaceChildren(
+  const element = make("div", {class: "card"});
+  let sort = null;
+  const show = () => {
+    element.replaceChildren(
       make("div", {class: "bar"}, make("h3", {}, table.title), tableSavers(table)),
       drawTable(table, sort, (by) => {
-        show(by);
-        host.querySelectorAll("button.sort")[by[0]].focus();
+        sort = by;
+        show();
+        element.querySelectorAll("button.sort")[by[0]].focus();
       }),
       make("p", {class: "faint"}, table.legend),
     );
   };
-  show(null);
-  return host;
+  show();
+  const update = (next) => {
+    table = next;
+    show();
+  };
+  return {element, update};
 }
 
 /** Settings and commands, folded. */

@@ -44,9 +44,15 @@ function drawTable(table, sort, onsort, keyOf = null) {
       {},
       table.rows[place].map((cell, k) => {
         const number = typeof valueOf(cell) === "number";
-        const kind = [number ? "number" : "words", number && valueOf(cell) === best[k] ? "best" : ""].join(" ").trim();
+        const kind = [
+          number ? "number" : "words",
+          number && valueOf(cell) === best[k] ? "best" : "",
+          cell[2]?.mark ? `state ${cell[2].mark.replace(/\W/g, "-")}` : "",
+        ]
+          .join(" ")
+          .trim();
         const mark = k === 0 && keyOf ? swatch(keyOf(place)) : null;
-        return make(k ? "td" : "th", {class: kind, scope: k ? null : "row"}, mark, textOf(cell));
+        return make(k ? "td" : "th", {class: kind, scope: k ? null : "row"}, mark, textOf(cell), shareOf(cell));
       }),
     ),
   );
@@ -61,6 +67,14 @@ function drawTable(table, sort, onsort, keyOf = null) {
     },
     element,
   );
+}
+
+/** A bar under the text of a cell that says what share is done. */
+function shareOf(cell) {
+  if (cell[2]?.share == null) return null;
+  const bar = make("span", {class: "share", "aria-hidden": "true"}, make("span", {}));
+  bar.firstChild.style.width = `${100 * cell[2].share}%`;
+  return bar;
 }
 
 /** The best value of a column that has a better side and more than one value. */

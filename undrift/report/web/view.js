@@ -3,15 +3,16 @@
 
 const FIRST_CHARTS = 4;
 
-/** What a section shows before anybody has touched it. */
+/** What a section shows before anybody has touched it. Methods that grow keep their order, so that they keep their colours. */
 function firstView(section) {
+  const score = section.table.columns.findIndex((column) => column.better);
   return {
     axis: "round",
-    seeds: "band",
+    seeds: section.growing ? "single" : "band",
     smooth: 0,
     logX: false,
     zoom: null,
-    sort: null,
+    sort: section.growing ? [score, section.table.columns[score].better === "higher"] : null,
     against: 0,
     groups: section.shown.slice(),
     measures: section.measures.slice(0, FIRST_CHARTS).map((measure) => measure.key),
@@ -86,4 +87,27 @@ function viewFrom(section, entries) {
     if (!known[part] || known[part](value)) view[part] = value;
   }
   return view;
+}
+
+/** The view of a section that has grown into another one: the same methods and measures, and what nobody has chosen as at first. */
+function carriedView(before, view, after) {
+  const [old, first] = [firstView(before), firstView(after)];
+  const chosen = (part) => String(ADDRESS[part][1](view[part])) !== String(ADDRESS[part][1](old[part]));
+  const nameOf = (group) => group?.commands[0]; // its first folder: labels change when more runs differ in more settings
+  const placeOf = (place) => after.groups.findIndex((group) => nameOf(group) === nameOf(before.groups[place]));
+  const found = (place) => place >= 0;
+  for (const part of Object.keys(ADDRESS)) if (chosen(part)) first[part] = view[part];
+  if (chosen("groups")) {
+    const known = new Set(before.groups.map(nameOf));
+    const fresh = after.shown.filter((place) => !known.has(nameOf(after.groups[place])));
+    first.groups = [...view.groups.map(placeOf).filter(found), ...fresh].sort((a, b) => a - b);
+  }
+  if (chosen("against")) first.against = Math.max(0, after.tests.groups.indexOf(placeOf(before.tests.groups[view.against])));
+  if (chosen("classes")) {
+    const k = after.classes.findIndex((each) => each.group === placeOf(before.classes[view.classes[0]]?.group));
+    first.classes = [Math.max(0, k), view.classes[1]];
+  }
+  const same = JSON.stringify(before.table.columns) === JSON.stringify(after.table.columns);
+  if (chosen("sort") && !same) first.sort = null;
+  return first;
 }
