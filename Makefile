@@ -21,7 +21,7 @@ $(INSTALLED): $(VENV)/core
 	@touch $@
 
 demo: $(VENV)/core ## four algorithms on 100 clients with handwritten digits, a table and report.html (2 minutes)
-	$(BIN)/undrift sweep suites/demo.toml --out runs/demo
+	$(BIN)/undrift sweep demo --out runs/demo
 
 test: lint types imports doctest unit ## lint, types, import rule, doctests and tests
 	@$(BIN)/python tests/cuda_record.py
