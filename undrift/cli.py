@@ -672,9 +672,10 @@ def list_kind(kind: str) -> list[dict[str, Any]]:
 
 @command(
     "data",
-    "list the data sets, prepare one, or show a partition",
-    arg("action", metavar="list|prepare|show"),
+    "list the data sets, add one of your own, prepare one, or show a partition",
+    arg("action", metavar="list|add|prepare|show"),
     arg("name", nargs="?", default="digits", help="a data set [digits]"),
+    path("file", "FILE.npz", nargs="?", help="add: x_train, y_train, x_test and y_test, or x, y and split"),
     arg("--partition", default="dirichlet:0.1", metavar="SPEC"),
     arg("--clients", type=int, default=100, metavar="N"),
     arg("--seed", type=int, default=0),
@@ -688,6 +689,10 @@ def data_command(arguments: argparse.Namespace) -> None:
     if arguments.action == "list":
         for name, state in datasets.available(root):
             print(f"{name:15} {state}")
+    elif arguments.action == "add":
+        if arguments.file is None:
+            raise BadSetting("say what to add: undrift data add NAME FILE.npz")
+        print(f"written to {datasets.add(arguments.name, arguments.file)}; use it with --dataset {arguments.name}")
     elif arguments.action == "prepare":
         print(f"written to {datasets.prepare(arguments.name, root, arguments.out)}")
     elif arguments.action == "show":
@@ -705,7 +710,7 @@ def data_command(arguments: argparse.Namespace) -> None:
         partition_picture(counts, out, title, held_out)
         print(f"written to {out}")
     else:
-        raise UnknownName("data action", arguments.action, ("list", "prepare", "show"))
+        raise UnknownName("data action", arguments.action, ("list", "add", "prepare", "show"))
 
 
 @command(
@@ -786,6 +791,15 @@ def print_suites() -> None:
         for entry in entries:
             if kind == entry.kind:
                 print(f"  {entry.name:{width}}  {entry.about}")
+
+
+@command(
+    "doctor", "say what is installed, what this machine has and which data are at hand, and test it for a few seconds"
+)
+def doctor_command(arguments: argparse.Namespace) -> int:
+    from undrift.jobs.doctor import examine
+
+    return 0 if examine(say) else 1
 
 
 @command("cite", "print the BibTeX entry of an algorithm's or a method's paper", arg("name"))
