@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import importlib
+import importlib.util
 import itertools
 import re
 import shlex
@@ -229,3 +230,13 @@ def test_commands_parse(where: str, line: str) -> None:
         assert find(arguments.name)
     if arguments.command == "reproduce" and arguments.suite:
         assert find(arguments.suite).kind == "reproduce"
+
+
+def test_badges_are_those_of_this_checkout() -> None:
+    spec = importlib.util.spec_from_file_location("badges", DOCS / "badges" / "badges.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    covered = re.search(r'"coverage: (\d+%)"', (DOCS / "badges" / "coverage.svg").read_text())
+    for name, picture in module.badges(covered[1] if covered else "").items():
+        assert (DOCS / "badges" / name).read_text() == picture, f"{name} is old; run docs/badges/badges.py"

@@ -66,19 +66,7 @@ def test_the_wheel_works_away_from_the_checkout(built: Path, tmp_path: Path) -> 
     assert where.startswith(str(tmp_path / "venv"))
     assert "  demo " in call(undrift, "suites", "list", cwd=tmp_path)
     call(undrift, "suites", "copy", "my_algorithm", cwd=tmp_path)
-    words = [
-        "run",
-        "--algorithm",
-        "my_algorithm:NormalisedM",
-        "--model",
-        "logreg",
-        "--rounds",
-        "5",
-        "--clients",
-        "10",
-        "--cohort",
-        "4",
-    ]
+    words = ("run", "--algorithm", "my_algorithm:NormalisedM", "--model", "logreg", "--rounds", "3", "--cohort", "4")
     assert "runs/my_algorithm_NormalisedM-digits-seed0" in call(undrift, *words, cwd=tmp_path)
     call(undrift, "report", "runs", "--out", "report.html", cwd=tmp_path)
     assert (tmp_path / "report.html").stat().st_size > 50_000
