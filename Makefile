@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 INSTALLED := $(VENV)/installed
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test system cuda lint types imports doctest unit golden rivals bench uplot size clean
+.PHONY: help demo test system cuda lint types imports doctest unit site coverage dist hooks golden rivals bench uplot size clean
 
 help: ## list the targets
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-9s %s\n", $$1, $$2}'
@@ -17,13 +17,13 @@ $(VENV)/core: pyproject.toml constraints.txt
 	@touch $@
 
 $(INSTALLED): $(VENV)/core
-	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev,svhn,hf,flower]'
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev,docs,svhn,hf,flower]'
 	@touch $@
 
 demo: $(VENV)/core ## four algorithms on 100 clients with handwritten digits, a table and report.html (2 minutes)
-	$(BIN)/undrift sweep suites/demo.toml --out runs/demo
+	$(BIN)/undrift sweep demo --out runs/demo
 
-test: lint types imports doctest unit ## lint, types, import rule, doctests and tests
+test: lint types imports doctest site unit ## lint, types, import rule, doctests, the site with its notebooks, and tests
 	@$(BIN)/python tests/cuda_record.py
 
 lint: $(INSTALLED)
@@ -41,6 +41,22 @@ doctest: $(INSTALLED)
 
 unit: $(INSTALLED)
 	$(BIN)/pytest -q -n 2 -m "not system" --durations=8
+
+site: $(INSTALLED) ## run the notebooks and build the documentation's site in build/site; a warning is an error
+	$(BIN)/python docs/site/notebooks.py
+	$(BIN)/mkdocs build --quiet --strict
+
+coverage: $(INSTALLED) ## which lines the tests run (at least 90 % without a GPU); writes the badges of the README
+	@mkdir -p build/coverage
+	$(BIN)/pytest -q -n 2 -m "not system" --cov --cov-report=json --cov-report=term
+	$(BIN)/python docs/badges/badges.py
+
+dist: $(INSTALLED) ## the wheel and the sdist in dist/, checked
+	rm -rf dist && $(BIN)/python -m build
+	$(BIN)/twine check --strict dist/*
+
+hooks: $(INSTALLED) ## lint, format, types and the import rule before every commit
+	$(BIN)/pre-commit install
 
 system: $(INSTALLED) ## slow checks of the whole system (kills, damages, fuzzing, real federations); writes docs/reliability.md; SEED=n draws others
 	@rm -f build/reliability.json

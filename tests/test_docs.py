@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import importlib
+import importlib.util
 import itertools
 import re
 import shlex
@@ -20,6 +21,7 @@ from undrift.core.papers import papers_of
 from undrift.dataparallel import command as parallel
 from undrift.jobs.config import FIELDS, from_mapping, make_algorithm, parse_value
 from undrift.jobs.registry import algorithm_class
+from undrift.jobs.shipped import SWEEPS, find, sweep_file
 from undrift.jobs.sweep import plan
 
 ROOT = Path(__file__).parent.parent
@@ -37,8 +39,8 @@ def title(path: Path) -> str:
 @functools.cache
 def paper_suites() -> dict[str, set[str]]:
     """The algorithms of each suite that holds a paper's settings; every suite must be accepted as it is."""
-    planned = {suite.name: plan(suite)[0] for suite in (ROOT / "suites").glob("*.toml")}
-    own = ("demo.toml", "quick.toml", "quick-grid.toml")
+    planned = {sweep.stem: plan(sweep)[0] for sweep in SWEEPS.glob("*.toml")}
+    own = ("demo", "example", "quick", "quick-grid")
     return {name: {job.config.algorithm for job in jobs} for name, jobs in planned.items() if name not in own}
 
 
@@ -121,7 +123,8 @@ def test_a_page_has_its_parts(name: str) -> None:
 @pytest.mark.parametrize("name", names("algorithms"))
 def test_a_page_links_the_suites_that_run_the_method(name: str) -> None:
     running = {suite for suite, algorithms in paper_suites().items() if name in algorithms}
-    assert running and set(re.findall(r"\(\.\./\.\./suites/(\S+?)\)", page(name))) == running
+    linked = re.findall(r"\(\.\./\.\./undrift/jobs/suites/sweeps/(\S+?)\.toml\)", page(name))
+    assert running and set(linked) == running
 
 
 @pytest.mark.parametrize("name", names("algorithms"))
@@ -218,9 +221,25 @@ def test_commands_parse(where: str, line: str) -> None:
         parallel.from_mapping(parallel.plain(config) | settings)
     if arguments.command == "cite":
         assert papers_of(arguments.name)
-    if arguments.command in ("run", "sweep"):
+    if arguments.command in ("run", "sweep", "tune"):
         file = arguments.config if arguments.command == "run" else arguments.file
+        if arguments.command != "run" and file.parts[0] != "runs":
+            file = sweep_file(file)
         assert file is None or file.parts[0] == "runs" or (ROOT / file).exists()
+    if arguments.command == "suites" and arguments.name:
+        assert find(arguments.name)
+    if arguments.command == "reproduce" and arguments.suite:
+        assert find(arguments.suite).kind == "reproduce"
+
+
+def test_badges_are_those_of_this_checkout() -> None:
+    spec = importlib.util.spec_from_file_location("badges", DOCS / "badges" / "badges.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    covered = re.search(r'"coverage: (\d+%)"', (DOCS / "badges" / "coverage.svg").read_text())
+    for name, picture in module.badges(covered[1] if covered else "").items():
+        assert (DOCS / "badges" / name).read_text() == picture, f"{name} is old; run docs/badges/badges.py"
 
 
 def test_tests_that_a_page_names_are_there_and_each_attack_has_one_without_real_processes() -> None:

@@ -19,8 +19,8 @@ import undrift
 from undrift.algorithms.fedavgm import FedAvgM
 
 ROOT = Path(__file__).parent.parent
-EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
-NAMESPACES = ROOT / "examples" / "federation_in_namespaces.py"  # needs root
+EXAMPLES = sorted((ROOT / "undrift" / "examples").glob("*.py"))
+NAMESPACES = ROOT / "benchmarks" / "namespaces.py"  # needs root
 SMALL: dict[str, Any] = {"clients": 10, "cohort": 3, "rounds": 3, "model": "logreg", "dtype": "float64"}
 
 
@@ -51,7 +51,7 @@ def torchrun(*arguments: str, cwd: Path) -> str:
 
 
 def my_algorithm() -> Any:
-    spec = importlib.util.spec_from_file_location("my_algorithm", ROOT / "examples" / "my_algorithm.py")
+    spec = importlib.util.spec_from_file_location("my_algorithm", ROOT / "undrift" / "examples" / "my_algorithm.py")
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -69,7 +69,7 @@ def test_there_are_examples() -> None:
     assert {"ddp_def.py", "my_algorithm.py", "own_model_and_data.py"} <= {path.name for path in EXAMPLES}
 
 
-@pytest.mark.parametrize("path", [path for path in EXAMPLES if path != NAMESPACES], ids=lambda path: path.name)
+@pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.name)
 def test_runs_and_prints_a_result(path: Path, tmp_path: Path) -> None:
     printed = command(str(path), cwd=tmp_path)
     numbers = [float(n) for n in re.findall(r"(?:accuracy|loss) (\d+\.\d+)", printed)]
@@ -97,14 +97,14 @@ def test_is_short(path: Path) -> None:
 
 
 def test_ddp_with_def_on_two_ranks(tmp_path: Path) -> None:
-    printed = torchrun(str(ROOT / "examples" / "ddp_def.py"), cwd=tmp_path)
+    printed = torchrun(str(ROOT / "undrift" / "examples" / "ddp_def.py"), cwd=tmp_path)
     assert "2 ranks, accuracy 0.9" in printed
     assert "940 bytes sent" in printed  # 8 b (W - 1) / W with b = ceil(15010 / 64)
 
 
 def test_own_algorithm_on_the_command_line(tmp_path: Path) -> None:
     arguments = ["--algorithm", "my_algorithm:NormalisedM", "--rounds", "2", "--out", str(tmp_path / "run")]
-    printed = command("-m", "undrift", "run", *arguments, "--model", "logreg", cwd=ROOT / "examples")
+    printed = command("-m", "undrift", "run", *arguments, "--model", "logreg", cwd=ROOT / "undrift" / "examples")
     assert "2 rounds, accuracy" in printed
     assert "my_algorithm:NormalisedM" in (tmp_path / "run" / "run.toml").read_text()
 

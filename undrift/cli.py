@@ -25,12 +25,15 @@ from undrift.algorithms.checks import looks_at_single_uploads
 from undrift.core import ranks, stopping
 from undrift.core.errors import BadSetting, LostRank, UndriftError, UnknownName, closest, plain
 from undrift.core.names import algorithms_of, check_text, describe, names, outline_of, printable
+from undrift.core.numbered import new_folder, newest_folder
 from undrift.core.outline import outline
 from undrift.core.run_files import SWEEP
 from undrift.core.seals import write_sealed
 from undrift.dataparallel import parallel_config as parallel
 from undrift.deploy import settings as deployment
 from undrift.jobs import config as federated
+from undrift.jobs import shipped
+from undrift.jobs.shipped import sweep_file
 from undrift.pipeline import pipe_config as pipeline
 
 KINDS = ("algorithms", "methods", "datasets", "models", "partitions", "trackers")
@@ -161,7 +164,7 @@ def make_arguments(settings: Any) -> list[Argument]:
         path("config", "CONFIG.toml", nargs="?", help="settings; flags override them"),
         *make_flags(settings.FIELDS, settings.TYPES, settings.CHOICES),
         *([] if "lr" in settings.FIELDS else [RATE]),
-        path("--out", help=f"the run's folder [runs/{name}-DATASET-seedN]"),
+        path("--out", help=f"the run's folder [a new one, runs/{name}-DATASET-seedN; the last one with --resume]"),
         arg("--resume", action="store_true", help="go on from the folder's last checkpoint"),
     ]
 
@@ -222,6 +225,8 @@ def heed_signals(arguments: argparse.Namespace, words: Sequence[str]) -> context
 
     def say(how: str) -> None:
         again, begun = ["undrift", *words], isinstance(arguments.out, Path) and (arguments.out / "run.toml").exists()
+        if isinstance(arguments.out, Path) and not any(word.startswith("--out") for word in words):
+            again += ["--out", str(arguments.out)]
         if begun and arguments.command != "sweep" and not arguments.resume:
             again.append("--resume")
         if ranks.count() > 1:
@@ -365,7 +370,13 @@ def train(arguments: argparse.Namespace, fields: Fields, run: Callable[..., Any]
     chosen = {n: f.default for n, f in fields.items()} | config | settings
     name = str(settings.get("method") or chosen.get("algorithm") or chosen.get("method"))
     folder = f"{name}-{chosen['dataset']}-seed{chosen['seed']}".replace("/", "_").replace(":", "_")
-    arguments.out = out = arguments.out or Path("runs") / folder
+    with folder_of(arguments, folder):
+        train_in(arguments, name, functools.partial(run, config, **settings))
+
+
+def train_in(arguments: argparse.Namespace, name: str, run: Callable[..., Any]) -> None:
+    """Run in the folder that was chosen, show the progress, and print the result."""
+    out = arguments.out
     if arguments.resume and (out / "run.toml").exists():  # the method is stored there and need not be given again
         stored = federated.read_toml(out / "run.toml")
         name = str(stored.get("algorithm", stored.get("method", name)))
@@ -383,7 +394,7 @@ def train(arguments: argparse.Namespace, fields: Fields, run: Callable[..., Any]
         bar.update(task, completed=record["round"], total=rounds, **known)
 
     try:
-        result = run(config, **settings, out=out, resume=arguments.resume, progress=show)
+        result = run(out=out, resume=arguments.resume, progress=show)
     finally:
         if bar.live.is_started:
             bar.stop()
@@ -405,24 +416,51 @@ def train(arguments: argparse.Namespace, fields: Fields, run: Callable[..., Any]
         print(f"note: {remark}")
 
 
+@contextlib.contextmanager
+def folder_of(arguments: argparse.Namespace, name: str) -> Iterator[None]:
+    """Choose the folder where --out does not: a new one in runs/, or the last one of that name if it is resumed."""
+    if arguments.out is not None:
+        yield
+        return
+    base = Path("runs") / name
+    with contextlib.ExitStack() as stack:
+        folder = None
+        if ranks.rank() == 0:
+            resume = getattr(arguments, "resume", False)
+            folder = newest_folder(base) if resume else stack.enter_context(new_folder(base))
+        arguments.out = chosen = ranks.first_rank_says(folder)
+        if ranks.speaks():
+            print(f"no --out was given, so this goes to {chosen}", flush=True)
+        yield
+
+
 @command(
     "sweep",
     "run algorithms x settings x seeds",
-    path("file", "FILE.toml"),
-    path("--out", required=True),
+    path("file", "FILE.toml", help="or the name of a sweep that comes with the package, such as demo"),
+    path("--out", help="for the runs and the report [a new folder, runs/NAME]"),
     arg("--processes", type=int, default=0, metavar="N", help="runs at a time [one a core; one on a GPU]"),
     arg("--pack", action=argparse.BooleanOptionalAction, help="run jobs of equal shapes as one program [on a GPU]"),
     arg("--track", metavar="TRACK", help=str(federated.FIELDS["track"].metadata["help"])),
 )
 def sweep_command(arguments: argparse.Namespace) -> int:
-    from undrift.jobs.sweep import plan, run_all
+    from undrift.jobs.sweep import plan
 
-    jobs, sweep = plan(arguments.file, arguments.track)
+    file = sweep_file(arguments.file)
+    jobs, sweep = plan(file, arguments.track)
     if arguments.processes < 0:
         raise BadSetting(f"processes must be at least 1, not {arguments.processes}")
+    with folder_of(arguments, file.stem):
+        arguments.out.mkdir(parents=True, exist_ok=True)
+        (arguments.out / "sweep.toml").write_bytes(file.read_bytes())
+        return sweep_all(arguments, jobs, sweep)
+
+
+def sweep_all(arguments: argparse.Namespace, jobs: list[Any], sweep: Mapping[str, Any]) -> int:
+    """Run the jobs of a sweep that are not finished, and report all."""
+    from undrift.jobs.sweep import run_all
+
     processes = arguments.processes or default_processes(jobs[0].config.device)
-    arguments.out.mkdir(parents=True, exist_ok=True)
-    (arguments.out / "sweep.toml").write_bytes(arguments.file.read_bytes())
     planned = {"runs": {job.name: job.config.rounds for job in jobs}, "failed": {}}
     write_sealed(arguments.out / SWEEP, planned)
     with progress_bar() as bar:
@@ -448,8 +486,8 @@ def sweep_command(arguments: argparse.Namespace) -> int:
 @command(
     "tune",
     "pick an algorithm's settings from a sweep's grid, by successive halving on validation samples",
-    path("file", "FILE.toml", help="a sweep's file"),
-    path("--out", required=True, help="for NAME.toml of every algorithm, tuned.toml, and the trials"),
+    path("file", "FILE.toml", help="a sweep's file, or the name of one that comes with the package"),
+    path("--out", help="for NAME.toml of every algorithm, tuned.toml, and the trials [a new folder, runs/tuned-NAME]"),
     arg("--rungs", type=numbers, default=(0.1, 0.3, 1.0), metavar="SHARES", help="of the rounds [0.1,0.3,1]"),
     arg("--keep", type=int, default=4, metavar="N", help="one in N settings goes on to the next rung [4]"),
     arg("--validation", type=float, default=0.1, metavar="SHARE", help="of the training samples, held out [0.1]"),
@@ -461,13 +499,14 @@ def tune_command(arguments: argparse.Namespace) -> int:
     from undrift.jobs.tune import tune
 
     options = {name: getattr(arguments, name) for name in ("rungs", "keep", "validation")}
-    with stopping.within(seconds_of(arguments.minutes)) as left:
+    file, limit = sweep_file(arguments.file), seconds_of(arguments.minutes)
+    with folder_of(arguments, f"tuned-{file.stem}"), stopping.within(limit) as left:
         try:
-            tune(arguments.file, arguments.out, say, arguments.pack, arguments.device, **options)
+            tune(file, arguments.out, say, arguments.pack, arguments.device, **options)
         except stopping.Stopped:
             if left() > 0:
                 raise
-            say(f"stopped after {arguments.minutes:g} minutes; the same command goes on")
+            say(f"stopped after {arguments.minutes:g} minutes; the same command goes on with --out {arguments.out}")
             return 0
     say(f"written to {arguments.out / 'tuned.toml'}")
     return 0
@@ -650,9 +689,10 @@ def list_kind(kind: str) -> list[dict[str, Any]]:
 
 @command(
     "data",
-    "list the data sets, prepare one, or show a partition",
-    arg("action", metavar="list|prepare|show"),
+    "list the data sets, add one of your own, prepare one, or show a partition",
+    arg("action", metavar="list|add|prepare|show"),
     arg("name", nargs="?", default="digits", help="a data set [digits]"),
+    path("file", "FILE.npz", nargs="?", help="add: x_train, y_train, x_test and y_test, or x, y and split"),
     arg("--partition", default="dirichlet:0.1", metavar="SPEC"),
     arg("--clients", type=int, default=100, metavar="N"),
     arg("--seed", type=int, default=0),
@@ -666,6 +706,10 @@ def data_command(arguments: argparse.Namespace) -> None:
     if arguments.action == "list":
         for name, state in datasets.available(root):
             print(f"{name:15} {state}")
+    elif arguments.action == "add":
+        if arguments.file is None:
+            raise BadSetting("say what to add: undrift data add NAME FILE.npz")
+        print(f"written to {datasets.add(arguments.name, arguments.file)}; use it with --dataset {arguments.name}")
     elif arguments.action == "prepare":
         print(f"written to {datasets.prepare(arguments.name, root, arguments.out)}")
     elif arguments.action == "show":
@@ -683,7 +727,7 @@ def data_command(arguments: argparse.Namespace) -> None:
         partition_picture(counts, out, title, held_out)
         print(f"written to {out}")
     else:
-        raise UnknownName("data action", arguments.action, ("list", "prepare", "show"))
+        raise UnknownName("data action", arguments.action, ("list", "add", "prepare", "show"))
 
 
 @command(
@@ -723,6 +767,56 @@ def predict_command(arguments: argparse.Namespace) -> None:
     site = None if arguments.site is None else model.number_of(arguments.site)
     count = predict_folder(model, arguments.pictures, arguments.out, arguments.gamma, site)
     print(f"{count} pictures; written to {arguments.out}")
+
+
+@command(
+    "suites",
+    "list the sweeps, papers' tables and examples that come with the package, print one, or copy it",
+    arg("action", metavar="list|show|copy"),
+    arg("name", nargs="?", help="show, copy: such as demo"),
+    path("folder", nargs="?", default=Path("."), help="copy: where to [.]"),
+)
+def suites_command(arguments: argparse.Namespace) -> None:
+    if arguments.action == "list":
+        print_suites()
+        return
+    if arguments.action not in ("show", "copy"):
+        raise UnknownName("suites action", arguments.action, ("list", "show", "copy"))
+    if arguments.name is None:
+        raise BadSetting(f"say which: undrift suites {arguments.action} NAME; undrift suites list shows all")
+    if arguments.action == "copy":
+        for file in shipped.copy(arguments.name, arguments.folder):
+            print(f"written to {file}")
+        return
+    files = shipped.find(arguments.name).files
+    for file in files:
+        if len(files) > 1:
+            print(f"# {file.name}")
+        print(file.read_text(encoding="utf-8"))
+
+
+def print_suites() -> None:
+    heads = {
+        "sweep": "sweeps: undrift sweep NAME",
+        "reproduce": "papers' tables and figures: undrift reproduce NAME",
+        "example": "examples: undrift suites copy NAME",
+    }
+    entries = shipped.shipped()
+    width = max(len(entry.name) for entry in entries)
+    for kind, head in heads.items():
+        print(head)
+        for entry in entries:
+            if kind == entry.kind:
+                print(f"  {entry.name:{width}}  {entry.about}")
+
+
+@command(
+    "doctor", "say what is installed, what this machine has and which data are at hand, and test it for a few seconds"
+)
+def doctor_command(arguments: argparse.Namespace) -> int:
+    from undrift.jobs.doctor import examine
+
+    return 0 if examine(say) else 1
 
 
 @command("cite", "print the BibTeX entry of an algorithm's or a method's paper", arg("name"))

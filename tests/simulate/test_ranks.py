@@ -183,7 +183,7 @@ def test_an_error_of_one_rank_ends_all(tmp_path: Path) -> None:
 def test_only_runs_are_shared_and_an_odd_environment_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    sweep = torchrun(2, "undrift", "sweep", str(ROOT / "suites/quick.toml"), "--out", str(tmp_path / "sweep"))
+    sweep = torchrun(2, "undrift", "sweep", "quick", "--out", str(tmp_path / "sweep"))
     code, _, err = finished(sweep)
     assert (
         code != 0

@@ -40,6 +40,11 @@ def cache_folder() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "undrift"
 
 
+def data_folder() -> Path:
+    """The user's folder for data sets that were added, where UNDRIFT_DATA names no other; it may be missing."""
+    return Path(os.environ.get("XDG_DATA_HOME") or Path.home() / ".local" / "share") / "undrift"
+
+
 @contextlib.contextmanager
 def replaced(path: Path) -> Iterator[Path]:
     """A temporary file to be written, which then replaces `path`."""

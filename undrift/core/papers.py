@@ -24,7 +24,7 @@ def bibliography() -> dict[str, list[str]]:
 
 
 def papers_of(name: str) -> list[str]:
-    """The entries of an algorithm, of LOCAL+SERVER, of a data-parallel method or of a rule, without repetition.
+    """The entries of an algorithm, of LOCAL+SERVER, of a method of `dataparallel` or `pipe`, or of a rule, without repetition.
 
     >>> papers_of("gradma-s")[0].splitlines()[0]
     '@inproceedings{luo2023gradma,'

@@ -1,3 +1,3 @@
 """The package's version, where every room can read it."""
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"

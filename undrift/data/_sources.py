@@ -71,7 +71,7 @@ def advice(source: Source, root: Path | None) -> str:
     if root is None:
         place = "set UNDRIFT_DATA to a folder (it is not set) and put"
     else:
-        place = f"UNDRIFT_DATA is {root}{'' if root.is_dir() else ' (no such folder)'}: put"
+        place = f"the data folder is {root}{'' if root.is_dir() else ' (no such folder)'}: put"
     return (
         f"data set {source.name!r} was not found; {place} {source.name}.npz there, "
         f"or its usual files ({source.usual_files}), "

@@ -4,26 +4,36 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
-from undrift.core.errors import BadData, BadSetting, MissingData, UndriftError
+from undrift.core.errors import BadData, BadSetting, MissingData, UndriftError, UnknownName
+from undrift.core.files import data_folder, replaced
 from undrift.core.names import attribute, call_with_options, module_of, names, with_options
+from undrift.data._formats import read_arrays
 from undrift.data._sites import leave_out
+from undrift.data._sources import check, read_npz
+from undrift.data._user_file import read_user_file
 from undrift.data.dataset import Dataset
 from undrift.data.federation import hold_out
 from undrift.data.from_user import dataset_from
 from undrift.data.partition import Holdings, deal
 
+NAME = r"[a-z][a-z0-9_-]*"  # of a data set of the user's
+
 
 def data_root() -> Path | None:
-    """The folder that UNDRIFT_DATA names."""
-    root = Path(os.environ["UNDRIFT_DATA"]) if os.environ.get("UNDRIFT_DATA") else None
-    if root is not None and not root.is_dir():
-        raise MissingData(f"UNDRIFT_DATA is {root}, which is not a folder; set it to the folder with the data sets")
-    return root
+    """The folder that UNDRIFT_DATA names; where it names none, that of `undrift data add`, if anything was added."""
+    if os.environ.get("UNDRIFT_DATA"):
+        root = Path(os.environ["UNDRIFT_DATA"])
+        if not root.is_dir():
+            raise MissingData(f"UNDRIFT_DATA is {root}, which is not a folder; set it to the folder with the data sets")
+        return root
+    return data_folder() if data_folder().is_dir() else None
 
 
 def load_dataset(name: str) -> Dataset:
@@ -39,12 +49,66 @@ def load_dataset(name: str) -> Dataset:
         except Exception as error:  # anything that the user's function raises
             raise BadData(f"{name} failed: {type(error).__name__}: {error}") from error
         return dataset_from(data)
+    check_dataset(name)
+    if (asked := name.partition("(")[0].strip()) in added():
+        if name != asked:
+            raise BadSetting(f"{asked} takes no options")
+        return read_added(name)
     load, site = module_of("datasets", name).load, with_options(name)[1].get("without")
     if site is not None and type(site) is not int:
         raise BadSetting(f"without takes a site's number, such as without=1, not {site!r}")
     spec = name if site is None else re.sub(r"\bwithout\s*=[^,)]*,?", "", name)
     loaded: Dataset = call_with_options(load, (data_root(),), spec)
     return loaded if site is None else leave_out(loaded, site)
+
+
+def added() -> list[str]:
+    """The names of the data sets that the user has added."""
+    root = data_root()
+    files = [] if root is None else root.glob("*.npz")
+    return sorted({file.stem for file in files if re.fullmatch(NAME, file.stem)} - {*names("datasets")})
+
+
+def check_dataset(name: str) -> None:
+    """Raise UnknownName for a data set that is neither registered nor added."""
+    known, asked = [*names("datasets"), *added()], name.partition("(")[0].strip()
+    if ":" not in name and asked not in known:
+        raise UnknownName("dataset", asked, known)
+
+
+def add(name: str, file: Path) -> Path:
+    """Check the arrays of an .npz file and copy it, so that the data set has a name from now on."""
+    if not re.fullmatch(NAME, name):
+        raise BadSetting(
+            f"a data set's name has small letters, digits, - and _, and begins with a letter, not {name!r}"
+        )
+    if name in names("datasets"):
+        source = getattr(module_of("datasets", name), "SOURCE", None)
+        if source is None:
+            raise BadSetting(f"{name} is the name of a data set that is not read from {name}.npz; choose another name")
+        check(read_npz(file), source, str(file))
+    else:
+        read_added(name, file)
+    root = data_root() or data_folder()
+    target = root / f"{name}.npz"
+    if target.exists():
+        raise BadSetting(f"{target} is there already; choose another name, or remove it")
+    root.mkdir(parents=True, exist_ok=True)
+    with replaced(target) as temporary:
+        shutil.copyfile(file, temporary)
+    return target
+
+
+def read_added(name: str, file: Path | None = None) -> Dataset:
+    """A data set of the user's: x_train, y_train, x_test and y_test, or x, y and split, with class labels."""
+    file = file or (data_root() or data_folder()) / f"{name}.npz"
+    arrays = read_arrays(file)
+    if {"x", "y"} <= arrays.keys() and "split" not in arrays and "x_test" not in arrays:
+        raise BadData(
+            f"{file}: holds no test samples; add split [n] with train or test for each sample, or x_test, y_test"
+        )
+    parts = [read_user_file(file, masks=False, part=part) for part in ("train", "test")]
+    return replace(dataset_from(tuple(array for part in parts for array in part)), name=name)
 
 
 def available(root: Path | None) -> list[tuple[str, str]]:
@@ -54,14 +118,14 @@ def available(root: Path | None) -> list[tuple[str, str]]:
         if name == "imagefolder":
             return "any folder in ImageNet's layout: imagefolder:PATH"
         try:
-            data = module_of("datasets", name).load(root)
+            data = read_added(name) if name in added() else module_of("datasets", name).load(root)
         except MissingData:
             return "not there"
         except UndriftError as error:
             return str(error)
         return f"{len(data.y_train)} training and {len(data.y_test)} test samples, {data.classes} classes"
 
-    return [(name, state(name)) for name in names("datasets")]
+    return [(name, state(name)) for name in [*names("datasets"), *added()]]
 
 
 def prepare(name: str, root: Path | None, out: Path | None) -> Path:

@@ -9,16 +9,16 @@ import statistics
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 from undrift.core.errors import BadSetting, MissingData
 from undrift.core.names import with_options
 from undrift.data.load import load_dataset
 from undrift.jobs.config import JobConfig, check_known
+from undrift.jobs.shipped import PAPERS, SWEEPS
 from undrift.jobs.sweep import KINDS
 
-FOLDER = Path(__file__).parent / "suites"
+FOLDER = PAPERS
 COMMANDS = {"run": "algorithm", "dp": "method", "pipe": "pipe"}  # to the kinds of jobs of a sweep
 KEYS = (
     "title", "paper", "about", "command", "like", "settings", "set", "score", "columns", "rows", "claims", "tune", "small",
@@ -108,6 +108,8 @@ def names_of_suites() -> list[str]:
 @functools.cache
 def read_suite(name: str) -> dict[str, Any]:
     """The content of a suite's file, on top of the one that it is `like`."""
+    if (SWEEPS / f"{name}.toml").exists():
+        raise BadSetting(f"{name} is a sweep; run it with 'undrift sweep {name}'")
     check_known("suite", [name], names_of_suites())
     content = tomllib.loads((FOLDER / f"{name}.toml").read_text(encoding="utf-8"))
     check_known(f"key of the suite {name}", content, KEYS)

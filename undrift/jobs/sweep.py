@@ -18,7 +18,7 @@ from undrift.algorithms.checks import check_algorithm
 from undrift.core.device import pick_device
 from undrift.core.errors import BadRunFolder, BadSetting, CannotWrite, MissingData, UndriftError
 from undrift.core.names import module_of
-from undrift.data.load import load_dataset
+from undrift.data.load import check_dataset, load_dataset
 from undrift.data.partition import PARTITIONS
 from undrift.dataparallel import command as parallel
 from undrift.jobs import packs
@@ -111,9 +111,9 @@ def plan(path: Path, track: str | None = None) -> tuple[list[Job], dict[str, Any
             name = "-".join([algorithm, *varied, f"seed={seed}"]).replace("/", "_").replace(":", "_")
             try:
                 config = command.resolve(settings | {what: algorithm, "seed": seed}, values)
-                for registry, entry in (("datasets", config.dataset), ("models", config.model)):
-                    if ":" not in entry:
-                        module_of(registry, entry)
+                check_dataset(config.dataset)
+                if ":" not in config.model:
+                    module_of("models", config.model)
             except BadSetting as error:  # which does not name the run
                 raise BadSetting(f"{name}: {error}") from error
             # The report would count the same run twice as two seeds.

@@ -82,7 +82,8 @@ def project(
 
     `products` [m, m] is the rows' Gram matrix and `along` [m] their products with p, if the caller has them. Only the nonzero
     rows in `counts` [m] are constraints. `start` [m] is a guess of the active rows, such as those of a similar programme. If no
-    exact solution is found, one that breaks constraints of unit rows by at most `allowed` |p| will do: 1e-6 for float32, else 1e-9.
+    exact solution is found, one that breaks constraints of unit rows by at most `allowed` |p| will do: 1e-6 for float32, or else
+    1e-9.
 
     >>> project(torch.tensor([1.0, -1.0]), torch.tensor([[0.0, 1.0]])).u
     tensor([1., 0.])

@@ -1,4 +1,4 @@
-"""A usual DDP loop with DEF as its optimizer: torchrun --nproc-per-node 2 examples/ddp_def.py (or python, for one process)."""
+"""A usual DDP loop with DEF as its optimizer: torchrun --nproc-per-node 2 ddp_def.py (or python, for one process)."""
 
 from __future__ import annotations
 

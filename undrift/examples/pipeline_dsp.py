@@ -1,7 +1,7 @@
 """Train a network in three blocks with diversely stale parameters, and compare it with plain backpropagation.
 
-python examples/pipeline_dsp.py                                            # a simulation in one process
-torchrun --nproc-per-node 3 examples/pipeline_dsp.py                       # one process for each block
+python pipeline_dsp.py                                            # a simulation in one process
+torchrun --nproc-per-node 3 pipeline_dsp.py                       # one process for each block
 """
 
 from __future__ import annotations

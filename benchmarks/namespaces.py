@@ -1,6 +1,6 @@
 """A federation as on five machines: a server and four clients in network namespaces, each client behind a link of its own.
 
-    sudo python examples/federation_in_namespaces.py
+    sudo python benchmarks/namespaces.py
 
 Everything is as in a real federation: TLS, a key for each client, SCAFFOLD's control variates on the clients' own disks. Needs
 root for the namespaces, iproute2 and `pip install 'undrift[flower]'`. `benchmarks/federation.py`, whose links these are,
@@ -10,8 +10,6 @@ measures where the time goes.
 import sys
 import time
 from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks"))
 
 from federation import ADDRESS, check_can, crossed, links, within
 
