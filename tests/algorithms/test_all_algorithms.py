@@ -73,9 +73,27 @@ NEUTRAL: dict[str, tuple[dict[str, Any], dict[str, Any], int] | None] = {
     "fedsm": ({}, {}, 4),
     "fedsm-extra": ({}, {}, 4),
     "ensemble": ({}, {}, 4),
+    "fednova": ({}, {}, 4),  # all take as many steps
+    "fedexp": ({"eps": 1e9}, {}, 4),
+    "fedacg": ({"lam": 0.0, "beta": 0.0}, {}, 4),
+    "fedvarp": ({}, {"cohort": 6}, 4),
+    "scaffold-m": ({"beta": 1.0}, {}, 1),
+    "fedlesam": ({"radius": 0.0}, {}, 4),
+    "fedgamma": ({"radius": 0.0}, {}, 1),
+    "fedspeed": None,  # the proximal term must be there
+    "fedsmoo": None,
+    "fedntd": ({"beta": 0.0}, {}, 4),
+    "ditto": ({}, {}, 4),
+    "fedper": None,  # the server's head stays
+    "fedrep": None,
+    "fedbabu": None,
+    "fedbn": ({}, {}, 4),  # without normalisation
 }
 # Methods whose server's model is FedAvg's for all settings; what they leave the clients is tested in reference/test_personal.py.
-FEDAVG_INSIDE = ("fedavg", "ft", "apfl", "fedsm", "fedsm-extra", "ensemble")
+# FedNova's steps are equal here, FedExP's clients agree, and FedBN's model has no normalisation.
+FEDAVG_INSIDE = (
+    "fedavg", "ft", "apfl", "fedsm", "fedsm-extra", "ensemble", "ditto", "fednova", "fedexp", "fedbn",
+)  # fmt: skip
 GENTLE: dict[str, dict[str, Any]] = {
     "fedavgslm": {"lr": 0.002},  # momentum on both sides, kept between rounds: 100 times the rate
     "pfedme": {"lam": 2.0},
@@ -123,6 +141,21 @@ COSTS = {
     "fedsm": ("selector", 2, 3),
     "fedsm-extra": (2, 2, 2),
     "ensemble": (2, 2, 2),
+    "fednova": (1, 1, 1),
+    "fedexp": (1, 1, 1),
+    "fedacg": (1, 1, 1),
+    "fedvarp": (1, 1, 1),
+    "scaffold-m": (2, 2, 1),
+    "fedlesam": (1, 1, 1),
+    "fedgamma": (2, 2, 2),
+    "fedspeed": (1, 1, 2),
+    "fedsmoo": (2, 2, 2),
+    "fedntd": (1, 1, 1),
+    "ditto": (1, 1, 2),
+    "fedper": (1, 1, 1),
+    "fedrep": (1, 1, 1),
+    "fedbabu": (1, 1, 1),
+    "fedbn": (1, 1, 1),
 }
 
 
@@ -168,7 +201,7 @@ class Problem:
     """Five clients with quadratics in four dimensions; the third takes a step less."""
 
     S, P, K = 5, 4, 3
-    layout: ClassVar[Layout] = Layout(("a", "b"), (torch.Size([3]), torch.Size([1])))
+    layout: ClassVar[Layout] = Layout(("a.weight", "b.weight"), (torch.Size([3]), torch.Size([1])))
 
     def __init__(self) -> None:
         random = torch.Generator().manual_seed(0)
@@ -182,7 +215,7 @@ class Problem:
         """The client part for those clients that `take` picks out of [S, ...]."""
         steps = ((Quadratic(take(self.h), take(self.c), k), take(self.live[k])) for k in range(self.K))
         none = torch.zeros(0, dtype=torch.float64)
-        return train(alg, down, client, none, steps, NoData(none))  # type: ignore[arg-type]
+        return train(alg, down, client, none, steps, NoData(none, self.layout))  # type: ignore[arg-type]
 
     def states(self, alg: Any) -> tuple[Any, Any]:
         """What goes down and what the clients [S] keep, neither of them all zeros."""

@@ -666,6 +666,222 @@ class GradMA(GradMAW, GradMAS):
     defaults = GradMAW.defaults | GradMAS.defaults
 
 
+class FedNova(FedAvg):
+    """The paper's a_i as a list: how often each gradient of a round counts in d_i / eta_l."""
+
+    @staticmethod
+    def a(steps: int, momentum: float) -> list[float]:
+        """A gradient stays in the buffer, a little less in each step that follows."""
+        return [sum(momentum**later for later in range(steps - k)) for k in range(steps)]
+
+    def step(self, mean: Named, answers: dict[int, Answer], sampled: list[int]) -> Named:
+        mu = self.option["momentum"] if self.option["optimizer"] == "momentum" else 0.0
+        tau = {i: sum(self.a(answer.steps, mu)) for i, answer in answers.items()}
+        effective = sum(self.share[i] * tau[i] for i in answers)
+        return {n: effective * sum(self.share[i] / tau[i] * answers[i].d[n] for i in answers) for n in mean}
+
+
+class FedExP(FedAvg):
+    """Whole vectors in numpy."""
+
+    defaults = dict(eps=1e-3)
+
+    def __init__(self, problem: Problem, weights: str = "uniform", **options: Any) -> None:
+        super().__init__(problem, weights, **options)
+        self.longer: list[float] = []
+
+    def step(self, mean: Named, answers: dict[int, Answer], sampled: list[int]) -> Named:
+        names = list(mean)
+        each = sum(self.share[i] * np.linalg.norm(joined(answers[i].d, names)) ** 2 for i in answers)
+        self.longer.append(max(1.0, each / (2 * np.linalg.norm(joined(mean, names)) ** 2 + 2 * self.option["eps"])))
+        return {n: self.longer[-1] * d for n, d in mean.items()}
+
+    def facts(self) -> dict[str, float]:
+        return {"extrapolation": self.longer[-1]}
+
+
+class FedACG(FedAvg):
+    """In the authors' signs: Delta_i = x_i^K - y_t, and the momentum is added. The loss has the proximal term."""
+
+    defaults = dict(lam=0.85, beta=0.01)
+
+    def __init__(self, problem: Problem, weights: str = "uniform", **options: Any) -> None:
+        super().__init__(problem, weights, **options)
+        self.momentum = self.zeros()
+
+    def ahead(self) -> Named:
+        return {n: x + self.option["lam"] * self.momentum[n] for n, x in self.x.items()}
+
+    def first(self, client: int) -> Named:
+        return self.ahead()
+
+    def loss(self, inputs: Tensor, targets: Tensor) -> Tensor:
+        y = self.ahead()
+        apart = sum((p - y[n]).square().sum() for n, p in self.module.named_parameters())
+        return super().loss(inputs, targets) + self.option["beta"] / 2 * apart
+
+    def update(self, client: int) -> Named:
+        y = self.ahead()
+        return {n: y[n] - end for n, end in self.here().items()}
+
+    def step(self, mean: Named, answers: dict[int, Answer], sampled: list[int]) -> Named:
+        self.momentum = {n: self.option["lam"] * m - mean[n] for n, m in self.momentum.items()}
+        return {n: -m for n, m in self.momentum.items()}
+
+
+class FedVARP(FedAvg):
+    """The server's table of y, with a zero for everybody at first."""
+
+    def __init__(self, problem: Problem, weights: str = "uniform", **options: Any) -> None:
+        super().__init__(problem, weights, **options)
+        self.y = [self.zeros() for _ in problem.sizes]
+
+    def step(self, mean: Named, answers: dict[int, Answer], sampled: list[int]) -> Named:
+        v = {}
+        for n in mean:
+            news = torch.stack([answer.d[n] - self.y[i][n] for i, answer in answers.items()]).mean(0)
+            v[n] = news + torch.stack([y[n] for y in self.y]).mean(0)
+        for i, answer in answers.items():
+            self.y[i] = answer.d
+        return v
+
+
+class ScaffoldM(FedAvg):
+    """c_i by client; c is not updated but computed: the mean of all N clients' c_i."""
+
+    defaults = dict(beta=0.2)
+
+    def __init__(self, problem: Problem, weights: str = "uniform", **options: Any) -> None:
+        super().__init__(problem, weights, **options)
+        self.own: dict[int, Named] = {}
+        self.g = self.zeros()
+
+    def correct(self, client: int) -> None:
+        beta, own = self.option["beta"], self.own.get(client, self.zeros())
+        for name, parameter in self.module.named_parameters():
+            c = sum((c[name] for c in self.own.values()), torch.zeros(())) / len(self.problem.sizes)
+            parameter.grad = beta * (parameter.grad - own[name] + c) + (1 - beta) * self.g[name]
+
+    def moved(self, before: Named, answers: dict[int, Answer]) -> None:
+        for i in answers:
+            self.own[i] = self.raw[i]
+        mean = {n: sum(self.share[i] * answers[i].d[n] for i in answers) for n in self.x}
+        self.g = {n: d / (mean_steps(answers) * self.rate) for n, d in mean.items()}
+
+
+class FedLESAM(FedAvg):
+    """Every model that was ever sent is kept, by round; x_old is looked up."""
+
+    defaults: dict[str, Any] = dict(radius=0.1, before="client")
+
+    def __init__(self, problem: Problem, weights: str = "uniform", **options: Any) -> None:
+        super().__init__(problem, weights, **options)
+        self.sent: list[Named] = []
+        self.visits: dict[int, int] = {}  # the round of each client's last visit
+
+    def gradient(self, client: int, batch: list[int]) -> None:
+        old = self.visits.get(client, self.t - 1)
+        if self.option["before"] == "server":
+            old = max(0, self.t - 2)
+        past = self.sent[old] if old < len(self.sent) else self.x
+        u = {n: past[n] - x for n, x in self.x.items()}
+        length = np.linalg.norm(joined(u, list(u)))
+        here = self.here()
+        self.put({n: x + self.option["radius"] * u[n] / (length + 1e-7) for n, x in here.items()})
+        super().gradient(client, batch)
+        self.put(here)
+
+    def moved(self, before: Named, answers: dict[int, Answer]) -> None:
+        while len(self.sent) < self.t:
+            self.sent.append(before)
+        self.visits |= dict.fromkeys(answers, self.t - 1)
+
+
+class FedGamma(FedSAM, Scaffold):
+    """FedSAM's gradient in SCAFFOLD's step."""
+
+    defaults = Scaffold.defaults | FedSAM.defaults
+
+
+class FedSpeed(FedAvg):
+    """The correction is in the loss, as in the paper's Lagrangian; x_hat_i = x_i^K - lam G_i goes up."""
+
+    defaults: dict[str, Any] = dict(alpha=1.0, radius=0.1, lam=10.0, normalize=True, correct="cohort")
+    gradients_a_step = 2
+
+    def __init__(self, problem: Problem, weights: str = "uniform", **options: Any) -> None:
+        super().__init__(problem, weights, **options)
+        self.G: dict[int, Named] = {}
+
+    def gradient(self, client: int, batch: list[int]) -> None:
+        alpha, G, here = self.option["alpha"], self.G.get(client, self.zeros()), self.here()
+        super().gradient(client, batch)
+        g1 = {n: p.grad.clone() for n, p in self.module.named_parameters() if p.grad is not None}
+        length = np.linalg.norm(joined(g1, list(g1))) + 1e-7 if self.option["normalize"] else 1.0
+        g2 = self.elsewhere({n: x + self.option["radius"] / length * g1[n] for n, x in here.items()}, batch)
+        for name, parameter in self.module.named_parameters():
+            held = (here[name] - self.x[name]) / self.option["lam"]
+            parameter.grad = (1 - alpha) * g1[name] + alpha * g2[name] - G[name] + held
+
+    def keep(self, client: int, answer: Answer) -> None:
+        G = self.G.get(client, self.zeros())
+        self.G[client] = {n: G[n] - (-d) / self.option["lam"] for n, d in answer.d.items()}
+
+    def step(self, mean: Named, answers: dict[int, Answer], sampled: list[int]) -> Named:
+        lam, everybody = self.option["lam"], len(self.problem.sizes)
+        if self.option["correct"] == "all":
+            return {n: d + lam * sum(G[n] for G in self.G.values()) / everybody for n, d in mean.items()}
+        ends = {i: {n: self.x[n] - d - lam * self.G[i][n] for n, d in a.d.items()} for i, a in answers.items()}
+        return {n: self.x[n] - sum(self.share[i] * ends[i][n] for i in answers) for n in mean}
+
+
+class FedSMOO(FedDyn):
+    """FedDyn's loss at a point uphill of the gradient less the duals."""
+
+    defaults: dict[str, Any] = dict(alpha=0.1, radius=0.1, dual="paper", form="paper")
+    gradients_a_step = 2
+
+    def __init__(self, problem: Problem, weights: str = "uniform", **options: Any) -> None:
+        super().__init__(problem, weights, **options)
+        self.mu: dict[int, Named] = {}
+        self.s, self.s_k, self.mu_k = self.zeros(), self.zeros(), self.zeros()
+        self.sent: dict[int, Named] = {}
+        self.ends: dict[int, Named] = {}
+
+    def ready(self, client: int, optimizer: torch.optim.Optimizer) -> None:
+        super().ready(client, optimizer)
+        self.mu_k = self.mu.get(client, self.zeros())
+
+    def gradient(self, client: int, batch: list[int]) -> None:
+        here, mine = self.here(), self.h_of(client)
+        FedAvg.loss(self, self.problem.inputs[batch], self.problem.targets[batch]).backward()
+        v = {n: p.grad - self.mu_k[n] - self.s[n] for n, p in self.module.named_parameters() if p.grad is not None}
+        length = np.linalg.norm(joined(v, list(v))) + 1e-7
+        self.s_k = {n: self.option["radius"] / length * t for n, t in v.items()}
+        self.mu_k = {n: m + self.s_k[n] - self.s[n] for n, m in self.mu_k.items()}
+        g = self.elsewhere({n: x + self.s_k[n] for n, x in here.items()}, batch)
+        for name, parameter in self.module.named_parameters():
+            parameter.grad = g[name] - mine[name] + self.option["alpha"] * (here[name] - self.x[name])
+
+    def h_of(self, client: int) -> Named:
+        return self.own.get(client, self.zeros())
+
+    def update(self, client: int) -> Named:
+        less = 1 if self.option["dual"] == "paper" else 0
+        self.sent[client] = {n: m - less * self.s_k[n] for n, m in self.mu_k.items()}
+        self.ends[client] = self.mu_k
+        return super().update(client)
+
+    def keep(self, client: int, answer: Answer) -> None:
+        super().keep(client, answer)
+        self.mu[client] = self.ends[client]
+
+    def moved(self, before: Named, answers: dict[int, Answer]) -> None:
+        total = {n: sum(self.sent[i][n] for i in answers) / len(answers) for n in self.x}
+        length = np.linalg.norm(joined(total, list(total))) + 1e-7
+        self.s = {n: self.option["radius"] / length * t for n, t in total.items()}
+
+
 def joined(tensors: Named, names: list[str]) -> np.ndarray:
     return np.concatenate([tensors[n].numpy().ravel() for n in names])
 
@@ -705,7 +921,9 @@ ALGORITHMS = {
     "fedproxm": FedProxM, "dp-ftrl": DPFTRL, "fedadam": FedAdam, "fedyogi": FedYogi, "fedadagrad": FedAdagrad, "fedsam": FedSAM,
     "fedcm": FedCM, "mofedsam": MoFedSAM, "fedavglm": FedAvgLM, "fedavglm-z": FedAvgLMZ, "fedavgslm": FedAvgSLM,
     "fedavgslm-z": FedAvgSLMZ, "feddyn": FedDyn, "mifa": MIFA, "mifam": MIFAM, "fedmim": FedMIM, "domo": DOMO,
-    "domo-s": DOMOS, "gradma-w": GradMAW, "gradma": GradMA,
+    "domo-s": DOMOS, "gradma-w": GradMAW, "gradma": GradMA, "fednova": FedNova, "fedexp": FedExP, "fedacg": FedACG,
+    "fedvarp": FedVARP, "scaffold-m": ScaffoldM, "fedlesam": FedLESAM, "fedgamma": FedGamma, "fedspeed": FedSpeed,
+    "fedsmoo": FedSMOO,
 }  # fmt: skip
 
 

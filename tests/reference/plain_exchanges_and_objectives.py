@@ -205,6 +205,24 @@ class FedMLB(FedAvg):
         )
 
 
+class FedNTD(FedAvg):
+    """Each sample's logits without the true one, sample by sample; F.kl_div."""
+
+    defaults = dict(beta=1.0, temperature=3.0)
+
+    def loss(self, inputs: Tensor, targets: Tensor) -> Tensor:
+        server = copy.deepcopy(self.module)
+        server.load_state_dict(self.x | self.buffers)
+        server.eval().requires_grad_(False)
+        q, q_t, tau = self.module(inputs), server(inputs), self.option["temperature"]
+        apart = []
+        for mine, theirs, true in zip(q, q_t, targets.tolist(), strict=True):
+            others = [c for c in range(len(mine)) if c != true]
+            near, far = F.log_softmax(mine[others] / tau, 0), F.softmax(theirs[others] / tau, 0)
+            apart.append(F.kl_div(near, far, reduction="sum"))
+        return F.cross_entropy(q, targets) + self.option["beta"] * torch.stack(apart).mean()
+
+
 class FedMLBM(FedMLB, FedAvgM):
     """FedMLB's loss, FedAvgM's server."""
 
@@ -219,4 +237,5 @@ ALGORITHMS: dict[str, type[FedAvg]] = {
     "moonm": MoonM,
     "fedmlb": FedMLB,
     "fedmlbm": FedMLBM,
+    "fedntd": FedNTD,
 }

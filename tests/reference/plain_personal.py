@@ -192,6 +192,115 @@ class APFL(Personal):
         return self.lam[i] * weights(self.own[i]) + (1 - self.lam[i]) * weights(self.G)
 
 
+class Ditto(Personal):
+    """The proximal term is in the loss of v_i; the server's model does not change during a round."""
+
+    def round(self, t: int, batches: dict[int, list[list[int]]]) -> None:
+        for i, mine in batches.items():
+            self.begin(i)
+            if not self.o.get("keep_moments"):
+                self.opt[i], self.own_opt[i] = self.optimiser(self.local[i]), self.optimiser(self.own[i])
+            self.train(self.local[i], self.opt[i], mine)
+            for rows in mine:
+                self.own_opt[i].zero_grad()
+                pairs = zip(self.own[i].parameters(), self.G.parameters(), strict=True)
+                apart = sum((v - x.detach()).square().sum() for v, x in pairs)
+                loss = F.cross_entropy(self.own[i](self.X[rows]), self.Y[rows]) + self.o["lam"] / 2 * apart
+                loss.backward()
+                self.own_opt[i].step()
+        self.average(list(batches))
+
+
+class Parts(Personal):
+    """A client's own tensors are in `own`, by name; the server's model has its own first ones for ever."""
+
+    def mine(self, module: nn.Module) -> set[str]:
+        """The names of the tensors that a client keeps: here the last layer's."""
+        *_, (last, _) = module.named_children()
+        return {n for n, _ in module.named_parameters() if n.startswith(f"{last}.")}
+
+    def joined(self, i: int) -> nn.Module:
+        """The server's model with the client's own tensors."""
+        found, kept = copy.deepcopy(self.G), dict(self.own[i].named_parameters())
+        with torch.no_grad():
+            for name, parameter in found.named_parameters():
+                if name in self.mine(found):
+                    parameter.copy_(kept[name])
+        return found
+
+    def fit(self, i: int, mine: list[list[int]]) -> None:
+        self.train(self.local[i], self.optimiser(self.local[i]), mine)
+
+    def round(self, t: int, batches: dict[int, list[list[int]]]) -> None:
+        for i, mine in batches.items():
+            self.local[i] = self.joined(i)
+            self.fit(i, mine)
+            self.own[i] = copy.deepcopy(self.local[i])
+        still = {n: p.detach().clone() for n, p in self.G.named_parameters() if n in self.mine(self.G)}
+        self.average(list(batches))
+        with torch.no_grad():
+            for name, parameter in self.G.named_parameters():
+                if name in still:
+                    parameter.copy_(still[name])
+
+    def serves(self, i: int) -> Tensor:
+        return weights(self.joined(i))
+
+
+class FedPer(Parts):
+    """All of the joined model is trained."""
+
+
+class FedRep(Parts):
+    """Other tensors do not require a gradient, so that the optimiser leaves them alone."""
+
+    def fit(self, i: int, mine: list[list[int]]) -> None:
+        head, module = self.mine(self.local[i]), self.local[i]
+        for part, rows in ((True, mine[: self.o["head_steps"]]), (False, mine[self.o["head_steps"] :])):
+            for name, parameter in module.named_parameters():
+                parameter.requires_grad_((name in head) == part)
+                parameter.grad = None
+            self.train(module, self.optimiser(module), rows)
+
+
+class FedBN(Parts):
+    """Normalisation layers, with their statistics."""
+
+    def mine(self, module: nn.Module) -> set[str]:
+        layers = [name for name, part in module.named_modules() if isinstance(part, nn.BatchNorm1d)]
+        return {n for n, _ in module.named_parameters() if n.rpartition(".")[0] in layers}
+
+    def joined(self, i: int) -> nn.Module:
+        found = super().joined(i)
+        put_statistics(found, statistics(self.own[i]))
+        return found
+
+
+class FedBABU(Personal):
+    """The head does not require a gradient until clients tune it."""
+
+    def fit(self, module: nn.Module, mine: list[list[int]], head: bool, body: bool) -> None:
+        *_, (last, _) = module.named_children()
+        for name, parameter in module.named_parameters():
+            parameter.requires_grad_(head if name.startswith(f"{last}.") else body)
+            parameter.grad = None
+        self.train(module, self.optimiser(module), mine)
+
+    def round(self, t: int, batches: dict[int, list[list[int]]]) -> None:
+        if t == self.o["begin"]:
+            for i in range(len(self.own)):
+                put(self.own[i], weights(self.G))
+                put_statistics(self.own[i], statistics(self.G))
+        for i, mine in batches.items():
+            if t < self.o["begin"]:
+                self.begin(i)
+                self.fit(self.local[i], mine, head=False, body=True)
+            else:
+                self.fit(self.own[i], mine, head=True, body=self.o.get("tunes") == "all")
+        if t < self.o["begin"]:
+            self.average(list(batches))
+
+
 class PerFedAvg(Personal):
     def round(self, t: int, batches: dict[int, list[list[int]]]) -> None:
         alpha, hf, delta = self.o["alpha"], self.o.get("hessian_free", False), self.o.get("delta", 1e-3)

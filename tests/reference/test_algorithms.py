@@ -294,6 +294,52 @@ CASES = [
         model="norm",
     ),
     Case("gradma", "evictions", dict(slots=5, beta1=0.8, beta2=0.8), EPOCHS),
+    # What came after 2020.
+    Case("fednova", "unequal steps, by size", dict(server_lr=0.8, weight_decay=0.05), EPOCHS, "size", **FALL),
+    Case("fednova", "momentum", dict(optimizer="momentum", momentum=0.7), EPOCHS),
+    Case("fednova", "bad sample", {}, Plan(batch=4, epochs=0.8), data="bad", cohort=6, seed=10),
+    Case("fedexp", "plain", {"eps": 1e-6, "lr": 0.3}, EPOCHS),
+    Case("fedexp", "by size", dict(eps=1e-4, server_lr=0.8), EPOCHS, "size", **FALL),
+    Case("fedacg", "plain", {"beta": 0.5}, EPOCHS),
+    Case(
+        "fedacg",
+        "falling rate, by size",
+        dict(lam=0.6, beta=0.8, weight_decay=0.05, server_lr=0.8),
+        EPOCHS,
+        "size",
+        **FALL,
+    ),
+    Case("fedvarp", "plain"),
+    Case("fedvarp", "bad sample", {"server_lr": 0.8}, Plan(batch=4, steps=1), data="bad", cohort=6),
+    Case("scaffold-m", "plain", {"beta": 0.6}, EPOCHS),
+    Case(
+        "scaffold-m",
+        "momentum, by size",
+        dict(optimizer="momentum", momentum=0.5, weight_decay=0.05),
+        EPOCHS,
+        "size",
+        **FALL,
+    ),
+    Case("fedlesam", "plain", {"radius": 0.5}),
+    Case(
+        "fedlesam",
+        "the server's last, by size",
+        dict(radius=0.5, before="server", server_lr=0.8),
+        EPOCHS,
+        "size",
+        **FALL,
+    ),
+    Case("fedgamma", "plain", {"radius": 0.5}, EPOCHS),
+    Case("fedgamma", "decay, by size", dict(radius=0.3, weight_decay=0.05, server_lr=0.8), EPOCHS, "size", **FALL),
+    Case("fedspeed", "plain", {"radius": 0.5, "lam": 4.0}, EPOCHS),
+    Case(
+        "fedspeed", "all, by size", dict(correct="all", alpha=0.6, lam=5.0, weight_decay=0.05), EPOCHS, "size", **FALL
+    ),
+    Case("fedspeed", "as printed", dict(alpha=0.4, radius=0.2, normalize=False), EPOCHS),
+    Case("fedsmoo", "plain", {"radius": 0.4}, EPOCHS),
+    Case(
+        "fedsmoo", "code, by size", dict(radius=0.3, alpha=0.3, dual="code", weight_decay=0.05), EPOCHS, "size", **FALL
+    ),
 ]
 
 

@@ -94,6 +94,8 @@ CASES = [
             ),
         )
     ),
+    Case("fedntd", "plain", dict(beta=2.0), EPOCHS),
+    Case("fedntd", "batch norm, by size", dict(beta=3.0, temperature=0.7, lr=0.2), weights="size", **NORM, **FALL),
     *(
         Case(name, "bad sample", {"option": 1} if name == "scaffold" else {}, Plan(batch=4, steps=1), data="bad",
              cohort=6, model="blocks")

@@ -26,6 +26,7 @@ N = len(SIZES)
 PLAIN = {
     "local": plain.Local, "softpull": plain.SoftPull, "ft": plain.FT, "apfl": plain.APFL, "per-fedavg": plain.PerFedAvg,
     "pfedme": plain.PFedMe, "fedsm": plain.FedSM, "fedsm-extra": plain.FedSMExtra, "ensemble": plain.Ensemble,
+    "ditto": plain.Ditto, "fedper": plain.FedPer, "fedrep": plain.FedRep, "fedbabu": plain.FedBABU, "fedbn": plain.FedBN,
 }  # fmt: skip
 EPOCH, STEPS = Plan(batch=7, epochs=1), Plan(batch=4, steps=3)
 ADAM = dict(optimizer="adam", lr=0.02)
@@ -71,6 +72,17 @@ CASES = [
     Case("fedsm-extra", "adam, by size, batch norm", dict(selector_lr=0.01, begin=2) | ADAM, weights="size", norm=True),
     Case("ensemble", "adam, by size", dict(selector_lr=0.01, begin=2, lam=0.5) | ADAM, weights="size"),
     Case("ensemble", "sgd, batch norm", dict(lr=0.1, selector_lr=0.1, begin=1), norm=True),
+    Case("ditto", "sgd, by size", dict(lr=0.1, lam=0.7), STEPS, "size"),
+    Case("ditto", "adam, some clients, batch norm", dict(lam=2.0) | ADAM, STEPS, cohort=4, norm=True),
+    Case("ditto", "adam, kept", dict(lam=0.5, keep_moments=True) | ADAM, cohort=4),
+    Case("fedper", "sgd, some clients, by size", dict(lr=0.1), EPOCH, "size", cohort=4),
+    Case("fedper", "adam, batch norm", ADAM, STEPS, norm=True),
+    Case("fedrep", "sgd, some clients", dict(lr=0.1, head_steps=2), STEPS, cohort=4),
+    Case("fedrep", "adam, by size, batch norm", dict(head_steps=1) | ADAM, weights="size", norm=True),
+    Case("fedbabu", "sgd, head", dict(lr=0.1, begin=2), STEPS),
+    Case("fedbabu", "adam, all, batch norm", dict(begin=2, tunes="all") | ADAM, STEPS, norm=True),
+    Case("fedbn", "sgd, some clients, by size", dict(lr=0.1), EPOCH, "size", cohort=4, norm=True),
+    Case("fedbn", "adam", ADAM, STEPS, norm=True),
 ]  # fmt: skip
 ABSENT = [  # in replayed rounds the places of clients that are not there are empty
     Case("softpull", "whoever comes", dict(lam=0.6, lr=0.1), STEPS, cohort=4, sampling="bernoulli"),
@@ -120,7 +132,7 @@ def reference(run: Simulation, case: Case) -> plain.Personal:
     data = run.data.train
     assert data.held is not None
     chosen = run.net.networks["selector"].original if run.net.networks else None
-    defaults = {"lam": 0.7, "selector_mode": "full_batch_synced"}
+    defaults = {"lam": 0.7, "head_steps": 2, "selector_mode": "full_batch_synced"}
     return PLAIN[case.name](
         run.net.original, data.held.double(), data.targets, run.data.sizes.tolist(), chosen,
         **(defaults | case.fields), weights=case.weights,
@@ -154,14 +166,26 @@ def agree(case: Case, execution: str) -> None:
         assert (run.replay is not None) == (execution == "replayed")
         if case.name != "local":  # whose server's model stays
             close(run.state.x[:entries], plain.weights(theirs.G))
-            if case.name in ("softpull", "fedsm", "fedsm-extra", "ensemble", "apfl", "ft"):
+            if case.name in (
+                "softpull",
+                "fedsm",
+                "fedsm-extra",
+                "ensemble",
+                "apfl",
+                "ft",
+                "ditto",
+                "fedper",
+                "fedrep",
+                "fedbabu",
+                "fedbn",
+            ):
                 close(run.state.buffers, plain.statistics(theirs.G))
-        if case.name != "ft" or t >= case.fields["begin"]:
+        if case.name not in ("ft", "fedbabu") or t >= case.fields["begin"]:
             for i, served in enumerate(personal_models(run)):
                 seen = i in theirs.seen or "clients.ids" not in run.tensors()
                 if seen:
                     close(served.x[:entries], theirs.serves(i))
-                if seen and case.name in ("local", "softpull", "apfl", "fedsm"):
+                if seen and case.name in ("local", "softpull", "apfl", "fedsm", "ditto", "fedbn"):
                     close(served.buffers, plain.statistics(theirs.own[i]))
         if run.net.networks:
             s = run.alg.selector(run.state.companion).x[: run.net.networks["selector"].layout.entries]

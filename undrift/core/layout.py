@@ -11,6 +11,8 @@ from typing import Annotated, TypeVar
 import torch
 from torch import Tensor
 
+from undrift.core.errors import BadSetting
+
 T = TypeVar("T")
 MODEL = "model"
 Vec = Annotated[Tensor, MODEL]  # marks a field that holds vectors [..., P] of the shared model
@@ -69,6 +71,39 @@ def weights(layout: Layout, like: Tensor) -> Tensor:
     tensor([1., 1., 1., 1., 0., 0.])
     """
     return _weights(layout, like.dtype, like.device)
+
+
+def last_layer(layout: Layout, like: Tensor) -> Tensor:
+    """[P] with 1 for the tensors of the last layer, and 0 for those of the layers before it.
+
+    >>> last_layer(Layout(("0.weight", "1.weight", "1.bias"), (torch.Size((2,)),) * 3), torch.zeros(6))
+    tensor([0., 0., 1., 1., 1., 1.])
+    """
+    layers = [name.rpartition(".")[0] for name in layout.names]
+    if len({*layers}) < 2:
+        raise BadSetting("the model has a single layer, of which no last one can be told apart; take a deeper model")
+    return _tensors(layout, tuple(layer == layers[-1] for layer in layers), like.dtype, like.device)
+
+
+def normalisation(layout: Layout, like: Tensor) -> Tensor:
+    """[P] with 1 for the tensors of layers whose weight has one dimension, which normalise, and 0 for all others.
+
+    >>> shapes = (torch.Size((2, 1)), torch.Size((2,)), torch.Size((2,)), torch.Size((2,)))
+    >>> normalisation(Layout(("0.weight", "0.bias", "1.weight", "1.bias"), shapes), torch.zeros(8))
+    tensor([0., 0., 0., 0., 1., 1., 1., 1.])
+    """
+    layers = [name.rpartition(".")[0] for name in layout.names]
+    named = zip(layers, layout.names, layout.shapes, strict=True)
+    flat = {layer for layer, name, shape in named if name.endswith("weight") and len(shape) == 1}
+    return _tensors(layout, tuple(layer in flat for layer in layers), like.dtype, like.device)
+
+
+@functools.cache
+def _tensors(layout: Layout, chosen: tuple[bool, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    each = [
+        torch.full((n,), float(one), dtype=dtype, device=device) for n, one in zip(layout.sizes, chosen, strict=True)
+    ]
+    return torch.cat([*each, torch.zeros(layout.padding, dtype=dtype, device=device)])
 
 
 @functools.cache

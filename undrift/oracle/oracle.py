@@ -45,6 +45,8 @@ class LocalData(Protocol):
     """The interface for `local_start` and `measure`: all data of a client."""
 
     @property
+    def layout(self) -> Layout: ...
+    @property
     def buffers(self) -> Tensor: ...  # [..., Q] BatchNorm's statistics at the start of the round
     def full_grad(self, x: Tensor) -> Tensor: ...
 
@@ -53,6 +55,7 @@ class NoData(NamedTuple):
     """`LocalData` of a client without samples, to find the shapes of a state."""
 
     buffers: Tensor
+    layout: Layout
 
     def full_grad(self, x: Tensor) -> Tensor:
         return torch.zeros_like(x)

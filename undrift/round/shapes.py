@@ -34,7 +34,7 @@ class Forms(NamedTuple):
         cohort = Task(net, clients).cohort(alg, Who(ids, ids, one, one, one))
         down = send_down(alg, x, state.companion, cohort)
         client = new_clients(alg, down, ids[0], buffers)
-        at = begin(alg, down, client, buffers, torch.Size(), NoData(buffers))
+        at = begin(alg, down, client, buffers, torch.Size(), NoData(buffers, net.layout))
         answers = end(alg, down, at, torch.zeros_like(x[..., :1]))
         stacked = map_leaves(lambda v: v.unsqueeze(0), answers)
         reply = map_leaves(lambda v: v[0], reply_to(alg, state.companion, stacked, cohort))

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from undrift.algorithms.base import Algorithm
 from undrift.core.forms import watch
+from undrift.core.layout import Layout
 from undrift.core.trees import State, leaves, map_leaves
 from undrift.core.vec import witness
 from undrift.data.federation import Federation
@@ -35,17 +36,17 @@ LONGEST_UNROLLED = 16  # local steps of one graph; with more, a step is a graph 
 class Noticing:
     """`LocalData` that notices whether it is asked for anything."""
 
-    def __init__(self, buffers: Tensor) -> None:
-        self.buffers, self.asked = buffers, False
+    def __init__(self, buffers: Tensor, layout: Layout) -> None:
+        self.buffers, self.layout, self.asked = buffers, layout, False
 
     def full_grad(self, x: Tensor) -> Tensor:
         self.asked = True
         return torch.zeros_like(x)
 
 
-def uses_whole(alg: Algorithm, down: State, client: State, buffers: Tensor) -> bool:
+def uses_whole(alg: Algorithm, down: State, client: State, buffers: Tensor, layout: Layout) -> bool:
     """Whether the method makes passes over a client's whole data."""
-    local = Noticing(buffers)
+    local = Noticing(buffers, layout)
     alg.local_start(down, client, local)
     return alg.measures or local.asked
 

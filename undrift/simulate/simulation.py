@@ -349,7 +349,7 @@ class Simulation:
         self.ask(self.work(attendance), who)  # the first call chooses an execution
         alg, down, buffers = self.wrap(self.alg), shared(self.down(who)), self.state.buffers.unsqueeze(-2)
         client = new_clients(alg, down, who.ids, buffers)
-        return FirstStates(client, uses_whole(alg, down, client, buffers))
+        return FirstStates(client, uses_whole(alg, down, client, buffers, self.net.layout))
 
     def enter(self) -> int:
         """Turn to what the algorithm does in the next round; for how many rounds, up to LONGEST, it goes on like that."""

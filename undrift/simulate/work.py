@@ -11,6 +11,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from undrift.core.layout import Layout
 from undrift.core.streams import Purpose, fold, stream
 from undrift.data.batches import Table
 from undrift.data.federation import Federation
@@ -113,6 +114,10 @@ class LocalWhole:
         largest = int(np.max(data.sizes[host]))
         width = min(work.batch, largest)
         return cls(work.net, data, ids, start, sizes, width, -(-largest // width), buffers)
+
+    @property
+    def layout(self) -> Layout:
+        return self.net.layout
 
     @property
     def gradients(self) -> int:
