@@ -84,6 +84,15 @@ def needs_fresh_momentum(part: Any) -> None:
         raise BadSetting(f"{type(part).__name__} sets its local buffers in each round; leave keep_moments at false")
 
 
+def needs_steady_rate(part: Any) -> None:
+    """Raise BadSetting where the rate changes within a round, for parts that divide by the rate and the number of steps."""
+    if not part.steady:
+        raise BadSetting(
+            f"{type(part).__name__} divides by a round's rate and number of steps, so the rate must not change within a round; "
+            "leave out warm_steps and cosine_steps (--warmup and --lr-decay change it between rounds)"
+        )
+
+
 def below_one(part: object, *fields: str) -> None:
     """Raise BadSetting unless every named field lies in [0, 1)."""
     at_least(part, 0.0, *fields)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from undrift.algorithms.base import Cohort, GradientOracle, LocalData, Nothing, Server, Up, Vec, Work, Worker
-from undrift.algorithms.checks import ServerRate, above, at_least, below_one, needs_fresh_momentum
+from undrift.algorithms.checks import ServerRate, above, at_least, below_one, needs_fresh_momentum, needs_steady_rate
 from undrift.algorithms.optimise.momentum import Momentum
 from undrift.core.trees import nbytes
 from undrift.core.vec import mean
@@ -82,6 +82,7 @@ class FusedMomentum(Worker, ServerRate):
         at_least(self, 0.0, "beta")
         above(self, 0.0, "server_lr")  # the momentum is inferred from the server's steps
         needs_fresh_momentum(self)
+        needs_steady_rate(self)
 
 
 @dataclass(frozen=True)
@@ -115,6 +116,7 @@ class GradientMomentum(Server):
     def check(self, clients: int, cohort: int) -> None:
         super().check(clients, cohort)
         below_one(self, "beta1")
+        needs_steady_rate(self)
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,7 @@ from typing import ClassVar, NamedTuple
 from torch import Tensor
 
 from undrift.algorithms.base import Average, Cohort, GradientOracle, Nothing, Up, Vec, Work, Worker
+from undrift.algorithms.checks import needs_steady_rate
 from undrift.core.errors import BadSetting
 from undrift.core.vec import mean
 
@@ -39,6 +40,7 @@ class LastDirection(Worker):
 
     def check(self, clients: int, cohort: int) -> None:
         super().check(clients, cohort)
+        needs_steady_rate(self)
         if not 0.0 < self.alpha <= 1.0:
             raise BadSetting(f"alpha must lie in (0, 1], not {self.alpha}")
 

@@ -10,6 +10,7 @@ from typing import Literal, NamedTuple
 from torch import Tensor
 
 from undrift.algorithms.base import Cohort, GradientOracle, LocalData, State, Vec, Worker
+from undrift.algorithms.checks import needs_steady_rate
 from undrift.algorithms.fedavgm import ServerMomentum
 from undrift.core.vec import mean
 
@@ -56,6 +57,11 @@ class ControlVariates(Worker):
     def gather(self, companion: Companion, up: Up, cohort: Cohort) -> tuple[Tensor, Companion]:
         c = companion.c + cohort.size / cohort.total * mean(up.dc, cohort.uniform)  # c <- c + (1/N) sum_S (c_i^+ - c_i)
         return mean(up.d, cohort.weight), self.Companion(c)
+
+    def check(self, clients: int, cohort: int) -> None:
+        super().check(clients, cohort)
+        if self.option == 2:
+            needs_steady_rate(self)
 
 
 @dataclass(frozen=True)

@@ -241,7 +241,8 @@ class Net:
         if not module.training:
             prepared.train()
         trained = [(n, p) for n, p in prepared.named_parameters() if p.requires_grad]
-        self.layout = Layout.of(trained, ALIGNED)
+        tables = {id(m.weight) for m in prepared.modules() if isinstance(m, nn.Embedding)}
+        self.layout = Layout.of(trained, ALIGNED, frozenset(n for n, p in trained if id(p) in tables))
         if not self.layout.names:
             raise BadSetting("the model has no trainable parameter; set requires_grad on what should be trained")
         tracked = [f"{n}." if n else "" for n, m in prepared.named_modules() if isinstance(m, MaskedBatchNorm)]
