@@ -15,6 +15,8 @@ from pathlib import Path
 import pytest
 
 from undrift.algorithms.checks import check_algorithm
+from undrift.algorithms.optimise import NAMES as OPTIMIZERS
+from undrift.algorithms.optimise import LocalOptimizer
 from undrift.cli import parser, read_settings
 from undrift.core.names import names
 from undrift.core.papers import papers_of
@@ -28,6 +30,7 @@ ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
 ALGORITHMS = ROOT / "undrift" / "algorithms"
 TOP = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")]
+UNREPEATED = ("momentum2", "epsilon", "warm_steps", "cosine_steps")  # fields that algorithms' pages need not repeat
 PAGES = [path for path in TOP if path.exists()] + sorted(DOCS.rglob("*.md"))
 ADRS = sorted(path for path in (DOCS / "adr").glob("*.md") if path.name != "README.md")
 
@@ -106,7 +109,19 @@ def test_every_algorithm_has_a_page_with_all_its_fields_and_defaults(name: str) 
     defaults = {f.name: f.default for f in dataclasses.fields(algorithm_class(name))}
     fields = {n: list(v) if isinstance(v, tuple) else v for n, v in defaults.items()}  # TOML has lists only
     shown = {field: parse_value(default.strip()) for field, default in field_rows(name).items()}
-    assert shown == fields
+    common = {
+        f.name: f.default for f in dataclasses.fields(LocalOptimizer)
+    }  # with their own page, where they are as there
+    assert shown == {n: v for n, v in fields.items() if n in shown or common.get(n) != v or n not in UNREPEATED}
+
+
+def test_the_page_of_base_optimisers_has_all_files_and_fields() -> None:
+    text = (DOCS / "optimisers.md").read_text()
+    rows = dict(re.findall(r"^\| `(\w+)` \| `?([^|`]+)`? \|", text.partition("## Fields")[2], re.MULTILINE))
+    shown = {field: parse_value(default.strip()) for field, default in rows.items()}
+    assert shown == {f.name: f.default for f in dataclasses.fields(LocalOptimizer)}
+    files = re.findall(r"^\| `(\w+)` \|", text.partition("## Fields")[0], re.MULTILINE)
+    assert sorted(files) == list(OPTIMIZERS)
 
 
 @pytest.mark.parametrize("name", names("algorithms"))

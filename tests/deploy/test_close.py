@@ -85,6 +85,20 @@ def test_statistics_and_moments_too(name: str, module: Callable[[], nn.Module] |
     same(on_disk(tmp_path), simulated(run_to_end(make, 3)))
 
 
+@pytest.mark.parametrize(("name", "optimizer"), [("gradma-w", "nesterov"), ("fedavg", "adamw"), ("softpull", "muon")])
+def test_every_base_optimisers_moments_too(name: str, optimizer: str, tmp_path: Path) -> None:
+    fields = dict(lr=0.1, optimizer=optimizer, keep_moments=True, weight_decay=0.1, warm_steps=2, cosine_steps=3)
+
+    def make() -> Simulation:
+        return simulation(algorithm_class(name)(**fields), cohort=4)
+
+    federation, alone = Federation(tmp_path, make), run_to_end(make, 3)
+    federation.path(3)
+    federation.deployment.close()
+    same(on_disk(tmp_path), simulated(alone))
+    torch.testing.assert_close(federation.run.state.x, alone.state.x, rtol=1e-9, atol=1e-12)
+
+
 def test_who_is_away_keeps_what_it_had_and_gets_it_when_the_run_is_resumed(tmp_path: Path) -> None:
     make = maker("softpull", cohort=6)
     first, expected = Federation(tmp_path, make), simulated(run_to_end(make, 3))

@@ -42,7 +42,7 @@ BAD_COMMANDS = [
     ("sweep one.toml --out s", "has no [sweep] table, so it is one run"),
     ("run --stop-at accuracy=high", "stop_at"),
     ("run --weights sized", "did you mean 'size'"),
-    ("run --set optimizer=adamw", "did you mean 'adam'"),
+    ("run --set optimizer=nesterow", "did you mean 'nesterov'"),
     ("run --device tpu", "tpu"),
     ("run --rounds many", "invalid int value"),
     ("run --algorithm nowhere.at:All", "cannot import"),

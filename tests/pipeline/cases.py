@@ -46,8 +46,13 @@ def batches(count: int = BATCHES, dtype: torch.dtype = torch.float64, seed: int 
     ]
 
 
+def factor(n: int) -> float:
+    return 1.0 if n < 12 else 0.2
+
+
 def rate(n: int) -> float:
-    return 0.1 if n < 12 else 0.02
+    """The rate of an optimiser that begins with 0.1."""
+    return 0.1 * factor(n)
 
 
 def sgd(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
@@ -114,7 +119,7 @@ def build(case: str, blocks: int, replicas: int = 1) -> Engine:
     plain = plain or how.startswith("def")
     made = modules(blocks, plain, dtype)
     split = [ModelPart(nn.Sequential(module), (str(k),)) for k, module in enumerate(made)]
-    found = build_engine(kind, split, schedule, optimizer, F.cross_entropy, rate, 0, cpu, replicas, joint)
+    found = build_engine(kind, split, schedule, optimizer, F.cross_entropy, factor, 0, cpu, replicas, joint)
     return MicroBatches(found, method, micro, F.cross_entropy) if micro else found
 
 

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tests.pipeline.cases import batches, build, modules, nesterov, plain_sgd, rate, sgd
+from tests.pipeline.cases import batches, build, factor, modules, nesterov, plain_sgd, rate, sgd
 from tests.reference.dsp import Reference
 from undrift.core.errors import BadSetting
 from undrift.core.streams import Purpose, stream
@@ -31,7 +31,7 @@ def simulator(
 ) -> Simulator:
     schedule, last = Schedule.parse(queues), len(made) - 1
     blocks = [
-        kind(module, k, schedule.m[k], optimizer, F.cross_entropy if k == last else None, options.get("rate", rate))
+        kind(module, k, schedule.m[k], optimizer, F.cross_entropy if k == last else None, options.get("rate", factor))
         for k, module in enumerate(made)
     ]
     return Simulator(blocks, schedule, CPU)
@@ -153,7 +153,7 @@ def test_the_order_of_blocks_in_a_timestamp_does_not_matter(queues: str) -> None
 
     schedule = Schedule.parse(queues)
     losses = [None, None, F.cross_entropy]
-    blocks = [PipelineBlock(module, k, schedule.m[k], sgd, losses[k], rate) for k, module in enumerate(made)]
+    blocks = [PipelineBlock(module, k, schedule.m[k], sgd, losses[k], factor) for k, module in enumerate(made)]
     fed(Reversed(blocks, schedule, CPU), batches())
     assert torch.equal(flat(made), flat(fed_modules(queues)))
 
@@ -551,3 +551,24 @@ def test_after_a_step_that_failed_a_stored_state_leads_on() -> None:
     end, other = failing.state_dict(), straight.state_dict()
     assert end.keys() == other.keys()
     assert all(torch.equal(end[name], other[name]) for name in other)
+
+
+def test_the_rate_multiplies_that_of_each_parameter_group() -> None:
+    """A group with rate zero stays, and another keeps its share."""
+    torch.manual_seed(0)
+    layers = nn.Sequential(nn.Linear(5, 4), nn.Linear(4, 3)).double()
+
+    def groups(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+        weight, bias = parameters
+        return torch.optim.SGD([{"params": [weight], "lr": 0.0}, {"params": [bias], "lr": 0.2}])
+
+    before = [p.detach().clone() for p in layers.parameters()]
+    dsp = DSP(layers, cuts=[1], optimizer=groups, rate=lambda n: 0.5)
+    random = torch.Generator().manual_seed(1)
+    dsp.step((torch.randn(6, 5, dtype=torch.float64, generator=random), torch.randint(0, 3, (6,), generator=random)))
+    dsp.flush()
+    after = dsp.model_state()
+    assert torch.equal(after["0.weight"], before[0]) and torch.equal(after["1.weight"], before[2])
+    assert not torch.equal(after["1.bias"], before[3])
+    rates = {g["lr"] for block in dsp.engine.blocks for g in block.optimizer.param_groups}
+    assert rates == {0.0, 0.1}

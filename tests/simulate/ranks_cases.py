@@ -20,6 +20,7 @@ from undrift.simulate.here import Pool, Stacked
 from undrift.simulate.simulation import Simulation
 
 ROUNDS = 3
+OPTIMIZERS = ("nesterov", "adamw", "muon")
 
 
 def normed() -> nn.Module:
@@ -32,7 +33,10 @@ def build(case: str) -> Simulation:
     name, _, how = case.partition(" ")
     kind = algorithm_class(name)
     # `slots` of all clients, because a cohort of changing size may hold everybody
-    alg = kind(lr=0.1, **({"slots": 0} if "slots" in kind.__dataclass_fields__ else {}))
+    fields: dict[str, Any] = {"slots": 0} if "slots" in kind.__dataclass_fields__ else {}
+    if how in OPTIMIZERS:
+        fields |= dict(optimizer=how, weight_decay=0.1, keep_moments=True, warm_steps=2)
+    alg = kind(lr=0.1, **fields)
     ways: dict[str, dict[str, Any]] = {
         "": {"cohort": 5},
         "float32": {"cohort": 5, "dtype": torch.float32},
@@ -46,6 +50,7 @@ def build(case: str) -> Simulation:
         "broken": {"cohort": 6},
         "guarded": {"cohort": 6, "module": normed(), "aggregate": "geometric", "attack": "gauss:0.4:1"},
         "drifting": {"cohort": 5},
+        **{name: {"cohort": 5} for name in OPTIMIZERS},
     }
     return simulation(alg, fed=federation(), **ways[how])
 
@@ -64,6 +69,9 @@ def cases(kind: str) -> list[str]:
             "fedavg drifting",
             "scaffold guarded",
             "mime guarded",
+            "gradma nesterov",
+            "fedprox adamw",
+            "softpull muon",
         ]
     )
 

@@ -22,16 +22,15 @@ import torch
 from torch import Tensor
 
 from undrift.algorithms import optimise
-from undrift.algorithms.checks import ServerRate, above, at_least, below_one
+from undrift.algorithms.checks import ServerRate, check_local_steps
 from undrift.algorithms.optimise import LocalOptimizer, W
 from undrift.algorithms.personal import Personal
-from undrift.core.errors import UnknownName
 from undrift.core.layout import Layout, weights
 from undrift.core.layout import Vec as Vec
 from undrift.core.trees import Nothing as Nothing
 from undrift.core.trees import State as State
 from undrift.core.trees import nbytes
-from undrift.core.vec import clip, mean
+from undrift.core.vec import clip, descend, mean
 from undrift.oracle.oracle import GradientOracle as GradientOracle
 from undrift.oracle.oracle import LocalData as LocalData
 
@@ -151,22 +150,19 @@ class Worker(LocalOptimizer, Personal, ABC):
     def move(self, work: W, u: Tensor, oracle: GradientOracle, start: Tensor | None = None) -> W:
         """The work after a step along the direction u, from x_i^k or from `start`: clip, decay, base optimiser."""
         x = work.x if start is None else start
+        optimizer, rates = optimise.FILES[self.optimizer], self.at_step(work.k)
         if self.clip:
             u = clip(u, self.clip)
         if self.weight_decay:
-            decayed = work.x if self.decay_biases else work.x * weights(oracle.layout, work.x)
-            u = u + self.weight_decay * decayed
-        x, opt = optimise.FILES[self.optimizer].step(self, x, work.opt, u)
+            decay = self.weight_decay * (work.x if self.decay_biases else work.x * weights(oracle.layout, work.x))
+            x, u = (descend(x, rates.lr, decay), u) if optimizer.DECOUPLED else (x, u + decay)
+        x, opt = optimizer.step(rates, x, work.opt, u, oracle.layout)
         return work._replace(x=x, k=work.k + 1, opt=opt)
 
     def check(self, clients: int, cohort: int) -> None:
         """Raise BadSetting where a field's value, alone or with the federation's size, makes no sense."""
         super().check(clients, cohort)
-        at_least(self, 0.0, "weight_decay", "clip")
-        above(self, 0.0, "lr")
-        below_one(self, "momentum")
-        if self.optimizer not in optimise.NAMES:
-            raise UnknownName("optimizer", self.optimizer, optimise.NAMES)
+        check_local_steps(self)
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,7 @@ import inspect
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, get_args
 
+from undrift.algorithms.optimise import NAMES, LocalOptimizer
 from undrift.core.errors import BadSetting, UnknownName
 
 if TYPE_CHECKING:
@@ -82,6 +83,26 @@ def needs_fresh_momentum(part: Any) -> None:
         raise BadSetting(f"{type(part).__name__} needs optimizer=momentum, not {part.optimizer}")
     if part.keep_moments:
         raise BadSetting(f"{type(part).__name__} sets its local buffers in each round; leave keep_moments at false")
+
+
+def check_local_steps(part: LocalOptimizer) -> None:
+    """Raise BadSetting where the settings of local steps make no sense."""
+    at_least(part, 0.0, "weight_decay", "clip", "warm_steps", "cosine_steps")
+    above(part, 0.0, "lr", "epsilon")
+    below_one(part, "momentum", "momentum2")
+    if part.optimizer not in NAMES:
+        raise UnknownName("optimizer", part.optimizer, NAMES)
+    if part.steady_rate:
+        needs_steady_rate(part)
+
+
+def needs_steady_rate(part: Any) -> None:
+    """Raise BadSetting where the rate changes within a round, for parts that divide by the rate and the number of steps."""
+    if not part.steady:
+        raise BadSetting(
+            f"{type(part).__name__} divides by a round's rate and number of steps, so the rate must not change within a round; "
+            "leave out warm_steps and cosine_steps (--warmup and --lr-decay change it between rounds)"
+        )
 
 
 def below_one(part: object, *fields: str) -> None:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from undrift.algorithms.base import Cohort, GradientOracle, LocalData, Nothing, Server, Up, Vec, Work, Worker
-from undrift.algorithms.checks import ServerRate, above, at_least, below_one, needs_fresh_momentum
+from undrift.algorithms.checks import ServerRate, above, at_least, below_one, needs_fresh_momentum, needs_steady_rate
 from undrift.algorithms.optimise.momentum import Momentum
 from undrift.core.trees import nbytes
 from undrift.core.vec import mean
@@ -33,6 +33,7 @@ class FusedMomentum(Worker, ServerRate):
     buffers: Literal["reset", "average"] = "reset"
 
     varies: ClassVar[tuple[str, ...]] = ("beta",)
+    steady_rate: ClassVar[bool] = True  # the momentum is inferred from it
 
     class Companion(NamedTuple):
         M: Vec
@@ -115,6 +116,7 @@ class GradientMomentum(Server):
     def check(self, clients: int, cohort: int) -> None:
         super().check(clients, cohort)
         below_one(self, "beta1")
+        needs_steady_rate(self)
 
 
 @dataclass(frozen=True)

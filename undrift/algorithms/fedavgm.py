@@ -12,7 +12,7 @@ from typing import ClassVar, Literal, NamedTuple
 from torch import Tensor
 
 from undrift.algorithms.base import Cohort, LocalSGD, Server, Up
-from undrift.algorithms.checks import below_one
+from undrift.algorithms.checks import below_one, needs_steady_rate
 from undrift.core.errors import BadSetting
 
 
@@ -43,6 +43,8 @@ class ServerMomentum(Server):
     def check(self, clients: int, cohort: int) -> None:
         super().check(clients, cohort)
         below_one(self, "beta1", "dampening")
+        if self.momentum_units == "grad":
+            needs_steady_rate(self)
         if self.dampening and not self.beta1:
             raise BadSetting("dampening goes with momentum; set beta1 above 0 or dampening to 0")
 

@@ -25,6 +25,7 @@ class LastDirection(Worker):
     alpha: float = 0.1  # weight of the client's own gradient
 
     varies: ClassVar[tuple[str, ...]] = ("alpha",)
+    steady_rate: ClassVar[bool] = True  # Delta is divided by it
 
     class Companion(NamedTuple):
         delta: Vec  # Delta_t, in gradient units

@@ -7,32 +7,31 @@ Transactions on Neural Networks and Learning Systems, 2023.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, Literal
 
-from undrift.algorithms.base import Average, GradientOracle, Work
+from undrift.algorithms.base import Average, GradientOracle
 from undrift.algorithms.checks import at_least
 from undrift.algorithms.fedsam import sharp_gradient
-from undrift.algorithms.scaffold import Controlled
+from undrift.algorithms.scaffold import ControlVariates
 
 
 @dataclass(frozen=True)
-class SharpVariates(Controlled):
+class SharpVariates(ControlVariates):
     """x_i^{k+1} = x_i^k - eta_l ( g_i(x_i^k + rho u / |u|) - c_i + c )."""
 
-    lr: float = 0.05
+    option: Literal[2] = 2
     radius: float = 0.1  # rho
 
     varies: ClassVar[tuple[str, ...]] = ("radius",)
 
-    def local_step(self, down: Controlled.Down, client: Controlled.Client, work: Work, oracle: GradientOracle) -> Work:
+    def local_step(
+        self,
+        down: ControlVariates.Down,
+        client: ControlVariates.Client,
+        work: ControlVariates.Work,
+        oracle: GradientOracle,
+    ) -> ControlVariates.Work:
         return self.move(work, sharp_gradient(oracle, work.x, self.radius) - client.c + down.c, oracle)
-
-    def local_end(
-        self, down: Controlled.Down, client: Controlled.Client, work: Work
-    ) -> tuple[Controlled.Up, Controlled.Client]:
-        d = down.x - work.x
-        c = client.c - down.c + d / (work.k * self.lr)  # c_i^+ of option II
-        return self.Up(d, c - client.c), self.Client(c)
 
     def check(self, clients: int, cohort: int) -> None:
         super().check(clients, cohort)

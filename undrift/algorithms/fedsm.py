@@ -27,6 +27,7 @@ from undrift.algorithms.pfedme import MoreauEnvelope
 from undrift.algorithms.pulled import GlobalAndPulled
 from undrift.algorithms.wrapper import WorkerWrapper
 from undrift.core.errors import BadSetting
+from undrift.core.layout import Layout
 from undrift.core.trees import map_leaves, nbytes
 from undrift.core.vec import mean
 from undrift.oracle.oracle import View
@@ -104,7 +105,10 @@ class WithSelector(WorkerWrapper):
 
     def stepped(self, s: Stream, g: Tensor) -> Stream:
         """The selector after one step of the base optimiser at `selector_lr`."""
-        x, opt = FILES[self.optimizer].step(replace(self, lr=self.selector_lr), s.x, s.opt, g)
+        whole = Layout(
+            ("selector",), (s.x.shape[-1:],)
+        )  # no tensor of it is a matrix here, which Muon would treat apart
+        x, opt = FILES[self.optimizer].step(replace(self, lr=self.selector_lr), s.x, s.opt, g, whole)
         return s._replace(x=x, k=s.k + 1, opt=opt)
 
     def networks(self, clients: int) -> dict[str, tuple[str, int]]:

@@ -155,8 +155,9 @@ class ExtraRound(Wrapper):
         known = oracle.answers(self.inner.known, down.x, v, statistics)
         g = watching.grad(work.x, self.inner.objective, known.flatten(-2))
         oracle.loss = watching.loss
-        rates = LocalOptimizer(lr=self.inner.selector_lr, momentum=self.momentum)
-        s, opt = FILES[self.optimizer].step(rates, work.x, work.opt, g)
+        lr, epsilon = self.inner.selector_lr, self.epsilon
+        rates = LocalOptimizer(lr=lr, momentum=self.momentum, momentum2=self.momentum2, epsilon=epsilon)
+        s, opt = FILES[self.optimizer].step(rates, work.x, work.opt, g, watching.layout)
         return Stream(s, work.k + 1, opt, watching.buffers)
 
     def local_end(

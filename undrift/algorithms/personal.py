@@ -36,7 +36,7 @@ class Stream(NamedTuple):
     """A further model that a client trains."""
 
     x: Tensor
-    k: Tensor  # [..., 1] steps
+    k: Tensor  # [..., 1] steps of this round
     opt: State
     statistics: Tensor  # [..., Q] its BatchNorm statistics
 

@@ -80,7 +80,8 @@ class GlobalAndPulled(Pulled, Worker):
         return self.Client(Stream(down.x, torch.zeros_like(down.x[..., :1]), self.rest(down.x), buffers))
 
     def local_start(self, down: Down, client: Client, local: LocalData) -> Work:
-        own = client.own if self.keep_moments else client.own._replace(opt=self.rest(client.own.x))
+        own = client.own._replace(k=torch.zeros_like(client.own.k))
+        own = own if self.keep_moments else own._replace(opt=self.rest(own.x))
         return super().local_start(down, client, local)._replace(own=own)
 
     def local_step(self, down: Down, client: Client, work: Work, oracle: GradientOracle) -> Work:

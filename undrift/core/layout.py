@@ -20,18 +20,20 @@ Vec = Annotated[Tensor, MODEL]  # marks a field that holds vectors [..., P] of t
 
 @dataclass(frozen=True)
 class Layout:
-    """Names and shapes of consecutive tensors in a vector, and the number of zeros at its end."""
+    """Names and shapes of consecutive tensors in a vector, the number of zeros at its end, and which tensors are embeddings."""
 
     names: tuple[str, ...]
     shapes: tuple[torch.Size, ...]
     padding: int = 0
+    tables: frozenset[str] = frozenset()  # names of embeddings, in which a row is one thing
 
     @classmethod
-    def of(cls, named: Iterable[tuple[str, Tensor]], multiple: int = 1) -> Layout:
+    def of(cls, named: Iterable[tuple[str, Tensor]], multiple: int = 1, tables: frozenset[str] = frozenset()) -> Layout:
         """The layout of these tensors, with the vector's length rounded up to a multiple."""
         pairs = list(named)
         shapes = tuple(tensor.shape for _, tensor in pairs)
-        return cls(tuple(name for name, _ in pairs), shapes, -sum(s.numel() for s in shapes) % multiple)
+        names = tuple(name for name, _ in pairs)
+        return cls(names, shapes, -sum(s.numel() for s in shapes) % multiple, tables.intersection(names))
 
     @property
     def sizes(self) -> list[int]:

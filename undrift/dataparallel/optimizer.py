@@ -25,6 +25,7 @@ from undrift.dataparallel.def_ import Detached, GroupRates
 from undrift.dataparallel.ef21 import EF21Method
 from undrift.dataparallel.workers import Ranks
 
+EVAL = "eval()"
 POINTS = {"def": "y", "def-a": "x"}  # the names of `evaluating`
 
 
@@ -66,12 +67,19 @@ class CompressedOptimizer(torch.optim.Optimizer):
             for n, p in enumerate(self.flat.params)
         }
         self.workers.agree({"the method": type(self).__name__} | settings | asdict(self.method) | rates | tensors)
-        for part in model.modules() if isinstance(model, nn.Module) else ():  # torch.compile may have wrapped DDP
-            if isinstance(part, DistributedDataParallel) and (keep_local, None) not in part._comm_hooks:
-                part.register_comm_hook(None, keep_local)  # DDP allows one; another optimizer's is the same
+        parts = model.modules() if isinstance(model, nn.Module) else ()  # torch.compile may have wrapped DDP
+        wrapped = [part for part in parts if isinstance(part, DistributedDataParallel)]
+        for part in wrapped:
+            keep_gradients(part)
+        self.search: Any = (
+            None  # until the first step, a hook that looks for a DDP in which a framework wraps the model
+        )
+        if isinstance(model, nn.Module) and not wrapped and self.workers.count > 1:
+            self.search = model.register_forward_pre_hook(keep_gradients_of_active)
         self.t = 0  # iterations so far
         self.compared = False  # whether the ranks know that they are at the same iteration
-        self.shown = ""  # the weights that the parameters hold inside `evaluating`
+        self.shown = ""  # the weights that the parameters hold inside `evaluating` and after `eval`
+        self.means: dict[str, Tensor] = {}  # after `eval`, the means over the ranks of the vectors that differ
         self.vectors: Any = self.method.start(torch.zeros_like(self.flat.scratch), self.workers)
         self.begin()
 
@@ -109,7 +117,9 @@ class CompressedOptimizer(torch.optim.Optimizer):
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
         """One iteration with the gradients that the parameters hold."""
         if self.shown:
-            raise BadSetting("step() inside evaluating() would train other weights; leave the with block first")
+            raise BadSetting(
+                "step() would train the weights to evaluate; leave `with evaluating()`, or call train() after eval()"
+            )
         if Ranks(self.workers.group).count != self.workers.count:
             raise BadSetting("the process group was made after the optimizer; call init_process_group before it")
         self.settle()
@@ -118,6 +128,10 @@ class CompressedOptimizer(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         g = self.flat.gradients([float(g["weight_decay"]) for g in self.param_groups for _ in g["params"]])
+        if self.t == 0:
+            self.check_own_gradients(g)
+            if self.search is not None:
+                self.search.remove()
         moved: list[slice] = []  # stretches of the parameters that are at the next point already
 
         def move_early(stretches: Sequence[slice]) -> None:
@@ -129,6 +143,17 @@ class CompressedOptimizer(torch.optim.Optimizer):
         self.t += 1
         self.move_to_point(list(gaps(moved, len(g))))
         return loss
+
+    def check_own_gradients(self, g: Tensor) -> None:
+        """Refuse gradients that are the same on all ranks: nothing would be saved."""
+        if self.workers.count > 1:
+            first, *others = self.workers.everybody([float(v) for v in (g.double().norm(), g.double().sum())])
+            if first[0] > 0 and all(other == first for other in others):
+                raise BadSetting(
+                    "all ranks have the same gradients in the first step: something else, such as DDP, has averaged them, "
+                    "so everything was sent; make the optimizer from the DDP module, or leave out DDP (if all ranks "
+                    "were given the same samples: give them different ones)"
+                )
 
     def move_to_point(self, stretches: Sequence[slice] | None = None) -> None:
         """Move the parameters, or some stretches of them, to the point of the next gradient."""
@@ -149,11 +174,11 @@ class CompressedOptimizer(torch.optim.Optimizer):
         if which and which not in POINTS:
             raise UnknownName("name of the weights", which, POINTS)
         if self.shown:
-            raise BadSetting(f"the parameters are those of evaluating({self.shown!r}) already")
+            raise BadSetting(f"the parameters are those of {self.shown} already")
         self.settle()
         with torch.no_grad():
             self.flat.write(self.method.model(self.vectors, self.workers, POINTS.get(which, "")))
-        self.shown = which or "its own"
+        self.shown = f"evaluating({which!r})" if which else "evaluating()"
         try:
             yield
         finally:
@@ -161,9 +186,33 @@ class CompressedOptimizer(torch.optim.Optimizer):
             with torch.no_grad():
                 self.move_to_point()
 
+    def eval(self) -> None:
+        """Make the parameters the model to test and save until `train()`; all ranks must call it.
+
+        A `state_dict()` made in between, also on one rank alone, has the means of the ranks' vectors: all can go on from it.
+        """
+        if self.shown == EVAL:
+            return
+        if self.shown:
+            raise BadSetting(f"the parameters are those of {self.shown} already")
+        self.settle()
+        with torch.no_grad():
+            self.means = {name: self.workers.mean(getattr(self.vectors, name).clone()) for name in self.method.own}
+            self.flat.write(self.method.model(self.vectors, self.workers))
+        self.shown = EVAL
+
+    def train(self) -> None:
+        """Put the parameters back where gradients are taken, after `eval()`."""
+        if self.shown == EVAL:
+            self.shown, self.means = "", {}
+            with torch.no_grad():
+                self.move_to_point()
+
     # In checkpoints the vectors that differ between ranks carry the rank in their names.
     def state_dict(self) -> dict[str, Any]:
-        """The state of this rank. Save it on every rank, or `whole_state_dict()` on one."""
+        """The state of this rank. Save it on every rank, or `whole_state_dict()` on one, or this on one after `eval()`."""
+        if self.means:
+            return self._join_state({f"{name}/mean": mean.clone() for name, mean in self.means.items()})
         own = {f"{name}/rank{self.workers.rank}": getattr(self.vectors, name).clone() for name in self.method.own}
         return self._join_state(own)
 
@@ -194,14 +243,17 @@ class CompressedOptimizer(torch.optim.Optimizer):
         places = {}
         for name, vector in self.vectors._asdict().items():
             keys = [name]
-            if name in self.method.own:
+            if name in self.method.own and f"{name}/mean" in state:
+                keys = [f"{name}/mean"]
+            elif name in self.method.own:
                 keys = [f"{name}/rank{r}" for r in (range(before) if before != now else [self.workers.rank])]
             places[name] = keys
             missing = [key for key in keys if key not in state]
             if missing:
                 raise BadRunFolder(
                     f"the checkpoint was made by {before} ranks and lacks {missing[0]}; to go on with {now}, save "
-                    "whole_state_dict(), or on every rank load its own file"
+                    "state_dict() on every rank and load its own file there, or save whole_state_dict(), or call eval() on "
+                    "all ranks before one saves"
                 )
             if state[keys[0]].shape != vector.shape:
                 raise BadRunFolder(f"the stored {name} is {list(state[keys[0]].shape)}, not {list(vector.shape)}")
@@ -215,7 +267,7 @@ class CompressedOptimizer(torch.optim.Optimizer):
                 "errors and momenta, which keeps y = x - mean e",
                 stacklevel=3,  # past no_grad
             )
-        self.t, self.compared = int(state["step"]), False
+        self.t, self.compared, self.shown, self.means = int(state["step"]), False, "", {}
         self.move_to_point()
 
 
@@ -274,6 +326,19 @@ class Flat:
             same = [row for row in rows if row[3] == decay]
             torch._foreach_add_([row[0] for row in same], [row[2] for row in same], alpha=decay)
         return self.scratch
+
+
+def keep_gradients(ddp: DistributedDataParallel) -> None:
+    """Let every rank keep its own gradients. DDP allows one hook, and another optimizer's is the same."""
+    if (keep_local, None) not in ddp._comm_hooks:
+        ddp.register_comm_hook(None, keep_local)
+
+
+def keep_gradients_of_active(module: nn.Module, inputs: object) -> None:
+    """A forward hook for a module: the same for a DDP that has been put around it and is at work now."""
+    ddp = DistributedDataParallel._active_ddp_module
+    if ddp is not None and not ddp._comm_hooks:
+        keep_gradients(ddp)
 
 
 def keep_local(state: object, bucket: GradBucket) -> torch.futures.Future[Tensor]:

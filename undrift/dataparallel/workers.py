@@ -87,13 +87,17 @@ class Ranks:
                 "if one of them was ended, start all again from their last checkpoint"
             ) from error
 
+    def everybody(self, value: Any) -> list[Any]:
+        """The values of all ranks."""
+        values: list[Any] = [None] * self.count
+        self.run(lambda: dist.all_gather_object(values, value, group=self.group))
+        return values
+
     def agree(self, facts: Mapping[str, object]) -> None:
         """Raise on every rank where one differs from rank 0: it would not fail later, it would train nonsense."""
         if not self.has_group:
             return
-        everybody: list[Any] = [None] * self.count
-        self.run(lambda: dist.all_gather_object(everybody, dict(facts), group=self.group))
-        first = everybody[0]
+        first, *_ = everybody = self.everybody(dict(facts))
         for rank, other in enumerate(everybody):
             for name in {**first, **other}:
                 if first.get(name) != other.get(name):

@@ -69,7 +69,7 @@ def run(config: Config = None, **options: Unpack[Options]) -> Result[RunConfig]:
     `model` may be any nn.Module; `data` arrays, a torch Dataset, or a Dataset for each client (see
     `undrift.data.from_user`). `loss(outputs, targets)` is evaluated for each sample and averaged over the real samples.
     `metrics` are measured beside accuracy: functions of (outputs, targets) that give a number for each sample or one for the
-    batch, objects with reset, update and compute (also of torchmetrics), or the names f1, auc, calibration, perplexity.
+    batch, objects with reset, update and compute (also of torchmetrics), or the names f1, auc, calibration, perplexity, bits.
     `on_round` is called with each record; `undrift.Curves()` draws them in a notebook. With `out` the run is written to that
     folder and can be resumed. Under torchrun, all processes do the run together.
 

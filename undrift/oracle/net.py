@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -97,10 +97,8 @@ class StreamDropout(_DropoutNd):
         context = None if self.frozen else self.current.context
         if context is None or self.p == 0.0 or not context.dropout:
             return x
-        self.current.drops += 1
         shape = x.shape[:2] + (1,) * (x.dim() - 2) if self.whole_channels else x.shape
-        keep = kept_entries(context.key + self.current.drops, shape, self.p)
-        return x * keep.to(x.dtype) * (1.0 / (1.0 - self.p) if self.p < 1.0 else 0.0)
+        return drop(self.current, context, x, self.p, shape)
 
 
 class StackedGroupNorm(nn.GroupNorm):
@@ -116,6 +114,130 @@ def kept_entries(key: Tensor, shape: torch.Size, p: float) -> Tensor:
     """Which entries of a shape dropout keeps; the key is that of the pass plus the number of the call."""
     place = torch.arange(shape.numel(), device=key.device).view(shape)
     return ((mix(mix(key) + place) >> 32) & 0xFFFFFFFF) >= int(p * 2**32)
+
+
+def drop(current: _Pass, context: Context, x: Tensor, p: float, shape: torch.Size) -> Tensor:
+    """x with entries set to zero, as the next call in this pass draws them."""
+    current.drops += 1
+    keep = kept_entries(context.key + current.drops, shape, p)
+    return x * keep.to(x.dtype) * (1.0 / (1.0 - p) if p < 1.0 else 0.0)
+
+
+class DropoutInFunctions(TorchFunctionMode):
+    """Dropout that a model's own code calls as a function, inside attention too, from the pass's streams."""
+
+    def __init__(self, current: _Pass, context: Context | None) -> None:
+        super().__init__()
+        self.current, self.context = current, context
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is F.dropout:
+            return self.dropout(*args, **kwargs)
+        if func is F.scaled_dot_product_attention:
+            return self.attention(*args, **kwargs)
+        return func(*args, **kwargs)
+
+    def dropout(self, x: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
+        context = self.drops(p if training else 0.0)
+        return x if context is None else drop(self.current, context, x, p, x.shape)
+
+    def drops(self, p: float) -> Context | None:
+        """The pass from whose streams entries are dropped; None: none are."""
+        if p and self.context is None:
+            raise BadSetting(
+                "the model calls dropout in evaluation too, so its scores cannot be repeated; use nn.Dropout, or give "
+                "the function training=self.training (attention: dropout_p=p if self.training else 0.0)"
+            )
+        return self.context if p and self.context is not None and self.context.dropout else None
+
+    def attention(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        attn_mask: Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+    ) -> Tensor:
+        context = self.drops(dropout_p)
+        if context is None:
+            with_mask: Tensor = F.scaled_dot_product_attention(
+                q, k, v, attn_mask, 0.0, is_causal, scale=scale, enable_gqa=enable_gqa
+            )
+            return with_mask
+        if enable_gqa:
+            k, v = (t.repeat_interleave(q.shape[-3] // t.shape[-3], -3) for t in (k, v))
+        share = attention_weights(q, k, attn_mask, is_causal, scale)
+        return drop(self.current, context, share, dropout_p, share.shape) @ v
+
+
+def attention_weights(q: Tensor, k: Tensor, mask: Tensor | None, causal: bool, scale: float | None = None) -> Tensor:
+    """softmax(q k^T / sqrt(d) + mask) [..., L, S]; a mask of truth values says who may be seen."""
+    scores = q @ k.mT * (q.shape[-1] ** -0.5 if scale is None else scale)
+    if causal:
+        seen = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).tril()
+        scores = scores.masked_fill(~seen, -torch.inf)
+    if mask is not None:
+        scores = scores.masked_fill(~mask, -torch.inf) if mask.dtype == torch.bool else scores + mask
+    return scores.softmax(-1)
+
+
+class StreamAttention(nn.MultiheadAttention):
+    """Multi-head attention whose dropout comes from the pass's streams."""
+
+    current: _Pass
+    frozen: bool
+    p: float  # of dropout; `dropout` is zero
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        key_padding_mask: Tensor | None = None,
+        need_weights: bool = True,
+        attn_mask: Tensor | None = None,
+        average_attn_weights: bool = True,
+        is_causal: bool = False,
+    ) -> tuple[Tensor, Tensor | None]:
+        context = None if self.frozen else self.current.context
+        if context is None or self.p == 0.0 or not context.dropout:
+            out: tuple[Tensor, Tensor | None] = nn.MultiheadAttention.forward(
+                self, query, key, value, key_padding_mask, need_weights, attn_mask, average_attn_weights, is_causal
+            )
+            return out
+        if not self._qkv_same_embed_dim or self.bias_k is not None or self.add_zero_attn or query.dim() != 3:
+            raise BadSetting(
+                "nn.MultiheadAttention with dropout takes batches, and no kdim, vdim, bias_kv or zero_attn here"
+            )
+        given = query, key, value
+        q, k, v = given if self.batch_first else (t.transpose(0, 1) for t in given)
+        biases = (None,) * 3 if self.in_proj_bias is None else self.in_proj_bias.chunk(3)
+        q, k, v = (
+            F.linear(t, w, b).unflatten(-1, (self.num_heads, -1)).transpose(1, 2)
+            for t, w, b in zip((q, k, v), self.in_proj_weight.chunk(3), biases, strict=True)
+        )  # [B, heads, L, d]
+        mask = added(attn_mask, q)
+        if mask is not None and mask.dim() == 3:
+            mask = mask.view(-1, self.num_heads, *mask.shape[1:])
+        hidden = added(key_padding_mask, q)
+        if hidden is not None:
+            mask = hidden[:, None, None] if mask is None else mask + hidden[:, None, None]
+        share = attention_weights(q, k, mask, False)
+        share = drop(self.current, context, share, self.p, share.shape)
+        mixed = self.out_proj((share @ v).transpose(1, 2).flatten(2))
+        weights = (share.mean(1) if average_attn_weights else share) if need_weights else None
+        return mixed if self.batch_first else mixed.transpose(0, 1), weights
+
+
+def added(mask: Tensor | None, like: Tensor) -> Tensor | None:
+    """A mask of nn.MultiheadAttention, where True hides, as numbers to add."""
+    if mask is None or mask.dtype != torch.bool:
+        return mask
+    return torch.zeros(mask.shape, dtype=like.dtype, device=like.device).masked_fill(mask, -torch.inf)
 
 
 class StackedLinear(nn.Linear):
@@ -241,7 +363,8 @@ class Net:
         if not module.training:
             prepared.train()
         trained = [(n, p) for n, p in prepared.named_parameters() if p.requires_grad]
-        self.layout = Layout.of(trained, ALIGNED)
+        tables = {id(m.weight) for m in prepared.modules() if isinstance(m, nn.Embedding)}
+        self.layout = Layout.of(trained, ALIGNED, frozenset(n for n, p in trained if id(p) in tables))
         if not self.layout.names:
             raise BadSetting("the model has no trainable parameter; set requires_grad on what should be trained")
         tracked = [f"{n}." if n else "" for n, m in prepared.named_modules() if isinstance(m, MaskedBatchNorm)]
@@ -255,6 +378,8 @@ class Net:
         self.networks: dict[str, Net] = {}  # further networks that an algorithm trains on the same samples, by name
         self.cache: dict[str, Any] = {}  # results of faster forms' checks of this network
         self._local = threading.local()
+        # Whether the model has code of its own, which may call dropout as a function.
+        self.own_code = any(not type(m).__module__.startswith(("torch.nn.", "undrift.")) for m in prepared.modules())
         self._training = prepared
         self._evaluation = _copy_sharing_tensors(prepared, self.current).eval()
 
@@ -319,7 +444,11 @@ class Net:
         named = {f"module.{name}": tensor for name, tensor in tensors.items()}
         holder, half = _Holder(self.module(context is not None)), half_precision(x.device)
         try:
-            with Promotion() if half else contextlib.nullcontext():
+            with contextlib.ExitStack() as modes:
+                if half:
+                    modes.enter_context(Promotion())
+                if self.own_code:
+                    modes.enter_context(DropoutInFunctions(self.current, context))
                 outputs = functional_call(holder, named, (use,))
         finally:
             self.current.context, self.current.stacked = None, False
@@ -335,12 +464,11 @@ class Net:
     ) -> tuple[Tensor, Tensor]:
         """Outputs for x [P], and the buffers after this pass; context None means evaluation mode."""
         outputs, after = self._run(x, buffers, context, stacked, lambda module: module(inputs))
-        if not isinstance(outputs, Tensor):
-            raise BadSetting(f"the model must return one tensor, not {type(outputs).__name__}")
-        return outputs, after
+        return logits_of(outputs), after
 
     def sample_losses(self, outputs: Tensor, targets: Tensor) -> Tensor:
         """The loss of each sample [B]. A loss that returns one number is called for one sample at a time."""
+        outputs = classes_first(outputs, targets)
         if self.loss is F.cross_entropy:
             each = F.cross_entropy(outputs, targets, reduction="none", ignore_index=self.ignored)
             return self.mean_over_labels(each, targets)
@@ -413,6 +541,35 @@ class Net:
         return state
 
 
+def logits_of(outputs: Any) -> Tensor:
+    """What a model returns: a tensor, or the `logits` of a dict or of an output object."""
+    if isinstance(outputs, Mapping):
+        outputs = outputs.get("logits", outputs)
+    outputs = outputs if isinstance(outputs, Tensor) else getattr(outputs, "logits", outputs)
+    if not isinstance(outputs, Tensor):
+        names = f" of {', '.join(map(str, outputs))}" if isinstance(outputs, Mapping) else ""
+        raise BadSetting(
+            f"the model must return one tensor, or a dict or an object with `logits`, not a {type(outputs).__name__}{names}"
+        )
+    return outputs
+
+
+def classes_first(outputs: Tensor, targets: Tensor) -> Tensor:
+    """Outputs [B, T, V] for labels [B, T] as [B, V, T], as PyTorch's cross-entropy has them; all others unchanged.
+
+    >>> classes_first(torch.zeros(2, 5, 7), torch.zeros(2, 5).long()).shape
+    torch.Size([2, 7, 5])
+    """
+    if outputs.dim() != 3 or targets.dim() != 2 or targets.is_floating_point() or outputs.shape[:2] != targets.shape:
+        return outputs
+    if outputs.shape[1] == outputs.shape[2]:
+        raise BadSetting(
+            f"outputs {list(outputs.shape)} for labels {list(targets.shape)} may be [B, T, V] or [B, V, T]; "
+            "let the number of classes differ from the length, by one more class or one position less"
+        )
+    return outputs.mT
+
+
 def blocks(module: nn.Module) -> list[nn.Module]:
     """The consecutive parts of a model; the last one is the classifier."""
     if not isinstance(module, nn.Sequential) or type(module).forward is not nn.Sequential.forward or len(module) < 2:
@@ -448,6 +605,9 @@ def _prepare(module: nn.Module, name: str, current: _Pass, training: bool, done:
         vars(module).update(current=current)
     elif isinstance(module, nn.AlphaDropout | nn.FeatureAlphaDropout):
         raise BadSetting(f"{type(module).__name__} cannot be drawn from seeded streams; use nn.Dropout or remove it")
+    elif type(module) is nn.MultiheadAttention:
+        module.__class__ = StreamAttention
+        vars(module).update(current=current, frozen=frozen, p=module.dropout, dropout=0.0)
     elif isinstance(module, _DropoutNd):
         whole = not isinstance(module, nn.Dropout)
         module.__class__ = StreamDropout

@@ -24,7 +24,7 @@ from undrift.core.streams import Purpose, stream
 
 Loss = Callable[[Tensor, Tensor], Tensor]
 MakeOptimizer = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
-Rate = Callable[[int], float]  # the learning rate of a batch
+Rate = Callable[[int], float]  # what multiplies the learning rates of all parameter groups for a batch
 NUMBER = ":number"  # suffix of optimiser state that is a plain number
 
 
@@ -109,10 +109,10 @@ class PipelineBlock:
             self.step(self.optimizer, n)
 
     def step(self, optimizer: torch.optim.Optimizer, n: int) -> None:
-        """One step of an optimiser at batch n's rate."""
+        """One step of an optimiser at batch n's rate, which is a factor of each group's own."""
         if self.rate is not None:
             for group in optimizer.param_groups:
-                group["lr"] = self.rate(n)
+                group["lr"] = group.setdefault("initial_lr", group["lr"]) * self.rate(n)
         optimizer.step()
 
     def sends_error(self, h: Tensor) -> bool:

@@ -30,7 +30,7 @@ class DSP:
     `model` is a list of modules, one per block, or an nn.Sequential to cut at the layers `cuts` or into `blocks` of
     equal cost, timed on a batch `sample`: print(dsp.balance) shows the result. The model's own parameters are trained.
     `p` and `m` are the thesis' queue lengths, by default the shortest with which no block waits. `optimizer` makes an
-    optimiser for a list of parameters; `rate` gives the learning rate of batch n.
+    optimiser for a list of parameters; `rate` gives a factor of its groups' learning rates for batch n.
 
     >>> model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
     >>> dsp = DSP(model, cuts=[2], p=(1, 0), m=(2, 0), optimizer=lambda params: torch.optim.SGD(params, lr=0.1))

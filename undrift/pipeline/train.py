@@ -89,12 +89,13 @@ class PipelineTraining(InMemory):
             raise BadSetting(f"differences need rounds of more than {lag} batches, not {self.steps}; raise steps")
         self.parts = cut_model(model, parse_cuts(config.cuts))
 
+        # Their rate is 1, which config.rate multiplies.
         def optimizer(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
             nesterov = config.nesterov and config.momentum > 0
-            return torch.optim.SGD(parameters, config.lr, config.momentum, 0, config.weight_decay, nesterov)
+            return torch.optim.SGD(parameters, 1.0, config.momentum, 0, config.weight_decay, nesterov)
 
         def detached(parameters: list[nn.Parameter], group: Group) -> torch.optim.Optimizer:
-            lam, rates = parse_lam(config.lam), (config.lr, config.momentum, config.weight_decay)
+            lam, rates = parse_lam(config.lam), (1.0, config.momentum, config.weight_decay)
             return DEF(parameters, *rates, config.ratio, lam, seed=config.seed, group=group)
 
         joint = detached if config.reduce == "def" and config.replicas > 1 else None

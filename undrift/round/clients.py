@@ -94,7 +94,7 @@ def local_step(alg: Algorithm, down: State, at: Started, oracle: Oracle) -> Stat
     """`alg.local_step`; where that is x - eta_l g(x) and nothing more, the oracle may have it in one pass."""
     rule = innermost(alg)
     plain = type(rule).local_step is LocalSGD.local_step and type(rule).move is Worker.move
-    if plain and rule.optimizer == "sgd" and not (rule.clip or rule.weight_decay):
+    if plain and rule.optimizer == "sgd" and rule.steady and not (rule.clip or rule.weight_decay):
         return at.work._replace(x=oracle.step(at.work.x, rule.lr), k=at.work.k + 1)
     return alg.local_step(down, at.client, at.work, oracle)
 

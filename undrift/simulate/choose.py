@@ -18,7 +18,7 @@ from undrift.algorithms.base import Algorithm
 from undrift.core.device import available_memory, total_memory
 from undrift.core.errors import BadData, BadSetting, ClientFailed, UndriftError
 from undrift.core.trees import State
-from undrift.oracle.net import IGNORED, Net
+from undrift.oracle.net import IGNORED, Net, classes_first
 from undrift.oracle.oracle import stacks_in_a_thread, task_loss
 from undrift.simulate.graphs import rehearsal
 from undrift.simulate.here import Execution, OneByOne, Pool, Stacked
@@ -142,6 +142,7 @@ def check_labels(net: Net, x: Tensor, buffers: Tensor, work: LocalWork) -> None:
     oracle, _ = next(work.steps(0, 1))
     with blame_model(work):
         outputs, _ = net(x, buffers, oracle.batch.inputs[:1], None)
+    outputs = classes_first(outputs, oracle.batch.targets[:1])
     used = torch.cat([train.flatten(), test.flatten()])
     used = used[(used != IGNORED) & (used != net.ignored)]  # no labels
     if outputs.dim() < 2 or int(used.min()) < 0 or int(used.max()) >= outputs.shape[1]:

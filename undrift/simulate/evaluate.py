@@ -14,13 +14,14 @@ from undrift.core.errors import BadSetting
 from undrift.core.streams import Purpose, sample, stream
 from undrift.data.augment import Transform
 from undrift.data.federation import Federation, Split
-from undrift.oracle.net import IGNORED, Net
+from undrift.oracle.net import IGNORED, Net, classes_first
 from undrift.simulate.whole_metrics import WholeMetric, is_whole, number_of
 
 Metric = Callable[[Tensor, Tensor], Tensor]
 Metrics = Mapping[str, Metric | WholeMetric]
 QUANTILES = (0.1, 0.5, 0.9)
 TWENTIETHS = tuple(k / 20 for k in range(21))  # how the clients' accuracies are distributed
+MOST_OUTPUTS = 1 << 25  # numbers that a model gives at a time for sequences and pictures
 MOST_CLASSES = 100  # whose accuracies are recorded one by one
 MOST_SCORED = 10_000  # clients whose own samples are scored; of more, that many drawn at random stand for all
 
@@ -62,10 +63,14 @@ def sample_scores(
         if isinstance(metric, nn.Module):  # of torchmetrics
             metric.to(x.device)
         metric.reset()
+    if split.targets.dim() > 1:  # outputs for every position may be large
+        one, _ = net(x, buffers, transform(split.take(rows[:1]), net.dtype), None)
+        batch = max(1, min(batch, MOST_OUTPUTS // one.numel()))
     parts = rows.split(batch)
     for part, owner in zip(parts, [None] * len(parts) if owners is None else owners.split(batch), strict=True):
         outputs, _ = net(x, buffers, transform(split.take(part), net.dtype, clients=owner), None)
         targets = split.targets[part]
+        outputs = classes_first(outputs, targets)
         targets = targets.to(net.dtype) if targets.is_floating_point() else targets
         marked = torch.where(targets == net.ignored, IGNORED, targets) if net.ignored != IGNORED else targets
         for name, score in (("loss", net.sample_losses), *apart.items()):

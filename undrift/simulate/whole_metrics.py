@@ -5,6 +5,7 @@ Each has `reset`, `update(outputs, targets)` for a batch, and `compute`; so have
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol, TypeGuard
 
@@ -129,7 +130,20 @@ class Perplexity:
         return float(torch.tensor(self.total / self.labels, dtype=torch.float64).exp())
 
 
-BUILT_IN = {"f1": F1, "auc": AUC, "calibration": Calibration, "perplexity": Perplexity}
+class Bits(Perplexity):
+    """The mean cross-entropy over all labels in bits: of a model of characters, bits per character.
+
+    >>> metric = Bits()
+    >>> metric.update(torch.zeros(3, 4), torch.tensor([0, 1, 2]))
+    >>> metric.compute()
+    2.0
+    """
+
+    def compute(self) -> float:
+        return self.total / self.labels / math.log(2)
+
+
+BUILT_IN = {"f1": F1, "auc": AUC, "calibration": Calibration, "perplexity": Perplexity, "bits": Bits}
 
 
 def metrics_of(given: Mapping[str, Any] | Sequence[str] | None) -> dict[str, Any]:

@@ -1,6 +1,6 @@
 """Adam: m and v are running means of u and u^2, and x moves along m / sqrt(v), both corrected for their start at zero.
 
-Kingma, Ba: Adam: A Method for Stochastic Optimization. ICLR 2015. beta_1 is `momentum`.
+Kingma, Ba: Adam: A Method for Stochastic Optimization. ICLR 2015. beta_1 is `momentum`, beta_2 `momentum2`.
 """
 
 from __future__ import annotations
@@ -11,9 +11,10 @@ import torch
 from torch import Tensor
 
 from undrift.algorithms.optimise import LocalOptimizer
+from undrift.core.layout import Layout
 from undrift.core.vec import descend
 
-BETA2, EPSILON = 0.999, 1e-8
+DECOUPLED = False
 
 
 class Adam(NamedTuple):
@@ -28,8 +29,13 @@ def init(x: Tensor) -> Adam:
     return Adam(torch.zeros_like(x), torch.zeros_like(x), torch.zeros_like(x[..., :1]))
 
 
-def step(rates: LocalOptimizer, x: Tensor, state: Adam, u: Tensor) -> tuple[Tensor, Adam]:
-    n, beta1 = state.n + 1, rates.momentum
-    m, v = torch.lerp(u, state.m, beta1), torch.lerp(u * u, state.v, BETA2)
-    direction = m / (1 - beta1**n) / ((v / (1 - BETA2**n)).sqrt() + EPSILON)
-    return descend(x, rates.lr, direction), Adam(m, v, n)
+def step(rates: LocalOptimizer, x: Tensor, state: Adam, u: Tensor, layout: Layout) -> tuple[Tensor, Adam]:
+    direction, state = adapted(rates, state, u)
+    return descend(x, rates.lr, direction), state
+
+
+def adapted(rates: LocalOptimizer, state: Adam, u: Tensor) -> tuple[Tensor, Adam]:
+    """The direction of the step, and the moments after it."""
+    n, beta1, beta2 = state.n + 1, rates.momentum, rates.momentum2
+    m, v = torch.lerp(u, state.m, beta1), torch.lerp(u * u, state.v, beta2)
+    return m / (1 - beta1**n) / ((v / (1 - beta2**n)).sqrt() + rates.epsilon), Adam(m, v, n)

@@ -8,7 +8,10 @@ import torch
 from torch import Tensor
 
 from undrift.algorithms.optimise import LocalOptimizer
+from undrift.core.layout import Layout
 from undrift.core.vec import descend
+
+DECOUPLED = False
 
 
 class Momentum(NamedTuple):
@@ -21,6 +24,6 @@ def init(x: Tensor) -> Momentum:
     return Momentum(torch.zeros_like(x))
 
 
-def step(rates: LocalOptimizer, x: Tensor, state: Momentum, u: Tensor) -> tuple[Tensor, Momentum]:
+def step(rates: LocalOptimizer, x: Tensor, state: Momentum, u: Tensor, layout: Layout) -> tuple[Tensor, Momentum]:
     b = rates.momentum * state.b + u
     return descend(x, rates.lr, b), Momentum(b)
