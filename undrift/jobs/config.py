@@ -316,7 +316,9 @@ class Stop(NamedTuple):
 
     def reached(self, record: Mapping[str, Any], seconds: float) -> bool:
         now = seconds if self.name == "time" else record.get(self.name)
-        return is_number(now) and bool(now < self.value if self.below else now >= self.value)
+        if now is None or not is_number(now):
+            return False
+        return bool(now < self.value if self.below else now >= self.value)
 
     def unknown(self, record: Mapping[str, Any]) -> str:
         """What to say if a record that was scored has no such number; empty if it has one."""
