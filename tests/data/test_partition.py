@@ -268,9 +268,9 @@ def test_label_entropy_grows_with_the_concentration_up_to_iid(name: str) -> None
 
 def test_balanced_dirichlet_follows_the_clients_own_mixtures() -> None:
     labels = np.arange(60000) % 10
-    begin = time.perf_counter()
+    begin = time.process_time()
     parts = partition("dirichlet-balanced:0.1", labels, 100, seed=0)
-    assert time.perf_counter() - begin < 2
+    assert time.process_time() - begin < 2
     shares = np.array([np.bincount(labels[part], minlength=10) for part in parts]) / 600
     # The largest share of a Dirichlet(0.1) draw over 10 classes is 0.66 on average; an even client has 0.1.
     assert 0.5 < shares.max(axis=1).mean() < 0.8
@@ -279,9 +279,9 @@ def test_balanced_dirichlet_follows_the_clients_own_mixtures() -> None:
 @pytest.mark.parametrize("spec", ["iid", "dirichlet:0.1"])
 def test_a_hundred_thousand_clients_take_seconds(spec: str) -> None:
     labels = np.arange(300_000) % 10
-    begin = time.perf_counter()
+    begin = time.process_time()
     parts = partition(spec, labels, 100_000, seed=0)
-    assert time.perf_counter() - begin < 10
+    assert time.process_time() - begin < 10
     assert len(parts) == 100_000 and sum(map(len, parts)) == 300_000 and min(map(len, parts)) >= 2
 
 

@@ -16,7 +16,7 @@ from undrift.core.names import parse_value as parse_value
 from undrift.core.rates import RateSchedule
 
 MOST = 2**31 - 1  # of a whole number
-LARGEST_GROWTH = 1e30  # of the learning rate
+LARGEST = 1e30  # of a number, and of what a schedule makes of the learning rate: float32 must hold it
 
 
 def setting(default: Any, about: str) -> Any:
@@ -71,7 +71,7 @@ class JobConfig:
         check_choices(self, JOB_CHOICES)
         parse_stop(self.stop_at)
         split_trackers(self.track)
-        if not self.schedule.largest(self.rounds) < LARGEST_GROWTH:
+        if not self.schedule.largest(self.rounds) < LARGEST:
             raise BadSetting(
                 f"lr_decay and lr_drop make the learning rate too large within {self.rounds} rounds; lower them"
             )
@@ -186,7 +186,7 @@ class RunConfig(JobConfig):
 def check_numbers(
     settings: object, least: Mapping[str, int], not_negative: Sequence[str] = (), positive: Sequence[str] = ()
 ) -> None:
-    """Raise BadSetting for a whole number outside its limits, and for a number that is negative, zero or infinite."""
+    """Raise BadSetting for a whole number outside its limits, and for a number that is negative, zero or too large."""
     for name, lowest in least.items():
         if getattr(settings, name) < lowest:
             raise BadSetting(f"{name} must be at least {lowest}, not {getattr(settings, name)}")
@@ -194,9 +194,9 @@ def check_numbers(
             raise BadSetting(f"{name} must be at most {MOST}, not {getattr(settings, name)}")
     for name in (*not_negative, *positive):
         value, zero = getattr(settings, name), name in not_negative
-        if not (0.0 <= value < float("inf") and (value or zero)):
+        if not (0.0 <= value < LARGEST and (value or zero)):
             bound = "of at least 0" if zero else "above 0"
-            raise BadSetting(f"{name} must be a finite number {bound}, not {value}")
+            raise BadSetting(f"{name} must be a number {bound} and below {LARGEST:g}, not {value}")
 
 
 def check_known(what: str, names: Iterable[str], known: Collection[str]) -> None:
