@@ -26,6 +26,7 @@ from flwr.supercore.primitives.asymmetric import public_key_to_bytes
 from undrift.core import stopping
 from undrift.core.errors import BadSetting, UndriftError
 from undrift.core.files import make_private
+from undrift.deploy import superlink
 from undrift.deploy.clients import ADMITTED, admitted
 from undrift.deploy.gate import Gate
 from undrift.deploy.keys import LOOPBACK, write, write_certificate
@@ -159,7 +160,7 @@ def super_link(server: Path, lock: int) -> Iterator[tuple[subprocess.Popen[bytes
     files = {"ca-certfile": "ca.crt", "certfile": f"{LINK}.crt", "keyfile": f"{LINK}.key"}
     security = [word for flag, file in files.items() for word in (f"--ssl-{flag}", str(server / file))]
     process = subprocess.Popen(
-        ["flower-superlink", *security, "--enable-supernode-auth", "--host", LOOPBACK, "--port", address.split(":")[1],
+        [*superlink.COMMAND, *security, "--enable-supernode-auth", "--host", LOOPBACK, "--port", address.split(":")[1],
          "--database", str(server / "state.db"), "--disable-runtime-dependency-installation"],
         env=environment, stdin=subprocess.DEVNULL, pass_fds=[lock],
     )  # fmt: skip
