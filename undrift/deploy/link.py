@@ -35,7 +35,7 @@ from undrift.deploy.ports import free_port
 READY = "clients may join at"  # in the line that says that all is up
 LINK = "link"  # name of the SuperLink's own certificate, for loopback
 LIFE = 3650  # days for which that is valid
-PATIENCE = 120.0  # seconds until the SuperLink must answer
+PATIENCE = 600.0  # seconds until the SuperLink must answer; on a busy machine it takes minutes
 LOOK = 1.0  # seconds between two looks at the folder
 QUIET = {"FLWR_TELEMETRY_ENABLED": "0", "FLWR_DISABLE_UPDATE_CHECK": "1"}
 

@@ -35,7 +35,7 @@ from undrift.jobs.folder import RunFolder
 
 MARK = "UNDRIFT_DEPLOY_PART"  # in a process's environment: the part that it belongs to
 AGAIN = 'trap \'kill $!; wait; exit\' TERM; while :; do "$0" "$@" & wait $!; sleep 3; done'
-PATIENCE = 180.0  # seconds until the server must answer
+PATIENCE = 900.0  # seconds until the server must answer; on a busy machine it takes minutes
 GRACE = 5.0  # seconds that a process has to end by itself
 Within = Callable[[str], list[str]]  # words before the command of a part, such as those that start it in a namespace
 
