@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import io
 import json
+import re
 import shlex
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -23,8 +24,9 @@ from undrift.core.names import names
 from undrift.deploy.client import Client
 from undrift.deploy.messages import Encoded, Letter, Refused, decode, encode
 from undrift.deploy.server import Deployment, Remote, Visit
-from undrift.deploy.settings import Plan
+from undrift.deploy.settings import DEPLOY_FIELDS, Plan
 from undrift.deploy.state import Store
+from undrift.jobs.config import FIELDS
 from undrift.jobs.registry import algorithm_class
 from undrift.simulate.simulation import Simulation
 
@@ -339,6 +341,17 @@ def test_a_client_refuses_letters_for_others(tmp_path: Path) -> None:
     ):
         with pytest.raises(Refused, match=reason):
             client("1", run, tmp_path).answer(Letter(facts | change, {}))
+
+
+def test_the_page_lists_every_setting_with_its_default() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "deploy.md").read_text()
+    said: dict[str, str] = {}
+    for listed, default in re.findall(r"^\| ((?:`\w+`(?:, )?)+) \| (`[^`]*`)? ?\|", page, re.MULTILINE):
+        said |= dict.fromkeys(re.findall(r"\w+", listed), (default or "").strip("`"))
+    defaults = {n: f.default for n, f in FIELDS.items() if n.startswith("privacy_")}
+    for name, default in (defaults | {n: f.default for n, f in DEPLOY_FIELDS.items()}).items():
+        value = "false" if default is False else f"{default:g}" if isinstance(default, float) else str(default)
+        assert said[name] in (value, "") and (said[name] or default in ("", 0)), name
 
 
 def test_settings_travel_as_plain_values() -> None:

@@ -48,7 +48,7 @@ def test_twenty_clients_on_two_cores_finish_ten_rounds(tmp_path: Path) -> None:
             for client in range(CLIENTS):
                 here.start_client(client)
             run = here.run(plan)
-            until(lambda: run.poll() is not None, here, 900.0)
+            until(lambda: run.poll() is not None and not here.server_apps(), here, 900.0)
         finally:
             over.set()
             watcher.join()

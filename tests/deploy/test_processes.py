@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
 import shlex
 import shutil
 import signal
+import sqlite3
 import subprocess
 import sys
 import time
@@ -29,6 +31,7 @@ from tests.patience import patient
 from tests.reliability import counted
 from undrift.data.from_user import dataset_from
 from undrift.data.load import load_dataset
+from undrift.deploy.clients import admit
 from undrift.deploy.keys import write_identity
 from undrift.deploy.local import LocalFederation, descendants, federation, files_of
 from undrift.deploy.settings import Plan
@@ -92,7 +95,7 @@ def until(true: Callable[[], Any], here: LocalFederation, seconds: float = LONG)
 
 
 def finish(here: LocalFederation, run: subprocess.Popen[bytes], plan: Plan) -> None:
-    until(lambda: run.poll() is not None, here)
+    until(lambda: run.poll() is not None and not here.server_apps(), here)
     assert RunFolder(Path(plan.deploy.out)).finished() and len(records(plan)) == plan.run.rounds, here.log("run")
 
 
@@ -115,6 +118,20 @@ def test_smoke(tmp_path: Path) -> None:
     agree(second)
     assert [(r["round"], r["dropped"]) for r in records(second)] == [(1, 0), (2, 0)]
     assert records(second)[0]["wire_up"] > records(second)[0]["bytes_up"] > 0
+
+
+@pytest.mark.system
+def test_the_server_waits_for_its_database(tmp_path: Path) -> None:
+    """On a busy machine who writes may have to wait; Flower alone gives up after 5 seconds, and the run ends with it."""
+    with federation([], home=tmp_path / "home") as here:
+        write_identity(tmp_path / "a", "a")
+        with contextlib.closing(sqlite3.connect(here.home / "state.db", isolation_level=None)) as database:
+            database.execute("BEGIN IMMEDIATE")
+            admit(here.home, tmp_path / "a" / "client.pub")
+            time.sleep(12)
+            database.execute("ROLLBACK")
+        until(lambda: "a is a client now" in here.log("superlink"), here)
+        assert "database is locked" not in here.log("superlink") and "not taken up" not in here.log("superlink")
 
 
 @pytest.fixture(scope="module")

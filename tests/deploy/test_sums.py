@@ -180,7 +180,12 @@ def test_fifty_million_parameters_in_a_federation_of_real_processes(
             here.start(f"client-{client}", *node_words(here.folder(client), f"{here.host}:{here.port}", config))
         run = here.run(plan)
         most = [0]
-        until(lambda: most.append(resident(here.home, ["superlink"])) or run.poll() is not None, here)  # type: ignore[func-returns-value]
+
+        def over() -> bool:
+            most.append(resident(here.home, ["superlink"]))
+            return run.poll() is not None and not here.server_apps()
+
+        until(over, here)
         assert [r["dropped"] for r in records(plan)] == [0], here.log("run")
     print(f"{max(most) / 1e9:.2f} GB on the server")
     assert records(plan)[0]["wire_up"] > 3 * 4 * 50_000_000 and 0.2e9 < max(most) < 4e9

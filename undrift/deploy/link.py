@@ -26,6 +26,7 @@ from flwr.supercore.primitives.asymmetric import public_key_to_bytes
 from undrift.core import stopping
 from undrift.core.errors import BadSetting, UndriftError
 from undrift.core.files import make_private
+from undrift.deploy import superlink
 from undrift.deploy.clients import ADMITTED, admitted
 from undrift.deploy.gate import Gate
 from undrift.deploy.keys import LOOPBACK, write, write_certificate
@@ -34,7 +35,7 @@ from undrift.deploy.ports import free_port
 READY = "clients may join at"  # in the line that says that all is up
 LINK = "link"  # name of the SuperLink's own certificate, for loopback
 LIFE = 3650  # days for which that is valid
-PATIENCE = 120.0  # seconds until the SuperLink must answer
+PATIENCE = 600.0  # seconds until the SuperLink must answer; on a busy machine it takes minutes
 LOOK = 1.0  # seconds between two looks at the folder
 QUIET = {"FLWR_TELEMETRY_ENABLED": "0", "FLWR_DISABLE_UPDATE_CHECK": "1"}
 
@@ -159,7 +160,7 @@ def super_link(server: Path, lock: int) -> Iterator[tuple[subprocess.Popen[bytes
     files = {"ca-certfile": "ca.crt", "certfile": f"{LINK}.crt", "keyfile": f"{LINK}.key"}
     security = [word for flag, file in files.items() for word in (f"--ssl-{flag}", str(server / file))]
     process = subprocess.Popen(
-        ["flower-superlink", *security, "--enable-supernode-auth", "--host", LOOPBACK, "--port", address.split(":")[1],
+        [*superlink.COMMAND, *security, "--enable-supernode-auth", "--host", LOOPBACK, "--port", address.split(":")[1],
          "--database", str(server / "state.db"), "--disable-runtime-dependency-installation"],
         env=environment, stdin=subprocess.DEVNULL, pass_fds=[lock],
     )  # fmt: skip

@@ -22,6 +22,7 @@ from pathlib import Path
 from undrift.core import stopping
 from undrift.core.errors import BadSetting, UndriftError
 from undrift.core.files import make_private
+from undrift.deploy import superlink
 from undrift.deploy.app import write_app
 from undrift.deploy.clients import admit
 from undrift.deploy.flower import UNBOUND
@@ -34,7 +35,7 @@ from undrift.jobs.folder import RunFolder
 
 MARK = "UNDRIFT_DEPLOY_PART"  # in a process's environment: the part that it belongs to
 AGAIN = 'trap \'kill $!; wait; exit\' TERM; while :; do "$0" "$@" & wait $!; sleep 3; done'
-PATIENCE = 600.0  # seconds until the server must answer, on a machine with much else to do
+PATIENCE = 900.0  # seconds until the server must answer; on a busy machine it takes minutes
 GRACE = 5.0  # seconds that a process has to end by itself
 Within = Callable[[str], list[str]]  # words before the command of a part, such as those that start it in a namespace
 
@@ -96,7 +97,7 @@ class LocalFederation:
             config = f'[superlink.federation]\naddress = "{self.host}:{self.port}"\ninsecure = true\n'
             make_private(self.home / "flwr")
             (self.home / "flwr" / "config.toml").write_text(config)
-            command = ["flower-superlink", "--insecure", "--host", self.host, "--port", str(self.port), "--database"]
+            command = [*superlink.COMMAND, "--insecure", "--host", self.host, "--port", str(self.port), "--database"]
             command += [str(self.home / "state.db"), "--disable-runtime-dependency-installation"]
         before = self.log("superlink").count(ready)
         link, until = self.start("superlink", *command), time.monotonic() + PATIENCE
@@ -189,6 +190,8 @@ def run_local(plan: Plan, secure: bool, home: Path | None, say: Callable[[str], 
     files = files_of(plan, data)
     test = plan.deploy.test and str(Path(plan.deploy.test).resolve())
     plan = replace(plan, deploy=replace(plan.deploy, out=str(Path(plan.deploy.out).resolve()), test=test))
+    folder = RunFolder(Path(plan.deploy.out))
+    before = folder.reached()  # by a run that is resumed
     with federation(plan.names, secure, home) as parts:
         parts.files = files
         for client in range(plan.run.clients):
@@ -199,7 +202,8 @@ def run_local(plan: Plan, secure: bool, home: Path | None, say: Callable[[str], 
             if stopping.asked() and stopped is None:
                 stopped = stopping.notice()
                 parts.stop_run()
-            ended = process.poll() is not None or (stopped is not None and not parts.server_apps())
+            # `flwr run` shows the run, and may end before it; then the run goes on unseen.
+            ended = (process.poll() is not None or stopped is not None) and not parts.server_apps()
             text = parts.log("run")
             for line in text[shown:].splitlines() if REFUSED not in text[:shown] else ():
                 if line.startswith(REFUSED):  # Flower's traceback follows
@@ -211,7 +215,7 @@ def run_local(plan: Plan, secure: bool, home: Path | None, say: Callable[[str], 
             raise stopped
         if refused := re.search(f"^{REFUSED}(.*)$", text, re.MULTILINE):
             raise Failed(refused[1])
-        if not RunFolder(Path(plan.deploy.out)).finished():
+        if not folder.finished() or (folder.reached() == before and f"written to {folder.path}" not in text):
             raise Failed(f"the run did not come to its end:\n{tail(text)}\n{tail(parts.log('superlink'))}")
 
 

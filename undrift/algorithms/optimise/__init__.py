@@ -84,6 +84,7 @@ class LocalOptimizer:
     def at_step(self, k: Tensor) -> Self:
         """The settings of step k [..., 1] of a round, counted from 0.
 
+        >>> import torch
         >>> from undrift.algorithms.optimise import LocalOptimizer
         >>> LocalOptimizer(lr=1.0, warm_steps=2, cosine_steps=4).at_step(torch.tensor([0.0, 1.0, 2.0, 4.0, 9.0])).lr
         tensor([0.5000, 1.0000, 1.0000, 0.5000, 0.0000])
