@@ -7,6 +7,7 @@ then the process ends that starts the run's app, and the run with it.
 from __future__ import annotations
 
 import sys
+from typing import Any
 
 from flwr.supercore import sql_mixin
 from flwr.superlink.cli import flower_superlink
@@ -17,10 +18,11 @@ SETTING, PATIENCE = "busy_timeout", "120000"  # milliseconds
 
 def main() -> None:
     """Flower's `flower-superlink`."""
-    settings = dict(sql_mixin.SQLITE_PRAGMAS)
+    database: Any = sql_mixin
+    settings = dict(database.SQLITE_PRAGMAS)
     if SETTING not in settings:
         sys.exit(f"this Flower sets up its database in another way, without {SETTING}")
-    sql_mixin.SQLITE_PRAGMAS = tuple((settings | {SETTING: PATIENCE}).items())
+    database.SQLITE_PRAGMAS = tuple((settings | {SETTING: PATIENCE}).items())
     flower_superlink()
 
 
