@@ -59,8 +59,8 @@ def dataset_from(data: Any) -> Dataset:
         train, test = pair(data[0], data[1]), pair(data[2], data[3])
     elif isinstance(data, tuple) and len(data) == 2:
         if has_several_inputs(data[0]):
-            inputs = shown(data[0][0])
-            raise BadData(f"the inputs of the training data are {inputs}; a model takes one tensor, so join them")
+            several = shown(data[0][0])
+            raise BadData(f"the inputs of the training data are {several}; a model takes one tensor, so join them")
         if is_one_part(data[0]):
             train = read_part(data[0], "the training data")
         else:
