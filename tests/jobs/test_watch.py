@@ -200,7 +200,7 @@ def test_a_page_grows_with_a_run_and_keeps_what_was_chosen(browser: Any, tmp_pat
         until(lambda: row("b")[0], "stopped")
         write_sealed(tmp_path / SWEEP, {"runs": {"b": 200, "c": 7}, "failed": {}})
         until(lambda: row("c"), ["to come", "0 of 7"])
-        assert page.evaluate("document.documentElement.scrollWidth") == 1280
+        assert page.evaluate("document.documentElement.scrollWidth") == 1280 and "Simulated" in page.title()
         assert said == []
     page.locator(".pulse.lost").wait_for()
     page.close()

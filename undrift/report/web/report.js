@@ -123,6 +123,7 @@ function drawReport(host, content) {
   /** Numbers are put in place where that is all that is new; else the page is drawn again, with what the reader chose. */
   const update = (next) => {
     const before = content;
+    document.title = `undrift: ${next.title}`;
     const same = frameOf(before) === frameOf(next);
     const alike = same && before.sections.every((section, k) => shapeOf(section) === shapeOf(next.sections[k]));
     undisturbed(host, () => {
