@@ -164,16 +164,14 @@ function undisturbed(host, change) {
   const nameOf = (element) => `${element.tagName} ${element.getAttribute("aria-label") || element.textContent}`;
   const focused = parts(reachable).indexOf(document.activeElement);
   const name = focused < 0 ? "" : nameOf(document.activeElement);
-  const open = new Set(parts("details[open] > summary").map((summary) => summary.textContent));
-  const scrolled = parts(".wide").map((each) => [each.getAttribute("aria-label"), each.scrollLeft, each.scrollTop]);
+  const within = (element) => `${element.closest("section")?.getAttribute("aria-labelledby")} ${nameOf(element)}`;
+  const open = new Set(parts("details[open] > summary").map(within));
+  const scrolled = new Map(parts(".wide").map((each) => [within(each), [each.scrollLeft, each.scrollTop]]));
   const [x, y] = [window.scrollX, window.scrollY];
   change();
   for (const summary of parts("details > summary"))
-    if (open.has(summary.textContent)) summary.parentElement.open = true;
-  for (const each of parts(".wide")) {
-    const [, left, top] = scrolled.find(([label]) => label === each.getAttribute("aria-label")) || [];
-    if (left || top) [each.scrollLeft, each.scrollTop] = [left, top];
-  }
+    if (open.has(within(summary))) summary.parentElement.open = true;
+  for (const each of parts(".wide")) [each.scrollLeft, each.scrollTop] = scrolled.get(within(each)) || [0, 0];
   if (focused >= 0 && !host.contains(document.activeElement)) {
     const now = parts(reachable);
     const same = nameOf(now[focused] || host) === name ? now[focused] : now.find((each) => nameOf(each) === name);
