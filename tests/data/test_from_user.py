@@ -133,6 +133,11 @@ BAD: dict[str, tuple[Any, str]] = {
         [((X[0], X[1]), 0), ((X[2], X[3]), 1)],
         "the input of sample 0 is a tuple of 2 .*; a model takes one tensor, so join",
     ),
+    "arrays of two inputs": (
+        ((X, X), Y),
+        "the inputs of the training data are a tuple of 2 .*; a model takes one tensor",
+    ),
+    "arrays of named inputs": (({"ids": X, "mask": X}, Y), "the inputs of the training data are a dict"),
     "named inputs": ([({"ids": X[0]}, 0)], "the input of sample 0 is a dict"),
     "channels first": ((np.zeros((40, 3, 8, 8), np.uint8), Y), "move the channels to the end"),
     "text": ("train.csv", "the training data is a str"),

@@ -30,6 +30,7 @@ CHANGED = {
     "fedavgslm": 30,
     "fedavgslm-z": 50,
     "mifam": 50,
+    "fedmlbm": 100,
 }  # rounds after which other defaults were seen to fail
 WITH_US = "digits", "synthetic-sites"
 LONG = "resnet164", "vgg16-bn", "1000000"  # commands with these take hours

@@ -98,6 +98,22 @@ def test_a_sweep_says_what_is_to_come_and_what_has_failed(tmp_path: Path) -> Non
     assert Folders([out]).document()["live"]["counts"] == {"unreadable": 1, "finished": 4}
 
 
+def test_a_stopped_run_is_to_come_only_while_its_sweep_goes_on(tmp_path: Path) -> None:
+    for name in "ab":  # b belongs to no sweep
+        loop = iter(undrift.rounds(FEW, out=tmp_path / name))
+        next(loop)
+        loop.close()  # type: ignore[attr-defined]
+    write_sealed(tmp_path / SWEEP, {"runs": {"a": 6, "c": 6}, "failed": {}})
+    folders = Folders([tmp_path])
+    assert folders.document()["live"]["counts"] == {"stopped": 2, "to come": 1}
+    loop = iter(undrift.rounds(FEW, out=tmp_path / "c"))
+    next(loop)
+    live = folders.document()["live"]
+    assert live["counts"] == {"running": 1, "stopped": 1, "to come": 1} and live["rounds"] == [3, 18] and live["left"]
+    loop.close()  # type: ignore[attr-defined]
+    assert folders.document()["live"]["counts"] == {"stopped": 3}
+
+
 def test_a_loss_that_rises_or_is_lost_is_told(tmp_path: Path) -> None:
     def records(losses: list[float], dropped: int = 0) -> list[dict[str, Any]]:
         return [

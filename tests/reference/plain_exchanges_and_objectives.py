@@ -226,7 +226,7 @@ class FedNTD(FedAvg):
 class FedMLBM(FedMLB, FedAvgM):
     """FedMLB's loss, FedAvgM's server."""
 
-    defaults = FedMLB.defaults | FedAvgM.defaults
+    defaults = FedMLB.defaults | FedAvgM.defaults | dict(lr=0.05)
 
 
 ALGORITHMS: dict[str, type[FedAvg]] = {

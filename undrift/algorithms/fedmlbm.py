@@ -12,3 +12,5 @@ from undrift.algorithms.fedmlb import Branched
 @dataclass(frozen=True)
 class FedMLBM(Branched, ServerMomentum):
     """Branched local losses; m_{t+1} = beta_1 m_t + d, x_{t+1} = x_t - eta_g m_{t+1}."""
+
+    lr: float = 0.05  # with 0.1 the momentum carries the model past what it has learned, again and again

@@ -58,6 +58,9 @@ def dataset_from(data: Any) -> Dataset:
     if isinstance(data, tuple | list) and len(data) == 4 and all(map(is_array, data)):
         train, test = pair(data[0], data[1]), pair(data[2], data[3])
     elif isinstance(data, tuple) and len(data) == 2:
+        if has_several_inputs(data[0]):
+            several = shown(data[0][0])
+            raise BadData(f"the inputs of the training data are {several}; a model takes one tensor, so join them")
         if is_one_part(data[0]):
             train = read_part(data[0], "the training data")
         else:
@@ -113,6 +116,12 @@ def is_one_part(given: Any) -> bool:
     if isinstance(given, list) and given:
         return all(map(is_sample, given))
     return not isinstance(given, tuple | list) or all(map(is_array, given))
+
+
+def has_several_inputs(given: Any) -> bool:
+    """Whether this is (inputs, targets) whose inputs are of several parts, such as ((ids, masks), targets)."""
+    two = isinstance(given, tuple | list) and len(given) == 2
+    return two and isinstance(given[0], tuple | Mapping) and is_array(given[1]) and not isinstance(given[1], list)
 
 
 def read_part(part: Any, what: str) -> Arrays:

@@ -8,7 +8,7 @@ import tomllib
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, get_args, get_origin, get_type_hints
+from typing import Any, Literal, NamedTuple, TypeGuard, get_args, get_origin, get_type_hints
 
 from undrift.core.errors import BadSetting, UndriftError, UnknownName, closest
 from undrift.core.names import algorithms_of, check_text, names, outline_of
@@ -328,7 +328,7 @@ class Stop(NamedTuple):
         return f"stop_at will not end the run, as no round has it so far: {UnknownName('number', self.name, known)}"
 
 
-def is_number(value: Any) -> bool:
+def is_number(value: Any) -> TypeGuard[float]:
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 

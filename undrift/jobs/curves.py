@@ -61,7 +61,7 @@ class Curves:
 
     def _repr_png_(self) -> bytes:
         """What a notebook shows."""
-        return picture(self.points)
+        return picture({name: self.points[name] for name in self.names or USUAL if name in self.points})
 
 
 def picture(points: Mapping[str, Sequence[tuple[int, float]]]) -> bytes:
@@ -79,6 +79,7 @@ def picture(points: Mapping[str, Sequence[tuple[int, float]]]) -> bytes:
             axes.set_title(f"{name} {line[-1][1]:.4g}", fontsize=10, parse_math=False)
             axes.set_xlabel("round")
             axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+            axes.set_xlim(0, max(line[-1][0] for line in points.values()))
             axes.grid(color="#dddddd", linewidth=0.5)
         file = io.BytesIO()
         figure.savefig(file, format="png")

@@ -6,7 +6,6 @@ import contextlib
 import shutil
 import subprocess
 import time
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -19,7 +18,7 @@ from undrift.report.document import Defaults, document
 from undrift.report.load import Run, find, load, number, sweep_target
 
 STATES = ("running", "diverged", "failed", "unreadable", "stopped", "finished", "to come")  # in the order of the table
-AHEAD = ("running", "stopped", "to come")  # states of runs that have rounds before them
+OPEN = ("running", "stopped", "to come")  # states of runs that have rounds before them
 OBSERVED = 5.0  # seconds after which a pace that was seen is believed
 RISEN = 2.0  # times the lowest test loss, from which a loss above the first one is told
 COLUMNS = (("run", ""), ("state", ""), ("rounds", ""), ("best so far", "higher"), ("dropped", ""), ("time left", ""))
@@ -120,7 +119,7 @@ class Folders:
             "counts": {state: count for state, count in counts.items() if count},
             "rounds": [
                 sum(row.rounds for row in rows),
-                sum(row.asked if row.state in AHEAD else row.rounds for row in rows),
+                sum(row.asked if row.state in OPEN else row.rounds for row in rows),
             ],
             "left": in_words(left) if left is not None else "",
             "notes": [f"{self.name(row)}: {row.wrong}" for row in rows if row.wrong] + waiting(rows),
@@ -146,7 +145,9 @@ class Folders:
         if run is None:
             return Row(str(folder), "running" if running else "unreadable", 0, 0, None, (0, 0), None, seen.wrong)
         state, asked = "running" if running else seen.ended, int(number(run.settings, "rounds") or run.rounds)
-        pace = self.paces.setdefault(folder, Pace(run.rounds, now)).rate(run.rounds, now)
+        if not running:
+            self.paces.pop(folder, None)  # its pause is no pace
+        pace = self.paces.setdefault(folder, Pace(run.rounds, now)).rate(run.rounds, now) if running else None
         seconds = 1 / pace if pace else seconds_of(run)
         left = (asked - run.rounds) * seconds if seconds is not None and state == "running" else None
         dropped = tuple(int(run.records.amounts(key).sum()) for key in ("dropped", "clients"))
@@ -165,9 +166,14 @@ class Folders:
         }
         running = [row for row in rows if row.state == "running"]
         if not (costs and running):
+            self.work = None
             return None
         usual = sum(costs.values()) / len(costs)
-        ahead = sum((row.asked - row.rounds) * costs.get(row.folder, usual) for row in rows if row.state in AHEAD)
+        ahead = sum(
+            (row.asked - row.rounds) * costs.get(row.folder, usual)
+            for row in rows
+            if row.state in ("running", "to come")
+        )
         done = sum(float(seen.run.records.amounts("seconds").sum()) for seen in self.seen.values() if seen.run)
         self.work = self.work or Pace(done, now)
         return ahead / (self.work.rate(done, now) or len(running))
@@ -210,19 +216,24 @@ def with_planned(path: Path, rows: list[Row]) -> list[Row]:
     except BadRunFolder as error:
         return [*rows, Row(str(path / SWEEP), "unreadable", 0, 0, None, (0, 0), None, str(error))]
     failed = {str(path / name): message for name, message in sweep["failed"].items()}
+    planned = {str(path / name): asked for name, asked in sweep["runs"].items()}
+    goes_on = any(row.state == "running" and row.folder in planned for row in rows)
     begun = {row.folder for row in rows}
-    missing = {name: asked for each, asked in sweep["runs"].items() if (name := str(path / each)) not in begun}
+    missing = {name: asked for name, asked in planned.items() if name not in begun}
+
+    def known(row: Row) -> Row:
+        if row.folder in failed and row.state not in ("running", "finished"):
+            return row._replace(state="failed", wrong=failed[row.folder])
+        waits = goes_on and row.folder in planned and row.state == "stopped"  # the sweep will come to it
+        return row._replace(state="to come") if waits else row
+
     return [
-        *(row._replace(state="failed", wrong=failed[row.folder]) if is_over(row, failed) else row for row in rows),
+        *map(known, rows),
         *(
             Row(name, "failed" if name in failed else "to come", 0, asked, None, (0, 0), None, failed.get(name, ""))
             for name, asked in missing.items()
         ),
     ]
-
-
-def is_over(row: Row, failed: Mapping[str, str]) -> bool:
-    return row.folder in failed and row.state not in ("running", "finished")
 
 
 def waiting(rows: list[Row]) -> list[str]:

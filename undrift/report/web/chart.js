@@ -47,7 +47,7 @@ const widened = (from, to) => (from < to ? [from, to] : from > 0 ? [from / 2, fr
 
 const ticks = (unit) => (u, splits) => splits.map((value) => (value == null ? null : shown(value, unit)));
 const MOST_POWERS = 8;
-/** Of a logarithmic axis only the powers of ten, of many every nth; where there are not enough, every value of few, every other of many. */
+/** Of a logarithmic axis only the powers of ten, of many every nth; without enough, every value of few or every other of many. */
 function powers(u, splits) {
   const all = splits.filter(
     (value) => value != null && Math.abs(Math.log10(value) - Math.round(Math.log10(value))) < 1e-9,

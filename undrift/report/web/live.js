@@ -3,7 +3,7 @@
 
 /** The part of the page about what goes on: {state, element, update}. */
 function drawLive(live) {
-  const state = make("span", {class: "pulse", role: "status"}, "live");
+  const state = make("span", {class: "pulse"}, "live");
   const tiles = make("div", {class: "tiles"});
   const notes = make("div", {"aria-live": "polite"});
   const bar = make("progress", {"aria-label": "Rounds done of all runs"});
@@ -44,6 +44,8 @@ function follow(report) {
   const tell = (text, kind) => {
     pulse.textContent = text;
     pulse.className = `pulse ${kind}`;
+    if (kind) pulse.setAttribute("role", "alert");
+    else pulse.removeAttribute("role"); // the time of every document is not read out
   };
   source.onopen = () => tell("live", "");
   source.onerror = () => tell("no connection; trying again", "lost");

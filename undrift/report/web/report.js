@@ -123,6 +123,7 @@ function drawReport(host, content) {
   /** Numbers are put in place where that is all that is new; else the page is drawn again, with what the reader chose. */
   const update = (next) => {
     const before = content;
+    document.title = `undrift: ${next.title}`;
     const same = frameOf(before) === frameOf(next);
     const alike = same && before.sections.every((section, k) => shapeOf(section) === shapeOf(next.sections[k]));
     undisturbed(host, () => {
@@ -163,16 +164,14 @@ function undisturbed(host, change) {
   const nameOf = (element) => `${element.tagName} ${element.getAttribute("aria-label") || element.textContent}`;
   const focused = parts(reachable).indexOf(document.activeElement);
   const name = focused < 0 ? "" : nameOf(document.activeElement);
-  const open = new Set(parts("details[open] > summary").map((summary) => summary.textContent));
-  const scrolled = parts(".wide").map((each) => [each.getAttribute("aria-label"), each.scrollLeft, each.scrollTop]);
+  const within = (element) => `${element.closest("section")?.getAttribute("aria-labelledby")} ${nameOf(element)}`;
+  const open = new Set(parts("details[open] > summary").map(within));
+  const scrolled = new Map(parts(".wide").map((each) => [within(each), [each.scrollLeft, each.scrollTop]]));
   const [x, y] = [window.scrollX, window.scrollY];
   change();
   for (const summary of parts("details > summary"))
-    if (open.has(summary.textContent)) summary.parentElement.open = true;
-  for (const each of parts(".wide")) {
-    const [, left, top] = scrolled.find(([label]) => label === each.getAttribute("aria-label")) || [];
-    if (left || top) [each.scrollLeft, each.scrollTop] = [left, top];
-  }
+    if (open.has(within(summary))) summary.parentElement.open = true;
+  for (const each of parts(".wide")) [each.scrollLeft, each.scrollTop] = scrolled.get(within(each)) || [0, 0];
   if (focused >= 0 && !host.contains(document.activeElement)) {
     const now = parts(reachable);
     const same = nameOf(now[focused] || host) === name ? now[focused] : now.find((each) => nameOf(each) === name);
