@@ -19,7 +19,8 @@ import undrift
 from undrift.algorithms.fedavgm import FedAvgM
 
 ROOT = Path(__file__).parent.parent
-EXAMPLES = sorted((ROOT / "undrift" / "examples").glob("*.py"))
+FOLDER = ROOT / "undrift" / "jobs" / "suites" / "examples"
+EXAMPLES = sorted(FOLDER.glob("*.py"))
 NAMESPACES = ROOT / "benchmarks" / "namespaces.py"  # needs root
 SMALL: dict[str, Any] = {"clients": 10, "cohort": 3, "rounds": 3, "model": "logreg", "dtype": "float64"}
 
@@ -51,7 +52,7 @@ def torchrun(*arguments: str, cwd: Path) -> str:
 
 
 def my_algorithm() -> Any:
-    spec = importlib.util.spec_from_file_location("my_algorithm", ROOT / "undrift" / "examples" / "my_algorithm.py")
+    spec = importlib.util.spec_from_file_location("my_algorithm", FOLDER / "my_algorithm.py")
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -97,14 +98,14 @@ def test_is_short(path: Path) -> None:
 
 
 def test_ddp_with_def_on_two_ranks(tmp_path: Path) -> None:
-    printed = torchrun(str(ROOT / "undrift" / "examples" / "ddp_def.py"), cwd=tmp_path)
+    printed = torchrun(str(FOLDER / "ddp_def.py"), cwd=tmp_path)
     assert "2 ranks, accuracy 0.9" in printed
     assert "940 bytes sent" in printed  # 8 b (W - 1) / W with b = ceil(15010 / 64)
 
 
 def test_own_algorithm_on_the_command_line(tmp_path: Path) -> None:
     arguments = ["--algorithm", "my_algorithm:NormalisedM", "--rounds", "2", "--out", str(tmp_path / "run")]
-    printed = command("-m", "undrift", "run", *arguments, "--model", "logreg", cwd=ROOT / "undrift" / "examples")
+    printed = command("-m", "undrift", "run", *arguments, "--model", "logreg", cwd=FOLDER)
     assert "2 rounds, accuracy" in printed
     assert "my_algorithm:NormalisedM" in (tmp_path / "run" / "run.toml").read_text()
 

@@ -197,7 +197,7 @@ def test_a_client_can_read_with_whom_it_was_added_up(tmp_path: Path) -> None:
 
 
 def test_the_examples_run_commands_that_there_are() -> None:
-    folder = Path(__file__).parents[2] / "undrift" / "examples" / "deploy"
+    folder = Path(__file__).parents[2] / "undrift" / "jobs" / "suites" / "examples" / "deploy"
     units = [
         line.split("bin/", 1)[1]
         for f in folder.glob("*.service")

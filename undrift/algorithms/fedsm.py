@@ -1,8 +1,7 @@
 """FedSM: a super model of the server's model, a personal one for every client, and a selector that knows whose sample it sees.
 
 Xu, Li, Guo, Yang, Roth, Hatamizadeh, Zhao, Xu, Huang, Xu: Closing the Generalization Gap of Cross-silo Federated Medical
-Image Segmentation. CVPR 2022, Algorithm 1 (Algorithm 2 of the first author's thesis).
-"""
+Image Segmentation. CVPR 2022, Algorithm 1 (Algorithm 2 of the first author's thesis)."""
 
 from __future__ import annotations
 
@@ -104,10 +103,8 @@ class WithSelector(WorkerWrapper):
         return opt._replace(n=opt.n[..., :0]) if isinstance(opt, Adam) else opt
 
     def stepped(self, s: Stream, g: Tensor) -> Stream:
-        """The selector after one step of the base optimiser at `selector_lr`."""
-        whole = Layout(
-            ("selector",), (s.x.shape[-1:],)
-        )  # no tensor of it is a matrix here, which Muon would treat apart
+        """The selector after one step of the base optimiser at `selector_lr`; to Muon none of its tensors is a matrix."""
+        whole = Layout(("selector",), (s.x.shape[-1:],))
         x, opt = FILES[self.optimizer].step(replace(self, lr=self.selector_lr), s.x, s.opt, g, whole)
         return s._replace(x=x, k=s.k + 1, opt=opt)
 

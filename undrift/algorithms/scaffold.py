@@ -61,6 +61,4 @@ class ControlVariates(Worker):
 
 @dataclass(frozen=True)
 class Scaffold(ControlVariates, ServerMomentum):
-    """Control variates on the clients; the server averages, with momentum if beta1 > 0."""
-
-    beta1: float = 0.0
+    beta1: float = 0.0  # the server averages; above 0 with momentum, which the paper does not have

@@ -12,8 +12,7 @@ from typing import NamedTuple
 from undrift.core.errors import BadSetting, UnknownName
 from undrift.core.outline import PACKAGE
 
-SWEEPS, PAPERS = (PACKAGE / "jobs" / "suites" / name for name in ("sweeps", "papers"))
-EXAMPLES = PACKAGE / "examples"
+SWEEPS, PAPERS, EXAMPLES = (PACKAGE / "jobs" / "suites" / name for name in ("sweeps", "papers", "examples"))
 
 
 class Shipped(NamedTuple):
