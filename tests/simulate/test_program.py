@@ -51,6 +51,12 @@ def test_replayed_rounds_equal_the_engines_own(name: str) -> None:
     agree(*together(alg, 7, eval_every=4, lr_decay=0.9))
 
 
+def test_a_model_that_is_kept_is_not_the_next_one() -> None:
+    """FedLESAM's companion is the server's last model: the tensor in whose place the next model is written."""
+    alg = algorithm_class("fedlesam")(lr=0.2, before="server")
+    agree(*together(alg, 4))
+
+
 @pytest.mark.parametrize(
     "name", ["fedavg", "scaffold", "gradma-s", "gradma", "gradma-w", "fedmim", "mime", "mifa", "domo"]
 )

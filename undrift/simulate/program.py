@@ -455,6 +455,7 @@ class Program:
 
     def keep(self, who: Who, after: After) -> None:
         """Put what a round leaves where the next one finds it."""
+        after = copy_what_lies_in(self.state, after)
         for old, new in zip(leaves(self.state), leaves(after.state), strict=True):
             if old is not new:  # a large memory is written where it lies
                 old.copy_(new)
@@ -479,6 +480,19 @@ class Program:
 def copy_into(place: State, new: State) -> None:
     for old, tensor in zip(leaves(place), leaves(new), strict=True):
         old.copy_(tensor)
+
+
+def copy_what_lies_in(state: ServerState, after: After) -> After:
+    """What a round leaves, with a copy of each tensor in it that lies in another tensor's place.
+
+    A client that keeps the model it was sent, say, returns the place of x itself, where the next x is about to be written.
+    """
+    memory = {place.untyped_storage().data_ptr() for place in leaves(state) if place.numel()}
+
+    def copy(new: Tensor, old: Tensor | None = None) -> Tensor:
+        return new.clone() if new is not old and new.untyped_storage().data_ptr() in memory else new
+
+    return after._replace(state=map_leaves(copy, after.state, state), client=map_leaves(copy, after.client))
 
 
 def reorder(t: Tensor, order: Tensor) -> Tensor:
