@@ -101,8 +101,8 @@ class Outlook:
         self.longest = self.fitting(1)
         self.unrolled = 0 < self.plan.steps <= LONGEST_UNROLLED  # a round is one graph
         self.scheduled = settings.lr_decay != 1.0 or bool(settings.lr_drops or settings.warmup) or settings.warmup > 0
-        full = self.plan.steps and not settings.slow[0] and self.plan.batch == self.width
-        self.ragged = not (full and self.always_whole and not (data.sizes % self.width).any())
+        self.unequal = not (self.plan.steps and not settings.slow[0] and self.always_whole)
+        self.ragged = self.unequal or self.plan.batch != self.width or bool((data.sizes % self.width).any())
         self.largest = int(-(-data.sizes.max() // self.width))  # batches of the largest client
         self.aside = None  # a stream of its own, so that the next rounds are laid out while these are run
         if run.device.type == "cuda":
@@ -136,7 +136,7 @@ class Outlook:
         batches = 0
         if self.whole:
             batches = rounded_up(int(-(-self.data.sizes[part.ids].max() // self.width)), self.largest)
-        return Shape(clients, steps, not self.always_whole, self.ragged, batches)
+        return Shape(clients, steps, not self.always_whole, self.ragged, self.unequal, batches)
 
     def live(self, part: Attendance) -> list[int]:
         """How many clients make a first step, a second, and so on."""
