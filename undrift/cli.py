@@ -370,7 +370,7 @@ def train(arguments: argparse.Namespace, fields: Fields, run: Callable[..., Any]
     chosen = {n: f.default for n, f in fields.items()} | config | settings
     name = str(settings.get("method") or chosen.get("algorithm") or chosen.get("method"))
     folder = f"{name}-{chosen['dataset']}-seed{chosen['seed']}".replace("/", "_").replace(":", "_")
-    with folder_of(arguments, folder):
+    with folder_of(arguments, printable(folder)):
         train_in(arguments, name, functools.partial(run, config, **settings))
 
 
