@@ -91,6 +91,16 @@ def conv2d_stacked(layer: StackedConv2d, x: Tensor) -> Tensor:
     return convolution(x, layer.weight, layer.bias, layer.stride[0], int(layer.padding[0]))
 
 
+def last(x: Tensor) -> Tensor:
+    """[S, B, C, H, W] as [S, B, H, W, C] in one piece of memory; without a copy if channels are last already."""
+    return x.permute(0, 1, 3, 4, 2).contiguous()
+
+
+def first(x: Tensor) -> Tensor:
+    """The reverse, as a view."""
+    return x.permute(0, 1, 4, 2, 3)
+
+
 if triton is not None:
 
     @triton.jit  # type: ignore[untyped-decorator]
@@ -227,14 +237,6 @@ if triton is not None:
             total += tl.load(g + tap[:, None] * C + c[None, :], mask=valid, other=0.0)
             g += N * C * TAPS
         tl.store(out + (client * N + o) * C * TAPS + c[None, :] * TAPS + tap[:, None], total, mask=valid)
-
-    def last(x: Tensor) -> Tensor:
-        """[S, B, C, H, W] as [S, B, H, W, C] in one piece of memory; without a copy if channels are last already."""
-        return x.permute(0, 1, 3, 4, 2).contiguous()
-
-    def first(x: Tensor) -> Tensor:
-        """The reverse, as a view."""
-        return x.permute(0, 1, 4, 2, 3)
 
     def turned(w: Tensor, dtype: torch.dtype) -> Tensor:
         """Filters [S, N, C, k, k] as [S, N, k, k, C]; one set of them if all clients share it."""
