@@ -195,6 +195,7 @@ def test_what_cannot_be_read_is_refused() -> None:
         net(*net.start(), torch.zeros(1, 2), None)
 
 
+@pytest.mark.filterwarnings("ignore:None of the inputs")  # in evaluation
 @pytest.mark.parametrize("reentrant", [True, False])
 def test_gradient_checkpointing_is_refused(reentrant: bool) -> None:
     """With reentrant checkpoints the gradients would be those of the module's own parameters."""
