@@ -27,6 +27,7 @@ from undrift.jobs.registry import algorithm_class
 
 BYTES = "a count of bytes, which the tests of bytes check"
 LAST = "a dimension, not a sign: of two dimensions the last one is the second, and of one what is behind it"
+CHEAPER = "which side of a matrix is the longer one: both ways give the same, one of them at a lower cost"
 
 # Signs that are not flipped: file, function and expression.
 DENIED = {
@@ -59,6 +60,8 @@ DENIED = {
     ("algorithms/fedsm_extra", "ThenSelector.objective", "-1 in known.view(len(inputs), -1).argmin(-1)"): LAST,
     ("algorithms/gradient_memory/memory", "Memory.remember", "-1 in self.age[place].unsqueeze(-1)"): LAST,
     ("algorithms/moon", "Contrastive.objective", "-1 in dim=-1"): LAST,
+    ("algorithms/optimise/muon", "orthogonal", "-2 in matrices.shape[-2]"): CHEAPER,
+    ("algorithms/optimise/muon", "orthogonal", "-1 in matrices.shape[-1]"): CHEAPER,
     ("algorithms/personal", "put", "-1 in positions(rows, -2).unsqueeze(-1)"): LAST,
     ("algorithms/personal", "put", "-1 in match.sum(-1, keepdim=True)"): LAST,
     ("algorithms/personal", "put", "-1 in new.shape[-1]"): LAST,
