@@ -134,8 +134,9 @@ class FedAvg:
         if self.option["optimizer"] == "adam":
             optimizer: Any = torch.optim.Adam(weights, lr, (momentum, 0.999), eps=1e-8, weight_decay=decay)
         else:
-            own = momentum if self.option["optimizer"] == "momentum" else 0.0
-            optimizer = torch.optim.SGD(weights, lr, momentum=own, weight_decay=decay)
+            own = 0.0 if self.option["optimizer"] == "sgd" else momentum
+            ahead = self.option["optimizer"] == "nesterov"
+            optimizer = torch.optim.SGD(weights, lr, momentum=own, weight_decay=decay, nesterov=ahead)
         total = self.zeros()
         self.ready(client, optimizer)
         for batch in batches:
@@ -675,8 +676,10 @@ class FedNova(FedAvg):
         return [sum(momentum**later for later in range(steps - k)) for k in range(steps)]
 
     def step(self, mean: Named, answers: dict[int, Answer], sampled: list[int]) -> Named:
-        mu = self.option["momentum"] if self.option["optimizer"] == "momentum" else 0.0
-        tau = {i: sum(self.a(answer.steps, mu)) for i, answer in answers.items()}
+        mu, optimizer = self.option["momentum"], self.option["optimizer"]
+        tau = {i: sum(self.a(answer.steps, mu if optimizer != "sgd" else 0.0)) for i, answer in answers.items()}
+        if optimizer == "nesterov":  # each step is along the gradient and mu times the buffer
+            tau = {i: answers[i].steps + mu * tau[i] for i in answers}
         effective = sum(self.share[i] * tau[i] for i in answers)
         return {n: effective * sum(self.share[i] / tau[i] * answers[i].d[n] for i in answers) for n in mean}
 
