@@ -477,7 +477,7 @@ class Program:
 
 
 def copy_into(place: State, new: State) -> None:
-    """Write each tensor of `new` where the matching one of `place` lies, unless it is that one: a large memory is written there."""
+    """Write each tensor of `new` where the matching one of `place` lies, unless it is that one, as a large memory is."""
     new = copy_overlaps(new, leaves(place), place)
     for old, tensor in zip(leaves(place), leaves(new), strict=True):
         if old is not tensor:
