@@ -299,6 +299,7 @@ class Replay:
         self.block: Block | None = None
         self.following: Block | None = None  # laid out while the device was busy
         self.taken = False  # whether the program has taken the block's inputs
+        self.reach = LONGEST  # rounds that are worth playing before the host looks at them
 
     def begin(self) -> bool:
         """Make the program and the tables; False where the runs cannot be replayed."""
@@ -343,6 +344,7 @@ class Replay:
         more clients than there is room for.
         """
         first, block = self.runs[0], self.due()
+        most = min(most, self.reach)
         if self.program is not None and first.settings.compile:
             most = self.program.compiled_in_time(first.t, most)
         at, room = first.t - block.first, self.outlooks[0].clients
@@ -378,6 +380,7 @@ class Replay:
         numbers = {name: values.view(count, -1).T.tolist() for name, values in program.numbers(at, count).items()}
         good, self.last = numbers.pop("good"), [stretch.parts[-1] for stretch in stretches]
         whole = min([*map(bool, mine), False].index(False) for mine in good)
+        self.reach = min(LONGEST, 2 * self.reach) if whole == count else max(1, whole)
         if 0 < whole < count:  # only those before the first bad one: then the number asked for does not matter
             for stretch in stretches:
                 stretch.take_back()
