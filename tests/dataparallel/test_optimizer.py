@@ -465,7 +465,7 @@ def test_weights_to_evaluate_are_named_and_not_trained() -> None:
     optimizer = undrift.DEF(network(), lr=0.1)
     with pytest.raises(UnknownName, match="did you mean 'def-a'"), optimizer.evaluating("defa"):
         pass
-    with optimizer.evaluating(), pytest.raises(BadSetting, match="leave the with block"):
+    with optimizer.evaluating(), pytest.raises(BadSetting, match="leave `with evaluating"):
         optimizer.step()
     with pytest.raises(ValueError), optimizer.evaluating("def"):
         raise ValueError
