@@ -102,7 +102,8 @@ def verdict_of(work: Work) -> dict[str, Any]:
     known = [value for value in correlations.values() if value is not None]
     content: dict[str, Any] = {
         "suite": work.batch.results.file.stem, "command": command_of(work.asked),
-        "title": suite.about["title"], "about": suite.about.get("about", ""), "paper": suite.about.get("paper", ""), "scale": work.asked.scale, "tune": tuned_with(work.asked.tune),
+        "title": suite.about["title"], "about": suite.about.get("about", ""), "paper": suite.about.get("paper", ""),
+        "scale": work.asked.scale, "tune": tuned_with(work.asked.tune),
         "unit": unit_of(suite),
         "columns": suite.columns, "rows": suite.rows, "cells": [],
         "rank_correlation": {"columns": correlations, "mean": sum(known) / len(known) if known else None},
