@@ -188,7 +188,7 @@ def _cell(content: Mapping[str, Any], column: str, row: str, small: Mapping[str,
     fields = {**content.get("set", {}), **place.get("set", {}), **method.get("set", {})}
     fields |= method.get("columns", {}).get(column, {})
     grid = dict(method.get("grid", {}))
-    rungs = place.get("rungs", content.get("tune", {}).get("rungs", (0.1, 0.3, 1.0)))
+    rungs = place.get("rungs", content.get("tune", {}).get("rungs", (0.1, 0.25, 1.0)))
     if small:
         settings |= {**small.get("settings", {}), **place.get("small", {}), **method.get("small", {})}
         fields |= {n: v for n, v in small.get("set", {}).items() if n in fields}

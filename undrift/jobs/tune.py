@@ -18,7 +18,7 @@ from undrift.jobs.results import Line, Results
 from undrift.jobs.sweep import KINDS, Job, plan
 
 SEEDS = (100,)  # apart from those of final runs
-RUNGS = (0.1, 0.3, 1.0)
+RUNGS = (0.1, 0.25, 1.0)
 KEEP = 4
 VALIDATION = 0.1
 T = TypeVar("T")
