@@ -706,8 +706,10 @@ class FedNova(FedAvg):
         return [sum(momentum**later for later in range(steps - k)) for k in range(steps)]
 
     def step(self, mean: Named, answers: dict[int, Answer], sampled: list[int]) -> Named:
-        mu = self.option["momentum"] if self.option["optimizer"] == "momentum" else 0.0
-        tau = {i: sum(self.a(answer.steps, mu)) for i, answer in answers.items()}
+        mu, optimizer = self.option["momentum"], self.option["optimizer"]
+        tau = {i: sum(self.a(answer.steps, mu if optimizer != "sgd" else 0.0)) for i, answer in answers.items()}
+        if optimizer == "nesterov":  # each step is along the gradient and mu times the buffer
+            tau = {i: answers[i].steps + mu * tau[i] for i in answers}
         effective = sum(self.share[i] * tau[i] for i in answers)
         return {n: effective * sum(self.share[i] / tau[i] * answers[i].d[n] for i in answers) for n in mean}
 

@@ -301,6 +301,7 @@ CASES = [
     # What came after 2020.
     Case("fednova", "unequal steps, by size", dict(server_lr=0.8, weight_decay=0.05), EPOCHS, "size", **FALL),
     Case("fednova", "momentum", dict(optimizer="momentum", momentum=0.7), EPOCHS),
+    Case("fednova", "nesterov", dict(optimizer="nesterov", momentum=0.7), EPOCHS),
     Case("fednova", "bad sample", {}, Plan(batch=4, epochs=0.8), data="bad", cohort=6, seed=10),
     Case("fedexp", "plain", {"eps": 1e-6, "lr": 0.3}, EPOCHS),
     Case("fedexp", "by size", dict(eps=1e-4, server_lr=0.8), EPOCHS, "size", **FALL),

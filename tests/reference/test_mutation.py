@@ -57,6 +57,9 @@ DENIED = {
     ("algorithms/fedmlb", "Branched.objective", "-1 in F.log_softmax(logits / self.temperature, -1)"): LAST,
     ("algorithms/fedmlb", "Branched.objective", "-1 in (branch.exp() * (branch - main)).sum(-1)"): LAST,
     ("algorithms/fedsm", "WithSelector.client_init", "-1 in ids.to(down.s.dtype).unsqueeze(-1)"): LAST,
+    ("algorithms/fedsm", "WithSelector.stepped", "-1 in -1:"): (
+        "a dimension, which only Muon reads; test_optimise runs the selector with it, alone and stacked"
+    ),
     ("algorithms/fedsm_extra", "ThenSelector.objective", "-1 in known.view(len(inputs), -1).argmin(-1)"): LAST,
     ("algorithms/gradient_memory/memory", "Memory.remember", "-1 in self.age[place].unsqueeze(-1)"): LAST,
     ("algorithms/moon", "Contrastive.objective", "-1 in dim=-1"): LAST,

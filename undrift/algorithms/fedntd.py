@@ -15,6 +15,7 @@ from torch import Tensor
 from undrift.algorithms.base import Average, Down, GradientOracle, LocalData, Nothing, State, Worker
 from undrift.algorithms.checks import above, at_least
 from undrift.core.errors import BadSetting
+from undrift.core.vec import positions
 from undrift.oracle.oracle import View
 
 
@@ -44,7 +45,7 @@ class NotTrueDistillation(Worker):
         q, q_t = model(x, inputs), model.still(x_t, start, inputs).detach()
         if q.dim() != 2 or targets.dim() != 1 or targets.is_floating_point():
             raise BadSetting("FedNTD needs samples with one class each; use another method for masks and other targets")
-        true = torch.arange(q.shape[1], device=q.device) == targets.unsqueeze(1)
+        true = positions(q, 1) == targets.unsqueeze(1)
         other, other_t = (
             F.log_softmax((logits / self.temperature).masked_fill(true, -torch.inf), 1).masked_fill(true, 0.0)
             for logits in (q, q_t)

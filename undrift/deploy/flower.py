@@ -172,7 +172,7 @@ class GridPost:
         asked = {question.name for question in self.questions.values() if question.message}
         return any(name not in self.node and asked & {name, ""} for name in clients)
 
-    def gather(self, clients: Iterable[str]) -> set[int]:
+    def wait_for(self, clients: Iterable[str]) -> set[int]:
         """Wait for clients that are about to join; and where nobody is connected, as when a line is down, for anybody."""
         present, began = self.roll(), time.monotonic()
 
@@ -191,7 +191,7 @@ class GridPost:
         return present
 
     def exchange(self, letters: Mapping[str, Letter]) -> Iterator[tuple[str, Letter | str]]:
-        present = self.gather(letters)
+        present = self.wait_for(letters)
         waiting, missing, sent = dict[str, str](), dict[str, str](), dict[str, float]()
         for name, letter in letters.items():
             missing[name] = "no answer in time" if self.node.get(name) in present else "not connected"
