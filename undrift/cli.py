@@ -714,6 +714,7 @@ def list_kind(kind: str) -> list[dict[str, Any]]:
     arg("--clients", type=int, default=100, metavar="N"),
     arg("--seed", type=int, default=0),
     arg("--own-test", type=float, default=0.0, metavar="F", help="the share that clients hold out [0]"),
+    path("--from", "FILE", dest="source", help="prepare: the archive that shakespeare is made of"),
     path("--out", "FILE", help="prepare: where NAME.npz goes; show: a .png or .svg picture"),
 )
 def data_command(arguments: argparse.Namespace) -> None:
@@ -728,7 +729,7 @@ def data_command(arguments: argparse.Namespace) -> None:
             raise BadSetting("say what to add: undrift data add NAME FILE.npz")
         print(f"written to {datasets.add(arguments.name, arguments.file)}; use it with --dataset {arguments.name}")
     elif arguments.action == "prepare":
-        print(f"written to {datasets.prepare(arguments.name, root, arguments.out)}")
+        print(f"written to {datasets.prepare(arguments.name, root, arguments.out, arguments.source)}")
     elif arguments.action == "show":
         from undrift.report.pictures import partition_picture, partition_text
 

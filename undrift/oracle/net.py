@@ -516,9 +516,9 @@ class Net:
         labelled = (targets != self.ignored).to(self.dtype)
         return labelled.flatten(1).mean(1) if labelled.dim() > 1 else labelled
 
-    def probabilities(self, outputs: Tensor) -> Tensor:
-        """The probability of each class, or of each structure at each pixel."""
-        return outputs.softmax(1) if self.loss is F.cross_entropy else outputs.sigmoid()
+    def probabilities(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        """The probability of each class [B, C, *], or of each structure at each pixel."""
+        return classes_first(outputs, targets).softmax(1) if self.loss is F.cross_entropy else outputs.sigmoid()
 
     def mixed_losses(self, probabilities: Tensor, targets: Tensor) -> Tensor:
         """The loss of each sample [B] for given probabilities, such as a mixture of several models."""
@@ -586,11 +586,14 @@ def classes_first(outputs: Tensor, targets: Tensor) -> Tensor:
 
 
 def blocks(module: nn.Module) -> list[nn.Module]:
-    """The consecutive parts of a model; the last one is the classifier."""
+    """The consecutive parts of a model, a Sequential's or those that it names in `blocks`; the last one is the classifier."""
+    named = getattr(module, "blocks", None)
+    if isinstance(named, tuple) and len(named) > 1 and all(isinstance(name, str) for name in named):
+        return [module.get_submodule(name) for name in named]
     if not isinstance(module, nn.Sequential) or type(module).forward is not nn.Sequential.forward or len(module) < 2:
         raise BadSetting(
             "this method needs a model made of blocks: an nn.Sequential of at least two parts whose last one is the "
-            f"classifier, not {type(module).__name__}"
+            f"classifier, or a module whose attribute `blocks` names such parts, not {type(module).__name__}"
         )
     return list(module)
 

@@ -183,11 +183,10 @@ def mixed_scores(run: Scored, own: HeldOut, models: list[Served], weights: Tenso
     for at in range(0, len(own.rows), batch):
         rows, owners, weight = (t[at : at + batch] for t in (own.rows, own.owners, weights))
         inputs = run.data.transform(own.split.take(rows), net.dtype, clients=owners)
-        mixed = torch.zeros((), device=rows.device)
+        mixed, targets = torch.zeros((), device=rows.device), own.split.targets[rows]
         for k, model in enumerate(models):
-            p = net.probabilities(net(*model, inputs, None)[0])
+            p = net.probabilities(net(*model, inputs, None)[0], targets)
             mixed = mixed + weight[:, k].view(-1, *(1,) * (p.dim() - 1)) * p
-        targets = own.split.targets[rows]
         found.setdefault("loss", []).append(net.mixed_losses(mixed, targets).double())
         outputs = (
             mixed - 0.5 if own.split.targets.dim() > 1 else mixed
