@@ -31,7 +31,7 @@ from undrift.simulate.program import LONGEST_UNROLLED, Ahead, Program, Shape
 
 T = TypeVar("T")
 LONGEST = 128  # rounds at most that are laid out together
-PLAIN_STEPS = 320  # local steps before rounds are compiled, which takes twenty seconds: nobody waits for the first round
+PLAIN_STEPS = 320  # local steps before rounds are compiled: that takes twenty seconds
 TOGETHER = 512  # of all runs of a pack, so that it does not take longer than the device takes for the rounds before
 ROOM = 1 << 28  # bytes for their samples
 
