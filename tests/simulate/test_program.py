@@ -77,6 +77,18 @@ def test_ragged_rounds(name: str, settings: dict[str, Any]) -> None:
     agree(*together(alg, 6, eval_every=5, **settings))
 
 
+@pytest.mark.parametrize("name", ["scaffold", "gradma-w", "mime"])
+@pytest.mark.parametrize("size", [16, 18])  # two whole batches, or two and a short one
+def test_clients_of_one_size_make_the_same_steps(name: str, size: int) -> None:
+    """Then nobody has to wait for others, and their states are not chosen entry by entry."""
+    alg = algorithm_class(name)(lr=0.2)
+    plain, one, replayed, two = together(alg, 4, fed=small.federation((size,) * 5), steps=0, epochs=1.0)
+    agree(plain, one, replayed, two)
+    assert replayed.replay is not None
+    (outlook,) = replayed.replay.outlooks
+    assert not outlook.unequal and outlook.ragged == (size == 18)
+
+
 def test_a_stretch_with_an_answer_that_is_not_finite_is_taken_back() -> None:
     """One client's samples are spoiled after some rounds: the engine drops it, and so does a replayed run."""
     runs = [small.simulation(algorithm_class("scaffold")(lr=0.2), eval_every=4, steps=2) for _ in range(2)]

@@ -96,13 +96,14 @@ class Outlook:
         self.run, self.data, self.sampling, self.plan = run, data, run.sampling, settings.plan
         self.device, self.dtype = run.device, run.state.x.dtype
         self.width = int(min(self.plan.batch, data.sizes.max()))
-        self.steps = int(self.plan.steps_of(data.sizes).max())  # most local steps
+        steps = self.plan.steps_of(data.sizes)
+        self.steps = int(steps.max())  # most local steps
         self.always_whole = settings.sampling == "fixed" and not settings.dropout_rate
         self.clients = self.sampling.largest
         self.longest = self.fitting(1)
         self.unrolled = 0 < self.plan.steps <= LONGEST_UNROLLED  # a round is one graph
         self.scheduled = settings.lr_decay != 1.0 or bool(settings.lr_drops or settings.warmup) or settings.warmup > 0
-        self.unequal = not (self.plan.steps and not settings.slow[0] and self.always_whole)
+        self.unequal = bool((steps != self.steps).any() or settings.slow[0]) or not self.always_whole
         self.ragged = self.unequal or self.plan.batch != self.width or bool((data.sizes % self.width).any())
         self.largest = int(-(-data.sizes.max() // self.width))  # batches of the largest client
         self.aside = None  # a stream of its own, so that the next rounds are laid out while these are run
