@@ -504,7 +504,7 @@ def sweep_all(arguments: argparse.Namespace, jobs: list[Any], sweep: Mapping[str
     "pick an algorithm's settings from a sweep's grid, by successive halving on validation samples",
     path("file", "FILE.toml", help="a sweep's file, or the name of one that comes with the package"),
     path("--out", help="for NAME.toml of every algorithm, tuned.toml, and the trials [a new folder, runs/tuned-NAME]"),
-    arg("--rungs", type=numbers, default=(0.1, 0.3, 1.0), metavar="SHARES", help="of the rounds [0.1,0.3,1]"),
+    arg("--rungs", type=numbers, default=(0.1, 0.25, 1.0), metavar="SHARES", help="of the rounds [0.1,0.25,1]"),
     arg("--keep", type=int, default=4, metavar="N", help="one in N settings goes on to the next rung [4]"),
     arg("--validation", type=float, default=0.1, metavar="SHARE", help="of the training samples, held out [0.1]"),
     arg("--minutes", type=float, default=0.0, help="stop after so many; the same command goes on"),
@@ -714,6 +714,7 @@ def list_kind(kind: str) -> list[dict[str, Any]]:
     arg("--clients", type=int, default=100, metavar="N"),
     arg("--seed", type=int, default=0),
     arg("--own-test", type=float, default=0.0, metavar="F", help="the share that clients hold out [0]"),
+    path("--from", "FILE", dest="source", help="prepare: the archive that shakespeare is made of"),
     path("--out", "FILE", help="prepare: where NAME.npz goes; show: a .png or .svg picture"),
 )
 def data_command(arguments: argparse.Namespace) -> None:
@@ -728,7 +729,7 @@ def data_command(arguments: argparse.Namespace) -> None:
             raise BadSetting("say what to add: undrift data add NAME FILE.npz")
         print(f"written to {datasets.add(arguments.name, arguments.file)}; use it with --dataset {arguments.name}")
     elif arguments.action == "prepare":
-        print(f"written to {datasets.prepare(arguments.name, root, arguments.out)}")
+        print(f"written to {datasets.prepare(arguments.name, root, arguments.out, arguments.source)}")
     elif arguments.action == "show":
         from undrift.report.pictures import partition_picture, partition_text
 

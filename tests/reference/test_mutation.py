@@ -54,8 +54,6 @@ DENIED = {
     ("algorithms/ft", "FineTuning.buffers_down", "invited - returning"): BYTES,
     ("algorithms/softpull", "SoftlyPulled.bytes_down", "invited - returning"): BYTES,
     ("algorithms/ensemble", "Weighed.objective", "-1 in model(s, inputs).softmax(-1)"): LAST,
-    ("algorithms/fedmlb", "Branched.objective", "-1 in F.log_softmax(logits / self.temperature, -1)"): LAST,
-    ("algorithms/fedmlb", "Branched.objective", "-1 in (branch.exp() * (branch - main)).sum(-1)"): LAST,
     ("algorithms/fedsm", "WithSelector.client_init", "-1 in ids.to(down.s.dtype).unsqueeze(-1)"): LAST,
     ("algorithms/fedsm", "WithSelector.stepped", "-1 in -1:"): (
         "a dimension, which only Muon reads; test_optimise runs the selector with it, alone and stacked"

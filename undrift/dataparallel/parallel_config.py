@@ -47,7 +47,7 @@ class MethodConfig(JobConfig):
 class ParallelConfig(MethodConfig):
     """All settings of a data-parallel run. Each field is a flag."""
 
-    method: str = setting("def", "sgd, ef, saef, psync, ef21, def or def-a")
+    method: str = setting("def", "sgd, ef, saef, psync, ef21, ef21-sgdm, def or def-a")
     workers: int = setting(0, "W (default 16; under torchrun the number of processes)")
     compressor: str = setting("rbgs", "rbgs, randk or topk")
     block: str = setting("flat", "flat, tensor or shuffle")
