@@ -858,14 +858,18 @@ def log_lines() -> Callable[[str, int, int, int], None]:
     """Print how far a command is every few seconds, where no terminal can show a bar; `before` rounds are of an earlier one."""
     from undrift.jobs.overview import in_words
 
-    began = last = time.monotonic()
+    last, first = (
+        time.monotonic(),
+        (0.0, 0),
+    )  # when the first rounds were there, and how many; the start before them is no pace
 
     def show(text: str, done: int, rounds: int, before: int) -> None:
-        nonlocal last
-        now = time.monotonic()
+        nonlocal last, first
+        now, own = time.monotonic(), done - before
+        first = first if first[1] else (now, own)
         if now - last >= EVERY:
-            left = (now - began) / max(done - before, 1) * (rounds - done)
-            print(f"{text}, {in_words(left)} left", flush=True)
+            pace = (now - first[0]) / (own - first[1]) if own > first[1] else None
+            print(text if pace is None else f"{text}, {in_words(pace * (rounds - done))} left", flush=True)
             last = now
 
     return show

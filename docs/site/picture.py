@@ -12,7 +12,7 @@ from playwright.sync_api import sync_playwright
 
 OUT = Path(__file__).parents[1] / "report.png"
 COLOURS = 128  # of the palette: a quarter of the bytes
-SIZE = {"width": 1280, "height": 980}
+SIZE = {"width": 1440, "height": 1230}  # all columns of the table, and the first curves
 
 
 def main(report: Path) -> None:

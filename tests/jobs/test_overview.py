@@ -62,5 +62,6 @@ def test_the_log_of_a_sweep_gets_a_line_now_and_then(
     command = ["sweep", str(tmp_path / "s.toml"), "--out", str(tmp_path / "out"), "--processes", "1"]
     assert cli.main(command) == 0
     lines = [line for line in capsys.readouterr().out.splitlines() if "runs done, round" in line]
-    assert lines[0].startswith("0 of 2 runs done, round 1 of 6, now fedavg-seed=0, ") and lines[0].endswith(" left")
+    assert lines[0] == "0 of 2 runs done, round 1 of 6, now fedavg-seed=0", "there is no pace yet"
+    assert lines[1].startswith("0 of 2 runs done, round 2 of 6, now fedavg-seed=0, ") and lines[1].endswith(" left")
     assert lines[-1] == "2 of 2 runs done, round 6 of 6, now fedavg-seed=1, 0 s left"

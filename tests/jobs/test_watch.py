@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 
 import undrift
+from tests.patience import patient
 from tests.small import QUICK
 from undrift.cli import main
 from undrift.core.run_files import SWEEP
@@ -41,7 +42,7 @@ def watching(folder: Path) -> Iterator[str]:
             assert found, process.stderr.read()
             yield found[1]
             process.send_signal(signal.SIGINT)
-            assert process.wait(10) == 0 and process.stderr.read() == ""
+            assert process.wait(patient(10)) == 0 and process.stderr.read() == ""
         finally:
             process.kill()
 
@@ -145,6 +146,19 @@ def until(look: Any, wanted: Any) -> None:
     while (found := look()) != wanted and time.monotonic() < end:
         time.sleep(0.1)
     assert found == wanted
+
+
+def test_a_page_of_nothing_says_what_it_waits_for(browser: Any, tmp_path: Path) -> None:
+    page = browser.new_page()
+    page.set_default_timeout(20_000)
+    with watching(tmp_path) as address:
+        page.goto(address)
+        page.get_by_text("The page fills by itself").wait_for()
+        assert page.locator(".tile").count() == 0 and not page.locator("progress").is_visible()
+        undrift.run(FEW, out=tmp_path / "a")
+        page.locator(".tile", has_text="rounds").wait_for()
+        assert page.locator("progress").is_visible()
+        page.close()
 
 
 def test_a_page_grows_with_a_run_and_keeps_what_was_chosen(browser: Any, tmp_path: Path) -> None:

@@ -67,6 +67,8 @@ def title_of(groups: list[Group]) -> str:
 
 
 def _facts(runs: list[Run], groups: list[Group]) -> str:
+    if not runs:
+        return "The page fills by itself when a run has its first round."
     seeds = dict.fromkeys(as_text(run.settings.get("seed")) for run in runs)
     listed = ", ".join(seeds) if len(seeds) <= 12 else f"{len(seeds)} different ones"
     return f"{_count(len(runs), 'run')} in {_count(len(groups), 'group')}; seeds: {listed}."

@@ -13,11 +13,12 @@ function drawLive(live) {
     const counted = Object.entries(next.counts).map(([name, count]) =>
       tile(name, String(count), `state ${name.replace(/\W/g, "-")}`),
     );
+    bar.hidden = !asked; // nothing has begun
     bar.max = Math.max(asked, 1);
     bar.value = done;
     tiles.replaceChildren(
       ...counted,
-      tile("rounds", `${done.toLocaleString("en")} of ${asked.toLocaleString("en")}`),
+      ...(asked ? [tile("rounds", `${done.toLocaleString("en")} of ${asked.toLocaleString("en")}`)] : []),
       ...(next.left ? [tile("time left, about", next.left)] : []),
       ...next.gpus.map((gpu, k) =>
         tile(
