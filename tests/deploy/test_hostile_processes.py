@@ -10,7 +10,7 @@ import pytest
 pytest.importorskip("flwr")
 
 from tests.deploy.altered import altered
-from tests.deploy.test_processes import finish, planned, records
+from tests.deploy.test_processes import finish, lent, planned, records
 from undrift.deploy.local import LocalFederation, federation
 
 HOSTILE = """
@@ -27,8 +27,6 @@ if name == "1":
 @pytest.fixture(scope="module")
 def three() -> Iterator[LocalFederation]:
     with federation(3) as here:
-        for client in range(3):
-            here.start_client(client)
         yield here
 
 
@@ -37,8 +35,9 @@ def three() -> Iterator[LocalFederation]:
 def test_a_rule_keeps_a_federation_learning(rule: str, three: LocalFederation, tmp_path: Path) -> None:
     """Round 1 a header, rounds 2 and 3 the update times -20, then times 1e30."""
     plan = planned(tmp_path / "out", clients=3, rounds=5, aggregate=rule, set={"lr": 0.5})
-    finish(three, three.run(plan, {"client_app.py": altered(train=HOSTILE)}), plan)
-    said, found = three.log("run"), records(plan)
+    with lent(three) as here:
+        finish(here, here.run(plan, {"client_app.py": altered(train=HOSTILE)}), plan)
+        said, found = here.log("run"), records(plan)
     assert "round 1: 1 does not count: refused: up.d is not a .npy file" in said
     assert [r["dropped"] for r in found][:2] == [1, 0]
     assert "round 2: 1 sent vectors" in said and "round 4: 1 sent vectors" in said

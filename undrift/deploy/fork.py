@@ -20,30 +20,28 @@ import sys
 import threading
 from pathlib import Path
 
-import torch
-from flwr.supernode.cli import flwr_clientapp
-
-from undrift.deploy import only
 from undrift.deploy.ask_fork import SOCKET, TAKEN
 
-KINDS = {"own": only.main, "sent": flwr_clientapp}  # undrift's client app whatever was sent, or the app that was sent
 LOOK = 1.0  # seconds between two looks whether the process that started this one is there
 
 
 def serve(folder: Path, kind: str) -> None:
     """Fork for each message until the process that started this one has ended."""
     parent = os.getppid()
-    load_more()
-    if threading.active_count() > 1:  # a fork has one thread, and what the others held stays locked
-        sys.exit("something that was imported has started a thread; client apps are started one by one")
     os.chdir(folder)
     Path(SOCKET).unlink(missing_ok=True)
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for those that have ended
-    gc.freeze()  # so that forks share what is there now
     with socket.socket(socket.AF_UNIX) as door:
-        door.bind(SOCKET)
-        os.chmod(SOCKET, 0o600)
-        door.listen()
+        try:
+            door.bind(SOCKET)
+            os.chmod(SOCKET, 0o600)
+        except OSError as error:  # some file systems have no sockets
+            sys.exit(f"{folder} can hold no socket ({error}); every message starts a process anew, which is slower")
+        door.listen()  # who asks from now on waits
+        load()
+        if threading.active_count() > 1:  # a fork has one thread, and what the others held stays locked
+            sys.exit("something that was imported has started a thread, so every message starts a process anew")
+        signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for those that have ended
+        gc.freeze()  # so that forks share what is there now
         door.settimeout(LOOK)
         while os.getppid() == parent:
             with contextlib.suppress(OSError):
@@ -54,19 +52,32 @@ def serve(folder: Path, kind: str) -> None:
                     if os.fork() == 0:
                         door.close()
                         take_over(line, outputs)
-                        sys.argv = ["flwr-clientapp", *content.decode().split("\0")]
-                        KINDS[kind]()
+                        run(kind, content.decode().split("\0"))
                         sys.exit()
                     for output in outputs:
                         os.close(output)
 
 
-def load_more() -> None:
-    """Import what a client app does not import before it runs: by name, and by a first computation without memory."""
-    importlib.import_module(only.LOADER)
+def load() -> None:
+    """Import what a client app needs; PyTorch imports some of it only when it first computes without memory."""
     os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"  # to look for a GPU must not open it: forks could not use it
+    import torch
+
+    from undrift.deploy import only
+
+    importlib.import_module(only.LOADER)
     nothing = torch.empty(1, device="meta")
     _ = nothing - torch.zeros_like(nothing)
+
+
+def run(kind: str, words: list[str]) -> None:
+    """Be `flwr-clientapp`: with undrift's own client app ("own"), or with the app that the server has sent ("sent")."""
+    from flwr.supernode.cli import flwr_clientapp
+
+    from undrift.deploy import only
+
+    sys.argv = ["flwr-clientapp", *words]
+    (only.main if kind == "own" else flwr_clientapp)()
 
 
 def take_over(line: socket.socket, outputs: list[int]) -> None:
@@ -84,8 +95,7 @@ def main() -> None:
     if words[:1] == ["--serve"]:
         serve(Path(words[1]), kind)
     else:
-        sys.argv = ["flwr-clientapp", *words]
-        KINDS[kind]()
+        run(kind, words)
 
 
 if __name__ == "__main__":
