@@ -13,13 +13,14 @@ from pathlib import Path
 from undrift.report.load import Run, load
 
 Choice = tuple[str, str, str, float]  # method, model, weights, rate
-NORMS = {"mlp": "none", "gradma-nn": "BatchNorm"}
+NORMS = {"gradma-nn(norm=none)": "none", "gradma-nn": "BatchNorm"}
 LAST = 5  # scored rounds whose mean is taken
 
 
 def scores(run: Run) -> tuple[float, float, float, float]:
-    """Per cent: the best on test samples, that of the round that is best on validation samples, the mean of the last five, and the
-    best on validation samples."""
+    """Per cent: the best on test samples, that of the round picked on validation samples, the mean of the last five, the best on
+    validation samples.
+    """
     test, validation = run.records.values("accuracy"), run.records.values("val_accuracy")
     at_best = test[validation.index(max(validation))]
     found = max(test), at_best, statistics.fmean(test[-LAST:]), max(validation)
@@ -31,8 +32,7 @@ def main() -> None:
     runs: dict[Choice, Run] = {}
     for run in load([Path(sys.argv[1])]):
         given = run.settings
-        rate = given["set"]["lr"]
-        runs[given["algorithm"], given["model"], given["weights"], rate] = run
+        runs[given["algorithm"], given["model"], given["weights"], given["lr"]] = run
     rates = sorted({choice[3] for choice in runs})
     print("| normalisation | weights | method | " + " | ".join(f"rate {rate:g}" for rate in rates), end="")
     print(" | picked | best round | round picked on validation | mean of the last five |")
