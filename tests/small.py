@@ -21,6 +21,7 @@ from undrift.simulate.evaluate import accuracy
 from undrift.simulate.simulation import Settings, Simulation
 
 CPU = torch.device("cpu")
+DEEPER = ("moon", "moonm", "fedmlb", "fedmlbm", "fedper", "fedrep", "fedbabu")  # need layers before the last one
 SIZES = (3, 20, 9, 33, 5, 14)  # unequal clients
 QUICK = {"clients": 12, "cohort": 4, "steps": 2, "batch": 8, "model": "logreg", "eval_every": 3, "execution": "stacked"}
 

@@ -77,9 +77,12 @@ class Parser(argparse.ArgumentParser):
         if word.startswith("-") and others:
             commands = ", ".join(f"'{self.prog} {name}'" for name in others)
             return BadSetting(f"'{self.prog} {command}' has no {flag}; it is an argument of {commands}")
-        if not word.startswith("-"):
-            return BadSetting(f"'{self.prog} {command}' does not take {word!r}; try '{self.prog} {command} --help'")
-        return UnknownName(f"argument of '{self.prog} {command}'", flag, flags)
+        if field in ("gpu", "cuda", "cpu") and "--device" in flags:
+            return BadSetting(f"'{self.prog} {command}' has no {flag}; give --device {field.replace('gpu', 'cuda')}")
+        if best:
+            return UnknownName(f"argument of '{self.prog} {command}'", flag, flags)
+        what = f"has no {flag}" if word.startswith("-") else f"does not take {word!r}"
+        return BadSetting(f"'{self.prog} {command}' {what}; try '{self.prog} {command} --help'")
 
     def _flags(self, command: str) -> list[str]:
         return [o for a in self._subparser(command)._actions for o in a.option_strings]
@@ -370,11 +373,11 @@ def train(arguments: argparse.Namespace, fields: Fields, run: Callable[..., Any]
     chosen = {n: f.default for n, f in fields.items()} | config | settings
     name = str(settings.get("method") or chosen.get("algorithm") or chosen.get("method"))
     folder = f"{name}-{chosen['dataset']}-seed{chosen['seed']}".replace("/", "_").replace(":", "_")
-    with folder_of(arguments, folder):
-        train_in(arguments, name, functools.partial(run, config, **settings))
+    with folder_of(arguments, printable(folder)) as say_where:
+        train_in(arguments, name, functools.partial(run, config, **settings), say_where)
 
 
-def train_in(arguments: argparse.Namespace, name: str, run: Callable[..., Any]) -> None:
+def train_in(arguments: argparse.Namespace, name: str, run: Callable[..., Any], say_where: Callable[[], None]) -> None:
     """Run in the folder that was chosen, show the progress, and print the result."""
     out = arguments.out
     if arguments.resume and (out / "run.toml").exists():  # the method is stored there and need not be given again
@@ -382,16 +385,21 @@ def train_in(arguments: argparse.Namespace, name: str, run: Callable[..., Any]) 
         name = str(stored.get("algorithm", stored.get("method", name)))
     bar = progress_bar()
     task = bar.add_task(name, total=None, accuracy="")
-
-    lines = None if bar.console.is_terminal else log_lines(name)
+    line, begun, score = log_lines(), 0, ""
 
     def show(record: dict[str, Any], rounds: int) -> None:
-        if lines is not None:
-            lines(record, rounds)
+        nonlocal begun, score
+        if not begun:  # only now: a mistake in the settings needs neither folder nor bar
+            begun = record["round"]
+            say_where()
+        if record["accuracy"] is not None:
+            score = f"accuracy {record['accuracy']:.4f}"
+        if not bar.console.is_terminal:
+            text = f"{name}: round {record['round']} of {rounds}{score and f', {score}'}"
+            line(text, record["round"], rounds, begun - 1)
             return
-        bar.start()  # only now: a mistake in the settings needs no bar
-        known = {} if record["accuracy"] is None else {"accuracy": f"accuracy {record['accuracy']:.4f}"}
-        bar.update(task, completed=record["round"], total=rounds, **known)
+        bar.start()
+        bar.update(task, completed=record["round"], total=rounds, accuracy=score)
 
     try:
         result = run(out=out, resume=arguments.resume, progress=show)
@@ -417,10 +425,13 @@ def train_in(arguments: argparse.Namespace, name: str, run: Callable[..., Any]) 
 
 
 @contextlib.contextmanager
-def folder_of(arguments: argparse.Namespace, name: str) -> Iterator[None]:
-    """Choose the folder where --out does not: a new one in runs/, or the last one of that name if it is resumed."""
+def folder_of(arguments: argparse.Namespace, name: str) -> Iterator[Callable[[], None]]:
+    """Choose the folder where --out does not: a new one in runs/, or the last one of that name if it is resumed.
+
+    What is yielded says so, and is to be called when the work begins.
+    """
     if arguments.out is not None:
-        yield
+        yield lambda: None
         return
     base = Path("runs") / name
     with contextlib.ExitStack() as stack:
@@ -429,9 +440,7 @@ def folder_of(arguments: argparse.Namespace, name: str) -> Iterator[None]:
             resume = getattr(arguments, "resume", False)
             folder = newest_folder(base) if resume else stack.enter_context(new_folder(base))
         arguments.out = chosen = ranks.first_rank_says(folder)
-        if ranks.speaks():
-            print(f"no --out was given, so this goes to {chosen}", flush=True)
-        yield
+        yield lambda: print(f"no --out was given, so this goes to {chosen}", flush=True) if ranks.speaks() else None
 
 
 @command(
@@ -450,7 +459,8 @@ def sweep_command(arguments: argparse.Namespace) -> int:
     jobs, sweep = plan(file, arguments.track)
     if arguments.processes < 0:
         raise BadSetting(f"processes must be at least 1, not {arguments.processes}")
-    with folder_of(arguments, file.stem):
+    with folder_of(arguments, file.stem) as say_where:
+        say_where()
         arguments.out.mkdir(parents=True, exist_ok=True)
         (arguments.out / "sweep.toml").write_bytes(file.read_bytes())
         return sweep_all(arguments, jobs, sweep)
@@ -464,14 +474,20 @@ def sweep_all(arguments: argparse.Namespace, jobs: list[Any], sweep: Mapping[str
     planned = {"runs": {job.name: job.config.rounds for job in jobs}, "failed": {}}
     write_sealed(arguments.out / SWEEP, planned)
     with progress_bar() as bar:
-        whole = bar.add_task(f"{len(jobs)} runs", total=sum(j.config.rounds for j in jobs), accuracy="")
+        asked = sum(j.config.rounds for j in jobs)
+        whole = bar.add_task(f"{len(jobs)} runs", total=asked, accuracy="")
         rounds_done: dict[str, int] = {}
+        before: dict[str, int] = {}  # rounds of earlier commands
+        line = log_lines()
 
         def show(name: str, done: int, rounds: int) -> None:
             rounds_done[name] = done
-            finished = sum(rounds_done.get(j.name) == j.config.rounds for j in jobs)
-            text = f"{finished} of {len(jobs)} done, now {name}"
-            bar.update(whole, completed=sum(rounds_done.values()), accuracy=text)
+            before.setdefault(name, done - 1)
+            finished, now = sum(rounds_done.get(j.name) == j.config.rounds for j in jobs), sum(rounds_done.values())
+            bar.update(whole, completed=now, accuracy=f"{finished} of {len(jobs)} done, now {name}")
+            if not bar.console.is_terminal:
+                text = f"{finished} of {len(jobs)} runs done, round {now} of {asked}, now {name}"
+                line(text, now, asked, sum(before.values()))
 
         failed = run_all(jobs, arguments.out, processes, show, bar.console.print, arguments.pack)
     write_sealed(arguments.out / SWEEP, planned | {"failed": failed})
@@ -500,7 +516,8 @@ def tune_command(arguments: argparse.Namespace) -> int:
 
     options = {name: getattr(arguments, name) for name in ("rungs", "keep", "validation")}
     file, limit = sweep_file(arguments.file), seconds_of(arguments.minutes)
-    with folder_of(arguments, f"tuned-{file.stem}"), stopping.within(limit) as left:
+    with folder_of(arguments, f"tuned-{file.stem}") as say_where, stopping.within(limit) as left:
+        say_where()
         try:
             tune(file, arguments.out, say, arguments.pack, arguments.device, **options)
         except stopping.Stopped:
@@ -712,6 +729,7 @@ def list_kind(kind: str) -> list[dict[str, Any]]:
     arg("--clients", type=int, default=100, metavar="N"),
     arg("--seed", type=int, default=0),
     arg("--own-test", type=float, default=0.0, metavar="F", help="the share that clients hold out [0]"),
+    path("--from", "FILE", dest="source", help="prepare: the archive that shakespeare is made of"),
     path("--out", "FILE", help="prepare: where NAME.npz goes; show: a .png or .svg picture"),
 )
 def data_command(arguments: argparse.Namespace) -> None:
@@ -726,7 +744,7 @@ def data_command(arguments: argparse.Namespace) -> None:
             raise BadSetting("say what to add: undrift data add NAME FILE.npz")
         print(f"written to {datasets.add(arguments.name, arguments.file)}; use it with --dataset {arguments.name}")
     elif arguments.action == "prepare":
-        print(f"written to {datasets.prepare(arguments.name, root, arguments.out)}")
+        print(f"written to {datasets.prepare(arguments.name, root, arguments.out, arguments.source)}")
     elif arguments.action == "show":
         from undrift.report.pictures import partition_picture, partition_text
 
@@ -851,20 +869,18 @@ def described(about: dict[str, Any]) -> str:
     return text + (f"; execution {about['execution']}" if "execution" in about else "")
 
 
-def log_lines(name: str) -> Callable[[dict[str, Any], int], None]:
-    """Print how far a run is every few seconds, where no terminal can show a bar."""
+def log_lines() -> Callable[[str, int, int, int], None]:
+    """Print how far a command is every few seconds, where no terminal can show a bar; `before` rounds are of an earlier one."""
     from undrift.jobs.overview import in_words
 
-    began, first, last, score = time.monotonic(), 0, time.monotonic(), ""
+    began = last = time.monotonic()
 
-    def show(record: dict[str, Any], rounds: int) -> None:
-        nonlocal first, last, score
-        first, now = first or record["round"], time.monotonic()
-        if record["accuracy"] is not None:
-            score = f", accuracy {record['accuracy']:.4f}"
+    def show(text: str, done: int, rounds: int, before: int) -> None:
+        nonlocal last
+        now = time.monotonic()
         if now - last >= EVERY:
-            left = (now - began) / (record["round"] - first + 1) * (rounds - record["round"])
-            print(f"{name}: round {record['round']} of {rounds}{score}, {in_words(left)} left", flush=True)
+            left = (now - began) / max(done - before, 1) * (rounds - done)
+            print(f"{text}, {in_words(left)} left", flush=True)
             last = now
 
     return show

@@ -63,6 +63,19 @@ def test_a_frozen_model_is_frozen_whatever_the_server(local: str, fields: dict[s
     assert all(torch.equal(point, points[1]) for point in points[2:])
 
 
+@pytest.mark.parametrize("local", LOCALS)
+def test_no_part_hides_what_another_one_has(local: str) -> None:
+    """A field of one part with the name of the other's function would take its place."""
+    for server in SERVERS:
+        compose(local, server)
+
+
+def test_a_hidden_function_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(half("fednova", Worker), "tau", lambda self: None, raising=False)
+    with pytest.raises(BadSetting, match="'tau' is a field in one of fednova and fedadam and something else"):
+        compose("fednova", "fedadam")
+
+
 @pytest.mark.parametrize("name", ALGORITHMS)
 def test_an_algorithm_is_its_two_parts(name: str) -> None:
     """Put together again from its parts, with its own defaults, it computes the same."""

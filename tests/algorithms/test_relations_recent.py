@@ -23,6 +23,7 @@ EXACT = {"rtol": 1e-10, "atol": 1e-12}
 UNEQUAL: dict[str, Any] = dict(epochs=1, batch=4)  # K_i from 1 to 9
 FALLING: dict[str, Any] = dict(epochs=1, batch=4, lr_decay=0.8, lr_drops=(2,), lr_drop=0.5)
 MOMENTUM: dict[str, Any] = dict(optimizer="momentum", momentum=0.7)
+NESTEROV: dict[str, Any] = dict(optimizer="nesterov", momentum=0.7)
 
 
 def walk(name: str, fields: dict[str, Any], settings: dict[str, Any], rounds: int = 4) -> Tensor:
@@ -33,6 +34,7 @@ def walk(name: str, fields: dict[str, Any], settings: dict[str, Any], rounds: in
     ("name", "fields", "other", "others", "settings"),
     [
         ("fednova", MOMENTUM, "fedavg", MOMENTUM, {}),
+        ("fednova", NESTEROV, "fedavg", NESTEROV, {}),
         ("fednova", {}, "fedavg", {}, {"steps": 1}),
         ("fedacg", {"lam": 0.0, "beta": 0.7}, "fedprox", {"mu": 0.7}, FALLING),
         ("fedvarp", {}, "fedavg", {}, FALLING | {"cohort": N}),
@@ -58,6 +60,7 @@ def test_one_method_is_another(
     [
         ("fednova", {}, "fedavg", {}, UNEQUAL),
         ("fednova", MOMENTUM, "fedavg", MOMENTUM, UNEQUAL),
+        ("fednova", NESTEROV, "fednova", MOMENTUM, UNEQUAL),
         ("fedexp", {"eps": 1e-9, "lr": 0.3}, "fedavg", {"lr": 0.3}, UNEQUAL | {"cohort": N}),
         ("fedspeed", {"correct": "all"}, "fedspeed", {}, {}),
         ("fedsmoo", {"dual": "code"}, "fedsmoo", {}, {}),

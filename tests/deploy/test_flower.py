@@ -20,6 +20,7 @@ from flwr.proto.node_pb2 import NodeInfo  # noqa: E402
 from flwr.supercore.task_identity import TaskIdentity  # noqa: E402
 
 from tests.deploy.test_federation import without  # noqa: E402
+from tests.small import DEEPER  # noqa: E402
 from undrift.core.errors import BadSetting  # noqa: E402
 from undrift.core.names import attribute, names  # noqa: E402
 from undrift.data.load import load_dataset  # noqa: E402
@@ -136,7 +137,7 @@ def test_a_node_with_a_mistyped_name_is_named(tmp_path: Path, monkeypatch: pytes
 @pytest.mark.parametrize("name", [name for name in names("algorithms") if not algorithm_class(name).pools])
 def test_the_apps_equal_the_simulator(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("undrift.deploy.flower.PAUSE", 0.0)
-    model = "mlp" if name.startswith(("moon", "fedmlb")) else "logreg"  # they need a hidden layer
+    model = "mlp" if name in DEEPER else "logreg"
     plan = planned(tmp_path / "out", algorithm=name, model=model, set={"lr": 0.05})
     serve(plan, tmp_path)
     dataset = load_dataset("digits")
@@ -301,8 +302,23 @@ def test_a_round_waits_where_nobody_is_connected(back: float, tmp_path: Path, mo
     came, away = nodes.now, nodes.contexts
     monkeypatch.setattr(nodes, "get_node_ids", lambda: set(away) if nodes.now >= came + back else set())
     monkeypatch.setattr(nodes, "send_and_receive", lambda messages: [])
-    post.gather(["0"])
+    post.wait_for(["0"])
     assert nodes.now == came + min(back, 50.0) and "no client is connected; waiting at most 50 s for one" in said
+
+
+def test_a_node_of_no_client_of_the_run_does_not_count_as_somebody(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It may have been admitted for another run; the round waits for one of its own clients all the same."""
+    plan = planned(tmp_path / "out", clients=2, cohort=2, timeout=60.0, wait=50.0)
+    nodes = SlowNodes(0.0, plan, tmp_path, monkeypatch)
+    post = GridPost(nodes, 60.0, lambda line: None, planned(tmp_path, clients=1, cohort=1, wait=50.0))  # type: ignore[arg-type]
+    post.meet(["0"], 50.0)
+    came, other = nodes.now, post.node["1"]
+    monkeypatch.setattr(nodes, "get_node_ids", lambda: {other})
+    monkeypatch.setattr(nodes, "send_and_receive", lambda messages: [])
+    post.gather(["0"])
+    assert nodes.now == came + 50.0
 
 
 @pytest.mark.parametrize("code", [ErrorCode.NODE_UNAVAILABLE, ErrorCode.MESSAGE_UNAVAILABLE])

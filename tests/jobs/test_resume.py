@@ -22,7 +22,7 @@ from safetensors.torch import load_file
 import undrift
 from tests.patience import wait_for_rounds
 from tests.reliability import counted
-from tests.small import QUICK, timeless
+from tests.small import DEEPER, QUICK, timeless
 from undrift import cli
 from undrift.core.errors import BadSetting
 from undrift.core.names import names
@@ -35,8 +35,8 @@ DISK = "--client-state disk"
 @pytest.mark.parametrize("model", ["logreg", "gradma-nn"])
 def test_resume_is_bitwise(name: str, model: str, tmp_path: Path) -> None:
     """Stopped after any checkpoint, with lines written after it, a run goes on to the same records and model."""
-    if model == "logreg" and name.startswith(("moon", "fedmlb")):
-        model = "mlp"  # features and blocks need more than a classifier
+    if model == "logreg" and name in DEEPER:
+        model = "mlp"
     settings = QUICK | {
         "model": model,
         "checkpoint_every": 2,

@@ -89,6 +89,10 @@ CASES = [
         "adam, decay, clip",
         dict(optimizer="adam", lr=0.01, momentum=0.7, weight_decay=0.1, clip=0.3),
     ),
+    Case("fedavg", "nesterov", dict(optimizer="nesterov", momentum=0.8, weight_decay=0.02), EPOCHS),
+    Case("fedavg", "adamw", dict(optimizer="adamw", lr=0.01, momentum=0.7, weight_decay=0.1, clip=0.3)),
+    Case("fedavg", "muon", dict(optimizer="muon", lr=0.02, momentum=0.7, weight_decay=0.1), EPOCHS),
+    Case("fedavg", "rates within a round", dict(lr=0.3, warm_steps=2, cosine_steps=4), EPOCHS, **FALL),
     Case("fedavg", "batch norm", {"lr": 0.2}, Plan(batch=4, steps=3), "size", model="norm"),
     Case("fedavg", "batch norm, unequal steps", {}, Plan(batch=6, epochs=2), "size", model="norm", data="even"),
     Case("fedavg", "digits", {"lr": 0.2}, Plan(batch=32, epochs=1), "size", data="digits", model="digits"),
@@ -297,6 +301,7 @@ CASES = [
     # What came after 2020.
     Case("fednova", "unequal steps, by size", dict(server_lr=0.8, weight_decay=0.05), EPOCHS, "size", **FALL),
     Case("fednova", "momentum", dict(optimizer="momentum", momentum=0.7), EPOCHS),
+    Case("fednova", "nesterov", dict(optimizer="nesterov", momentum=0.7), EPOCHS),
     Case("fednova", "bad sample", {}, Plan(batch=4, epochs=0.8), data="bad", cohort=6, seed=10),
     Case("fedexp", "plain", {"eps": 1e-6, "lr": 0.3}, EPOCHS),
     Case("fedexp", "by size", dict(eps=1e-4, server_lr=0.8), EPOCHS, "size", **FALL),

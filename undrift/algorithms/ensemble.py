@@ -25,7 +25,8 @@ class Weighed(ThenSelector):
     @staticmethod
     def known(model: View, h: Tensor, targets: Tensor) -> Tensor:
         """[B, (N + 1) ...] each model's probabilities."""
-        return model.probabilities(h.flatten(0, 1)).view(len(h), -1)
+        each = targets.repeat_interleave(h.shape[1], 0)
+        return model.probabilities(h.flatten(0, 1), each).reshape(len(h), -1)
 
     @staticmethod
     def objective(model: View, s: Tensor, inputs: Tensor, targets: Tensor, known: Tensor) -> Tensor:

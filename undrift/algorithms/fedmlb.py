@@ -36,8 +36,8 @@ class Branched(Worker):
         total = self.lambda1 * model.loss(q, targets)
         for m, h in enumerate(hidden, 1):
             q_m = model.onward(m, x_t, h)
-            main, branch = (F.log_softmax(logits / self.temperature, -1) for logits in (q, q_m))
-            divergence = (branch.exp() * (branch - main)).sum(-1)
+            main, branch = (F.log_softmax(model.by_class(o, targets) / self.temperature, 1) for o in (q, q_m))
+            divergence = model.over((branch.exp() * (branch - main)).sum(1), targets)
             total = total + (self.lambda2 * model.loss(q_m, targets) + self.lambda3 * divergence) / len(hidden)
         return total
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from undrift.algorithms.base import Average, Down, GradientOracle, LocalData, Nothing, State, Worker
 from undrift.algorithms.checks import above, at_least
-from undrift.core.errors import BadSetting
+from undrift.core.vec import positions
 from undrift.oracle.oracle import View
 
 
@@ -42,15 +42,14 @@ class NotTrueDistillation(Worker):
 
     def objective(self, model: View, x: Tensor, inputs: Tensor, targets: Tensor, x_t: Tensor, start: Tensor) -> Tensor:
         q, q_t = model(x, inputs), model.still(x_t, start, inputs).detach()
-        if q.dim() != 2 or targets.dim() != 1 or targets.is_floating_point():
-            raise BadSetting("FedNTD needs samples with one class each; use another method for masks and other targets")
-        true = torch.arange(q.shape[1], device=q.device) == targets.unsqueeze(1)
+        q, q_t = (model.by_class(outputs, targets) for outputs in (q, q_t))
+        true = positions(q, 1).view(q.shape[1], *(1,) * (targets.dim() - 1)) == targets.unsqueeze(1)
         other, other_t = (
             F.log_softmax((logits / self.temperature).masked_fill(true, -torch.inf), 1).masked_fill(true, 0.0)
             for logits in (q, q_t)
         )
         divergence = (other_t.exp().masked_fill(true, 0.0) * (other_t - other)).sum(1)
-        return model.loss(q, targets) + self.beta * divergence
+        return model.loss(q, targets) + self.beta * model.over(divergence, targets)
 
     def check(self, clients: int, cohort: int) -> None:
         super().check(clients, cohort)

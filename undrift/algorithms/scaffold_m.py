@@ -28,6 +28,7 @@ class MomentumVariates(Worker):
     beta: float = 0.2  # weight of the client's own corrected gradient
 
     varies: ClassVar[tuple[str, ...]] = ("beta",)
+    steady_rate: ClassVar[bool] = True  # g_t is divided by it
 
     class Companion(NamedTuple):
         c: Vec  # (1/N) sum of all c_i

@@ -128,11 +128,23 @@ def available(root: Path | None) -> list[tuple[str, str]]:
     return [(name, state(name)) for name in [*names("datasets"), *added()]]
 
 
-def prepare(name: str, root: Path | None, out: Path | None) -> Path:
-    """Read a data set and write it as NAME.npz, which loads fastest."""
-    data = module_of("datasets", name).load(root)
-    if not isinstance(data.x_train, np.ndarray):
-        raise BadSetting(f"{name} is read from its files on demand; there is nothing to prepare")
+def prepare(name: str, root: Path | None, out: Path | None, source: Path | None = None) -> Path:
+    """Read a data set, from `source` if it is made of a file, and write it as NAME.npz, which loads fastest."""
+    module = module_of("datasets", name)
+    make = getattr(module, "prepare", None)  # of one that is stored in a form of its own
+    if (make is None) != (source is None):
+        raise BadSetting(
+            f"{name} is read from where it lies, without --from"
+            if source
+            else f"say what {name} is made of: --from FILE"
+        )
+    if make is None:
+        data = module.load(root)
+        if not isinstance(data.x_train, np.ndarray):
+            raise BadSetting(f"{name} is read from its files on demand; there is nothing to prepare")
+        arrays = dict(x_train=data.x_train, y_train=data.y_train, x_test=np.asarray(data.x_test), y_test=data.y_test)
+    else:
+        arrays = make(source)
     if out is None and root is None:
         raise BadSetting("say where to write with --out FILE.npz, or set UNDRIFT_DATA")
     path = out or Path(root or ".") / f"{name}.npz"
@@ -140,7 +152,7 @@ def prepare(name: str, root: Path | None, out: Path | None) -> Path:
         raise BadSetting(f"{path} exists already; remove it or give another --out")
     temporary = path.with_name(f".{path.name}")
     with temporary.open("wb") as file:
-        np.savez(file, x_train=data.x_train, y_train=data.y_train, x_test=np.asarray(data.x_test), y_test=data.y_test)
+        np.savez(file, **arrays)
     os.replace(temporary, path)
     return path
 
@@ -149,7 +161,7 @@ def class_counts(
     data: Dataset, spec: str, clients: int, seed: int, own_test: float = 0.0
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """[clients, classes] samples of each class that each client trains on, and those held out to test it."""
-    if data.y_train.ndim != 1 or not data.classes:
+    if data.y_train.ndim != 1 or not data.classes or data.y_train.dtype.kind not in "iu":
         raise BadData("only data with one class label a sample can be shown by class")
     labels = data.y_train.astype(np.int64)
     holdings = deal(spec, labels, clients, seed, data.sites)

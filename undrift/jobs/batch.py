@@ -221,7 +221,7 @@ def line_of(run: Run, records: Sequence[Mapping[str, Any]], together: int, devic
         "scores": scores_of(records),
     }
     if not trial:
-        shown = next((n for n in ("accuracy", "own_dice", "dice") if n in line["scores"]), "loss")
+        shown = next((n for n in ("accuracy", "own_dice", "dice", "c_index") if n in line["scores"]), "loss")
         line |= {"shown": shown, "curve": curve_of(records, shown), "reached": milestones(records)}
     seconds = sum(record["seconds"] or 0.0 for record in records)
     line |= {"seconds": round(seconds, 3), "together": together, "device": device}

@@ -72,6 +72,12 @@ def compose(local: str, server: str) -> type[Any]:
             raise BadSetting(
                 f"{local} and {server} both have a field {name!r} with its own meaning; they cannot be combined"
             )
+    hidden = [n for n in (*ours, *theirs) if n not in shared and all(hasattr(part, n) for part in parts)]
+    if hidden:
+        raise BadSetting(
+            f"{hidden[0]!r} is a field in one of {local} and {server} and something else in the other; "
+            "they cannot be combined"
+        )
     about = f"The clients of {local} with the server of {server}."
     defaults = {name: theirs[name].default for name in shared}
     types = {"__annotations__": {name: get_type_hints(parts[1])[name] for name in shared}}

@@ -35,10 +35,12 @@ NOISE = {
     "tiny-imagenet": "noise(side=64, classes=200)",
     "svhn": "noise",
     "retina": "synthetic-sites(size=128)",
+    "heart": "synthetic-patients",
+    "brca": "synthetic-patients(sites=6, task=survival, inputs=39)",
 }
 NOISE_ROUNDS = 2
 MOST_SEEDS = 10_000  # of a cell
-BLANKS = ("from", "model")  # of a column's score, which its methods fill in
+BLANKS = ("from", "model", "whole", "at")  # of a column's score, which its methods fill in
 
 
 @dataclass(frozen=True)

@@ -63,7 +63,7 @@ def halve(
     ...     asked.append((len(some), rounds))
     ...     return [-abs(value - 11) for value in some]
     >>> halve(list(range(64)), 100, score), asked
-    (11, [(64, 10), (16, 30), (4, 100)])
+    (11, [(64, 10), (16, 25), (4, 100)])
     """
     left = list(candidates)
     for share in rungs:

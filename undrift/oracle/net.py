@@ -27,14 +27,25 @@ from undrift.core.device import half_precision
 from undrift.core.errors import BadSetting
 from undrift.core.forms import plain
 from undrift.core.layout import MODEL, Layout
+from undrift.core.pieces import Piece, part
 from undrift.core.streams import mix
 from undrift.core.trees import map_tagged
 from undrift.oracle.segmentation import dice_loss, soft_dice_loss
 
 T = TypeVar("T")
-Loss = Callable[[Tensor, Tensor], Tensor]
+Loss = Callable[..., Tensor]  # of outputs and targets
 IGNORED = -100  # the label of what does not count, in PyTorch's cross-entropy
 ALIGNED = 8  # entries: a GPU accesses 32 bytes at once, and each client's row should begin at such a boundary
+
+
+def batch_loss(loss: Loss) -> Loss:
+    """Mark loss(outputs, targets, real) as one that sees a whole mini-batch, because it is no mean over samples.
+
+    real [B] is 1 for a sample and 0 for padding, or None where all samples are real. The loss is one number, or a part for each
+    sample [B], of which the mean over the real samples is taken. Padding must not change it.
+    """
+    vars(loss)["of_batch"] = True
+    return loss
 
 
 class Context(NamedTuple):
@@ -350,12 +361,19 @@ class _Holder(nn.Module):
 class Net:
     """A copy of a module with its loss and its layout."""
 
-    def __init__(self, module: nn.Module, loss: Loss = F.cross_entropy, dtype: torch.dtype = torch.float32) -> None:
+    def __init__(
+        self,
+        module: nn.Module,
+        loss: Loss = F.cross_entropy,
+        dtype: torch.dtype = torch.float32,
+        pieces: tuple[Piece, ...] = (),
+    ) -> None:
         if getattr(loss, "weight", None) is not None and getattr(loss, "reduction", "none") == "mean":
             raise BadSetting("a loss with class weights must not average by itself here; give it reduction='none'")
         self.loss = F.cross_entropy if plain_cross_entropy(loss) else loss
+        self.of_batch: bool = getattr(loss, "of_batch", False)
         self.ignored: int = getattr(loss, "ignore_index", IGNORED)  # only with cross-entropy
-        self.dtype = dtype
+        self.dtype, self.pieces = dtype, pieces  # the parts of the inputs, () if they have only one
         self.current = _Pass()
         self.original = copy.deepcopy(module).to(dtype)
         prepared = copy.deepcopy(self.original)
@@ -463,12 +481,19 @@ class Net:
         self, x: Tensor, buffers: Tensor, inputs: Tensor, context: Context | None, stacked: bool = False
     ) -> tuple[Tensor, Tensor]:
         """Outputs for x [P], and the buffers after this pass; context None means evaluation mode."""
-        outputs, after = self._run(x, buffers, context, stacked, lambda module: module(inputs))
+        outputs, after = self._run(x, buffers, context, stacked, lambda module: call(module, self.pieces, inputs))
         return logits_of(outputs), after
 
-    def sample_losses(self, outputs: Tensor, targets: Tensor) -> Tensor:
+    def sample_losses(self, outputs: Tensor, targets: Tensor, real: Tensor | None = None) -> Tensor:
         """The loss of each sample [B]. A loss that returns one number is called for one sample at a time."""
         outputs = classes_first(outputs, targets)
+        if self.of_batch:
+            whole = self.loss(outputs, targets, real)
+            if whole.numel() not in (1, len(outputs)):
+                raise BadSetting(
+                    f"a batch_loss gives one number, or one for each of {len(outputs)} samples, not {[*whole.shape]}"
+                )
+            return whole.flatten().expand(len(outputs))
         if self.loss is F.cross_entropy:
             each = F.cross_entropy(outputs, targets, reduction="none", ignore_index=self.ignored)
             return self.mean_over_labels(each, targets)
@@ -509,9 +534,9 @@ class Net:
         labelled = (targets != self.ignored).to(self.dtype)
         return labelled.flatten(1).mean(1) if labelled.dim() > 1 else labelled
 
-    def probabilities(self, outputs: Tensor) -> Tensor:
-        """The probability of each class, or of each structure at each pixel."""
-        return outputs.softmax(1) if self.loss is F.cross_entropy else outputs.sigmoid()
+    def probabilities(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        """The probability of each class [B, C, *], or of each structure at each pixel."""
+        return classes_first(outputs, targets).softmax(1) if self.loss is F.cross_entropy else outputs.sigmoid()
 
     def mixed_losses(self, probabilities: Tensor, targets: Tensor) -> Tensor:
         """The loss of each sample [B] for given probabilities, such as a mixture of several models."""
@@ -539,6 +564,14 @@ class Net:
             value = trained.get(first.get(id(tensor), name), tensor)
             state[name] = value.detach().to(tensor.dtype).clone()
         return state
+
+
+def call(module: nn.Module, pieces: tuple[Piece, ...], inputs: Tensor) -> Any:
+    """What a module returns for inputs, which are parted if they have several parts."""
+    if not pieces:
+        return module(inputs)
+    by_place, named = part(pieces, inputs)
+    return module(*by_place, **named)
 
 
 def logits_of(outputs: Any) -> Tensor:
@@ -571,17 +604,20 @@ def classes_first(outputs: Tensor, targets: Tensor) -> Tensor:
 
 
 def blocks(module: nn.Module) -> list[nn.Module]:
-    """The consecutive parts of a model; the last one is the classifier."""
+    """The consecutive parts of a model, a Sequential's or those that it names in `blocks`; the last one is the classifier."""
+    named = getattr(module, "blocks", None)
+    if isinstance(named, tuple) and len(named) > 1 and all(isinstance(name, str) for name in named):
+        return [module.get_submodule(name) for name in named]
     if not isinstance(module, nn.Sequential) or type(module).forward is not nn.Sequential.forward or len(module) < 2:
         raise BadSetting(
             "this method needs a model made of blocks: an nn.Sequential of at least two parts whose last one is the "
-            f"classifier, not {type(module).__name__}"
+            f"classifier, or a module whose attribute `blocks` names such parts, not {type(module).__name__}"
         )
     return list(module)
 
 
 def _run_blocks(parts: list[nn.Module], h: Tensor) -> list[Tensor]:
-    return [h := part(h) for part in parts]
+    return [h := block(h) for block in parts]
 
 
 def plain_cross_entropy(loss: Loss) -> bool:
@@ -614,9 +650,9 @@ def _prepare(module: nn.Module, name: str, current: _Pass, training: bool, done:
         vars(module).update(current=current, frozen=frozen, whole_channels=whole)
     elif isinstance(module, _InstanceNorm) and module.track_running_stats:
         raise BadSetting("InstanceNorm with running statistics is not supported; use track_running_stats=False")
-    for child, part in module._modules.items():
-        if part is not None:
-            _prepare(part, f"{name}{child}.", current, training, done)
+    for child, inner in module._modules.items():
+        if inner is not None:
+            _prepare(inner, f"{name}{child}.", current, training, done)
 
 
 def _copy_sharing_tensors(module: nn.Module, current: _Pass) -> nn.Module:

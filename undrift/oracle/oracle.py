@@ -13,10 +13,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from undrift.core.errors import BadSetting
 from undrift.core.forms import plain
 from undrift.core.layout import Layout
 from undrift.core.vec import descend
-from undrift.oracle.net import Context, Net
+from undrift.oracle.net import Context, Net, classes_first
 
 Objective = Callable[..., Tensor]
 ASKED = 1 << 25  # numbers of input that are shown to several models at a time
@@ -102,16 +103,32 @@ class View:
 
     def loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
         """The task's loss of each sample [B]; where some labels do not count, scaled for a mean over those that do."""
-        return self.over_labels(self.net.sample_losses(outputs, targets), targets)
+        return self.over_labels(self.net.sample_losses(outputs, targets, self.context.real), targets)
 
     def losses(self, outputs: Tensor, targets: Tensor) -> Tensor:
         """The task's loss [B, M] of the outputs [B, M, *] of several models, scaled likewise."""
         losses: Tensor = torch.vmap(self.loss, (1, None), 1)(outputs, targets)
         return losses
 
-    def probabilities(self, outputs: Tensor) -> Tensor:
-        """The probability of each class, or of each structure at each pixel."""
-        return self.task.probabilities(outputs)
+    def probabilities(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        """The probability of each class [B, C, *], or of each structure at each pixel."""
+        return self.task.probabilities(outputs, targets)
+
+    def by_class(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        """Outputs as logits [B, C, *] of the classes of labels [B, *]."""
+        outputs = classes_first(outputs, targets)
+        labels = not targets.is_floating_point() and outputs.dim() == targets.dim() + 1
+        if not labels or (targets.dim() > 1 and self.task.loss is not F.cross_entropy):
+            raise BadSetting(
+                "this method compares the probabilities of classes, so it needs class labels and cross-entropy; use another "
+                "method for masks and other targets"
+            )
+        return outputs
+
+    def over(self, values: Tensor, targets: Tensor) -> Tensor:
+        """[B] the mean of a sample's values [B, *] over its labels, scaled like a loss."""
+        counted = torch.where(targets == self.task.ignored, 0.0, values)
+        return self.over_labels(self.task.mean_over_labels(counted, targets), targets)
 
     def mixed_loss(self, probabilities: Tensor, targets: Tensor) -> Tensor:
         """The task's loss of each sample [B] for a mixture of probabilities, scaled likewise."""

@@ -112,8 +112,13 @@ def _verdict(groups: list[Group]) -> str:
     compared = [pick.group for pick in picks] if len(picks) > 1 else groups
     notes = _length_note(compared) + (_picking_note(picks) if len(picks) > 1 else "")
     rows = [(group, spread) for group, spread in zip(compared, scores(compared), strict=True) if spread]
+    if not rows:
+        return "No run has a score yet."
     if len(rows) < 2:
-        return "There are no two methods with a score, so there is nothing to compare."
+        ((group, spread),) = rows
+        seeds = "1 seed" if spread.seeds == 1 else f"{spread.seeds} seeds"
+        score_is = f"{group.label} has {spread.mean:.4f} ({score_name(compared)}, {seeds})"
+        return f"{score_is}; there is no other score, so nothing to compare."
     rows.sort(key=lambda row: row[1].mean, reverse=metric_of(compared).higher)
     name = score_name(compared)
     if any(spread.seeds < 2 for _, spread in rows):

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils import checkpoint
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from undrift.algorithms.base import Algorithm
@@ -20,6 +21,7 @@ from undrift.core.errors import BadData, BadSetting, ClientFailed, UndriftError
 from undrift.core.trees import State
 from undrift.oracle.net import IGNORED, Net, classes_first
 from undrift.oracle.oracle import stacks_in_a_thread, task_loss
+from undrift.oracle.tasks import LOSSES
 from undrift.simulate.graphs import rehearsal
 from undrift.simulate.here import Execution, OneByOne, Pool, Stacked
 from undrift.simulate.work import LocalWork
@@ -115,6 +117,30 @@ def blame_model(work: LocalWork) -> Iterator[None]:
         raise BadSetting(f"the model failed on samples of shape {shape}: {type(error).__name__}: {error}") from error
 
 
+@contextlib.contextmanager
+def no_checkpoints() -> Iterator[None]:
+    """Refuse a model that computes activations again: that pass would not see the vectors in place of its parameters."""
+    names = "CheckpointFunction", "_checkpoint_without_reentrant_generator"
+    before = {name: getattr(checkpoint, name) for name in names}
+
+    class Refused:
+        def __init__(self, *_: Any) -> None:
+            raise BadSetting(
+                "the model uses gradient checkpointing, which clients' vectors in place of parameters do not allow; turn it "
+                "off, and take fewer clients at a time (--chunk) or smaller batches to save memory"
+            )
+
+        apply = __init__
+
+    try:
+        for name in names:
+            setattr(checkpoint, name, Refused)
+        yield
+    finally:
+        for name in names:
+            setattr(checkpoint, name, before[name])
+
+
 def check_repeatable(net: Net, x: Tensor, buffers: Tensor, work: LocalWork) -> None:
     """Refuse a model that draws random numbers outside our streams: its runs could not be seeded."""
 
@@ -123,7 +149,7 @@ def check_repeatable(net: Net, x: Tensor, buffers: Tensor, work: LocalWork) -> N
         oracle.buffers = buffers
         return oracle.grad(x)
 
-    with blame_model(work):
+    with blame_model(work), no_checkpoints():
         first, second = gradient(), gradient()
     if (first - second).norm() > 0.01 * first.norm():  # a GPU's sums may differ in their last digits, a mask in many
         raise BadSetting(
@@ -133,9 +159,10 @@ def check_repeatable(net: Net, x: Tensor, buffers: Tensor, work: LocalWork) -> N
 
 
 def check_labels(net: Net, x: Tensor, buffers: Tensor, work: LocalWork) -> None:
-    """Refuse class labels that the model has no output for."""
+    """Refuse class labels that the model has no output for, and blocks that are not the model."""
+    check_blocks(net, x, buffers, work)
     train, test = work.data.train.targets, work.data.test.targets
-    if train.is_floating_point():
+    if train.is_floating_point() and not (net.of_batch or net.loss in LOSSES.values()):
         warn_of_broadcasting(net, x, buffers, work)
     if net.loss is not F.cross_entropy or train.is_floating_point():
         return
@@ -150,6 +177,20 @@ def check_labels(net: Net, x: Tensor, buffers: Tensor, work: LocalWork) -> None:
             f"the labels run from {int(used.min())} to {int(used.max())}, but the model's output is {list(outputs.shape[1:])}; "
             "labels must be 0 .. classes - 1, with one output for each"
         )
+
+
+def check_blocks(net: Net, x: Tensor, buffers: Tensor, work: LocalWork) -> None:
+    """Refuse a module of the user's whose named blocks, one after another, do not give its outputs."""
+    named: Any = getattr(net.original, "blocks", None)
+    if not isinstance(named, tuple):
+        return
+    oracle, _ = next(work.steps(0, 1))
+    inputs = oracle.batch.inputs[:1]
+    with blame_model(work):
+        outputs, _ = net(x, buffers, inputs, None)
+        last = net.trace(x, buffers, inputs, None)[0][-1]
+    if last.shape != outputs.shape or not torch.allclose(last, outputs, rtol=1e-3, atol=1e-5, equal_nan=True):
+        raise BadSetting(f"the model's blocks ({', '.join(named)}), one after another, do not give its outputs")
 
 
 def warn_of_broadcasting(net: Net, x: Tensor, buffers: Tensor, work: LocalWork) -> None:

@@ -27,10 +27,11 @@ from undrift.round.who import Attendance, Sampling, Task, attendances
 from undrift.simulate.client_store import DiskTable
 from undrift.simulate.clients import ClientTable
 from undrift.simulate.here import Execution, Stacked
-from undrift.simulate.program import COMPILED_FROM, LONGEST_UNROLLED, Ahead, Program, Shape
+from undrift.simulate.program import LONGEST_UNROLLED, Ahead, Program, Shape
 
 T = TypeVar("T")
 LONGEST = 128  # rounds at most that are laid out together
+PLAIN_STEPS = 320  # local steps before rounds are compiled: that takes twenty seconds
 TOGETHER = 512  # of all runs of a pack, so that it does not take longer than the device takes for the rounds before
 ROOM = 1 << 28  # bytes for their samples
 
@@ -101,13 +102,18 @@ class Outlook:
         self.longest = self.fitting(1)
         self.unrolled = 0 < self.plan.steps <= LONGEST_UNROLLED  # a round is one graph
         self.scheduled = settings.lr_decay != 1.0 or bool(settings.lr_drops or settings.warmup) or settings.warmup > 0
-        full = self.plan.steps and not settings.slow[0] and self.plan.batch == self.width
-        self.ragged = not (full and self.always_whole and not (data.sizes % self.width).any())
+        self.unequal = not (self.plan.steps and not settings.slow[0] and self.always_whole)
+        self.ragged = self.unequal or self.plan.batch != self.width or bool((data.sizes % self.width).any())
         self.largest = int(-(-data.sizes.max() // self.width))  # batches of the largest client
         self.aside = None  # a stream of its own, so that the next rounds are laid out while these are run
         if run.device.type == "cuda":
             torch.cuda.synchronize()  # the samples are in place
             self.aside = torch.cuda.Stream()
+
+    @property
+    def compiled_from(self) -> int:
+        """The round from which on rounds are compiled."""
+        return max(1, PLAIN_STEPS // self.steps)
 
     def rate(self, t: int) -> float:
         """The local rate of round t."""
@@ -136,7 +142,7 @@ class Outlook:
         batches = 0
         if self.whole:
             batches = rounded_up(int(-(-self.data.sizes[part.ids].max() // self.width)), self.largest)
-        return Shape(clients, steps, not self.always_whole, self.ragged, batches)
+        return Shape(clients, steps, not self.always_whole, self.ragged, self.unequal, batches)
 
     def live(self, part: Attendance) -> list[int]:
         """How many clients make a first step, a second, and so on."""
@@ -299,6 +305,7 @@ class Replay:
         self.block: Block | None = None
         self.following: Block | None = None  # laid out while the device was busy
         self.taken = False  # whether the program has taken the block's inputs
+        self.reach = LONGEST  # rounds that are worth playing before the host looks at them
 
     def begin(self) -> bool:
         """Make the program and the tables; False where the runs cannot be replayed."""
@@ -319,7 +326,7 @@ class Replay:
     def make_program(self) -> Program:
         run, outlook = self.runs[0], self.outlooks[0]
         empty = not all(outlook.always_whole for outlook in self.outlooks)
-        compile = run.settings.compile and run.t >= COMPILED_FROM
+        compile = run.settings.compile and run.t >= outlook.compiled_from
         by_size = run.settings.weights == "size"
         alg, state = self.algorithm(), self.state()
         return Program(alg, run.task, self.data, state, outlook.width, by_size, empty, compile, self.lead)
@@ -343,8 +350,9 @@ class Replay:
         more clients than there is room for.
         """
         first, block = self.runs[0], self.due()
+        most = min(most, self.reach)
         if self.program is not None and first.settings.compile:
-            most = self.program.compiled_in_time(first.t, most)
+            most = self.program.compiled_in_time(first.t, most, self.outlooks[0].compiled_from)
         at, room = first.t - block.first, self.outlooks[0].clients
         parts = [every[at : at + most] for every in block.parts]
         fitting = [all(0 < len(part.ids) <= room for part in now) for now in zip(*parts, strict=True)]
@@ -378,6 +386,7 @@ class Replay:
         numbers = {name: values.view(count, -1).T.tolist() for name, values in program.numbers(at, count).items()}
         good, self.last = numbers.pop("good"), [stretch.parts[-1] for stretch in stretches]
         whole = min([*map(bool, mine), False].index(False) for mine in good)
+        self.reach = min(LONGEST, 2 * self.reach) if whole == count else max(1, whole)
         if 0 < whole < count:  # only those before the first bad one: then the number asked for does not matter
             for stretch in stretches:
                 stretch.take_back()
