@@ -45,6 +45,7 @@ unit: $(INSTALLED)
 site: $(INSTALLED) ## run the notebooks and build the documentation's site in build/site; a warning is an error
 	$(BIN)/python docs/site/notebooks.py
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict
+	$(BIN)/undrift results results --out build/site/results
 
 coverage: $(INSTALLED) ## which lines the tests run (at least 90 % without a GPU); writes the badges of the README
 	@mkdir -p build/coverage

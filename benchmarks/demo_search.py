@@ -109,8 +109,11 @@ def main() -> None:
         for each in picked:
             print("   ", each, flush=True)
         if given.json:
-            about = {"command": "python benchmarks/demo_search.py", "common": COMMON, "rates": RATES, "seeds": SEEDS}
-            given.json.write_text(json.dumps(about | {"tried": tried}, indent=1) + "\n")
+            about = {"command": "python benchmarks/demo_search.py --json benchmarks/results/demo-search.json"}
+            about |= {"common": COMMON, "rates": RATES, "seeds": SEEDS}  # type: ignore[dict-item]
+            lines = [f"{json.dumps(name)}: {json.dumps(value)}" for name, value in about.items()]
+            lines.append('"tried": [\n  ' + ",\n  ".join(map(json.dumps, tried)) + "\n ]")
+            given.json.write_text("{\n " + ",\n ".join(lines) + "\n}\n")
     print("best:", max(tried, key=lambda each: each["worth"]))
 
 

@@ -71,7 +71,7 @@ QUEUE = (
     Item("fedmim", "fedmim-table1-resnet20", 10 * 40.0, measured=False, seeds=1, tune="none"),
     Item("fedmim-table3", "fedmim-table3-resnet20", 10 * 40.0, measured=False, seeds=1, tune="none"),
     Item("fedmim-resnet18", "fedmim-table1", 50 * 10.9, columns=["c10-0.3"], rows=["fedavg", "fedcm", "fedmim"], tune="none"),
-    Item("fl-simulator", "fl-simulator", 50 * 10.9, columns=["c10-0.6"], rows=["fedavg", "fedcm"], tune="none"),
+    Item("fl-simulator", "fedmim-fl-simulator", 50 * 10.9, columns=["c10-0.6"], rows=["fedavg", "fedcm"], tune="none"),
     Item("dsp", "dsp-table1-resnet20", 390 * 10.0, measured=False, seeds=1, tune="none"),
     Item("mnist-table2", "gradma-table2", columns=[*MNIST, "mnist-0.01-s50"], **NN),
     Item("cifar10-table2", "gradma-table2", columns=["cifar10-0.01", "cifar10-0.1", "cifar10-1"], **CIFAR),

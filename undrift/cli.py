@@ -570,6 +570,21 @@ def reproduce_command(arguments: argparse.Namespace) -> int:
     return 1 if reproduce(asked, say) else 0
 
 
+@command(
+    "results",
+    "write a site of the verdicts that undrift reproduce left: a page for each paper",
+    path("folders", nargs="+", help="folders with SUITE.json"),
+    path(
+        "--out", default=Path("runs/results-site"), help="for index.html and a page for each paper [runs/results-site]"
+    ),
+)
+def results_command(arguments: argparse.Namespace) -> None:
+    from undrift.report.results_site import write_site
+
+    files = write_site(arguments.folders, arguments.out)
+    print(f"{len(files)} pages; begin with {files[0]}")
+
+
 def say(text: str) -> None:
     print(text, flush=True)
 

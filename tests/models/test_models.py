@@ -222,3 +222,11 @@ def test_resnet9_has_two_norms_and_suggests_the_nearest() -> None:
     assert grouped(torch.zeros(2, 3, 8, 8)).shape == (2, 10)
     with pytest.raises(UnknownName, match="group"):
         resnet9.build((3, 8, 8), 10, norm="grup")
+
+
+def test_gradmas_network_without_batch_norm_is_the_same_otherwise() -> None:
+    plain, usual = (build_model(f"gradma-nn{options}", (1, 28, 28), 10) for options in ("(norm=none)", ""))
+    assert not list(plain.buffers()) and len(list(usual.buffers())) == 6
+    assert sum(p.numel() for p in usual.parameters()) - sum(p.numel() for p in plain.parameters()) == 2 * (200 + 100)
+    with pytest.raises(UnknownName, match="unknown norm of gradma-nn 'batsh'; did you mean 'batch'"):
+        build_model("gradma-nn(norm=batsh)", (1, 28, 28), 10)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from html import escape
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+
+from undrift.core.errors import BadData
 
 COLOURS = {"agrees": "agrees", "order agrees": "order", "differs": "differs"}
 MOST_CURVES = 16
@@ -16,12 +18,15 @@ WIDTH, HEIGHT, MARGIN = 420, 220, 34
 STYLE = """
 body { font: 15px/1.45 system-ui, sans-serif; margin: 1rem auto; max-width: 76rem; padding: 0 1rem;
   color: #1b1f24; background: #fff }
-h1 { font-size: 1.4rem } h2 { font-size: 1.1rem; margin-top: 2rem }
+h1 { font-size: 1.4rem } h2 { font-size: 1.2rem; margin-top: 2.5rem } h3 { font-size: 1rem }
+code { overflow-wrap: anywhere; background: #f6f8fa; padding: .1rem .3rem } nav { margin-bottom: 1rem }
 .wide { overflow-x: auto } table { border-collapse: collapse; font-variant-numeric: tabular-nums }
 th, td { border: 1px solid #d0d7de; padding: .25rem .5rem; text-align: right; vertical-align: top; white-space: nowrap }
 th { background: #f6f8fa; text-align: left } td.text { text-align: left; white-space: normal }
 td small { display: block; color: #57606a } td.agrees { background: #d7f0db } td.order { background: #fff4c8 }
-td.differs { background: #fbdcd9 } .key span { padding: .1rem .5rem; margin-right: .5rem; border: 1px solid #d0d7de }
+tr > th:first-child { position: sticky; left: 0; white-space: normal; min-width: 5.5rem }
+td.text { min-width: 9rem } td.differs { background: #fbdcd9 }
+.key span { display: inline-block; padding: .1rem .5rem; margin-right: .5rem; border: 1px solid #d0d7de }
 .key .agrees { background: #d7f0db } .key .order { background: #fff4c8 } .key .differs { background: #fbdcd9 }
 figure { display: inline-block; margin: .5rem 1rem .5rem 0; vertical-align: top; max-width: 100% } figcaption { font-weight: 600 }
 svg { max-width: 100%; height: auto }
@@ -33,20 +38,28 @@ INKS = (
 )  # fmt: skip
 
 
+MARKS = {"agrees": "✓", "order agrees": "≈", "differs": "✗"}
+KEY = "".join(f'<span class="{COLOURS[word]}">{mark} {word}</span>' for word, mark in MARKS.items())
+
+
 def page(verdict: Mapping[str, Any]) -> str:
     """The page of one table."""
+    return html(verdict["title"], f"<h1>{escape(verdict['title'])}</h1>\n{section(verdict)}")
+
+
+def section(verdict: Mapping[str, Any]) -> str:
+    """What is said of one table, without its title."""
+    command = f"<code>{escape(verdict['command'])}</code>" if verdict.get("command") else ""
     parts = [
-        f"<h1>{escape(verdict['title'])}</h1>",
         *(f"<p>{escape(text)}</p>" for text in (verdict["about"], remark(verdict)) if text),
-        '<p class="key"><span class="agrees">agrees</span><span class="order">order agrees</span>'
-        '<span class="differs">differs</span></p>',
-        f'<div class="wide">{table(verdict)}</div>',
-        "<h2>Order of the methods</h2>",
+        f"<p>{command}</p>" if command else "",
+        f'<p class="key">{KEY}</p>' if any(cell["paper"] for cell in verdict["cells"]) else "",
+        f'<div class="wide" tabindex="0">{table(verdict)}</div>',
         f"<p>{escape(correlations(verdict))}</p>",
         claims(verdict),
         curves(verdict),
     ]
-    return html(verdict["title"], "\n".join(part for part in parts if part))
+    return "\n".join(part for part in parts if part)
 
 
 def html(title: str, body: str) -> str:
@@ -58,9 +71,14 @@ def html(title: str, body: str) -> str:
     )
 
 
+TUNED = {"none": "the suite's own", "grid": "picked from the paper's grid on validation samples"}
+
+
 def remark(verdict: Mapping[str, Any]) -> str:
     """How the numbers were made."""
-    text = f"Scale {verdict['scale']}, settings tuned by {verdict['tune']}."
+    small = "Tiny runs on embedded data, to try the suite out: nothing here says anything about the paper. "
+    text = small if verdict["scale"] == "small" else ""
+    text += f"Settings: {TUNED.get(verdict['tune'], verdict['tune'])}."
     if verdict["seconds"]:
         text += f" {verdict['seconds']:.0f} s of runs on {', '.join(verdict['devices'])}."
     spent = verdict["spent_on_tuning"]
@@ -102,7 +120,8 @@ def cell_html(cell: Mapping[str, Any] | None) -> str:
     if cell is None:
         return "<td></td>"
     colour = COLOURS.get(cell["verdict"], "")
-    more = f"paper {shown(cell['paper'])}" if cell["paper"] else ""
+    mark = MARKS.get(cell["verdict"], "")
+    more = f"{mark} paper {shown(cell['paper'])}".strip() if cell["paper"] else ""
     if cell.get("errors") is not None:
         more += f"; {cell['errors']:+.1f} SE"
     said = cell["verdict"] + (f"; {cell['stand_in']}" if cell.get("stand_in") else "")
@@ -130,7 +149,7 @@ def claims(verdict: Mapping[str, Any]) -> str:
         cells = (claim["text"], claim["in_paper"], claim["found"])
         tds = "".join(f'<td class="text">{escape(text)}</td>' for text in cells)
         lines.append(f'<tr>{tds}<td class="{colour}">{said(claim["holds"])}</td></tr>')
-    return f'<h2>Claims</h2><div class="wide"><table>{"".join(lines)}</table></div>'
+    return f'<h3>Claims</h3><div class="wide" tabindex="0"><table>{"".join(lines)}</table></div>'
 
 
 def said(holds: bool | None) -> str:
@@ -145,7 +164,7 @@ def curves(verdict: Mapping[str, Any]) -> str:
         if own:
             named = [(verdict["rows"][c["row"]], c["curves"]) for c in own]
             pictures.append(f"<figure><figcaption>{escape(title)}</figcaption>{drawing(named)}</figure>")
-    return "<h2>Curves</h2>\n" + "\n".join(pictures) if pictures else ""
+    return "<h3>Curves</h3>\n" + "\n".join(pictures) if pictures else ""
 
 
 def drawing(named: Sequence[tuple[str, Sequence[Sequence[Sequence[float]]]]]) -> str:
@@ -207,19 +226,34 @@ def as_text(verdict: Mapping[str, Any]) -> Iterator[str]:
 
 def index(folder: Path) -> str:
     """A page that leads to the pages of all tables in a folder."""
-    lines = [
-        "<tr><th>table</th><th>cells run</th><th>agree</th><th>order agrees</th><th>differ</th><th>rank correlation</th></tr>"
-    ]
+    linked = ((f"{file.stem}.html", verdict) for file, verdict in verdicts_in(folder))
+    return html("papers beside our runs", f"<h1>Papers beside our runs</h1>\n{overview(linked)}")
+
+
+def verdicts_in(folder: Path) -> Iterator[tuple[Path, dict[str, Any]]]:
+    """The verdicts among a folder's files, by name."""
     for file in sorted(folder.glob("*.json")):
-        verdict = json.loads(file.read_text(encoding="utf-8"))
-        if "rank_correlation" not in verdict:
-            continue
+        try:
+            content = json.loads(file.read_text(encoding="utf-8"))
+        except ValueError as error:
+            raise BadData(f"{file} is damaged: {error}") from error
+        if isinstance(content, dict) and {"rank_correlation", "cells", "rows", "columns"} <= content.keys():
+            yield file, content
+
+
+def overview(linked: Iterable[tuple[str, Mapping[str, Any]]]) -> str:
+    """A line for each table, with what its cells and claims come to."""
+    names = ("table", "cells run", "agree", "order agrees", "differ", "claims that hold", "rank correlation")
+    lines = [f"<tr>{''.join(f'<th>{name}</th>' for name in names)}</tr>"]
+    for target, verdict in linked:
         words = [cell["verdict"] for cell in verdict["cells"]]
         mean = verdict["rank_correlation"]["mean"]
         numbers = [sum(word == each for word in words) for each in COLOURS]
-        cells = [sum(numbers), numbers[0], numbers[1], numbers[2], "–" if mean is None else f"{mean:.2f}"]
-        link = f'<a href="{escape(file.stem)}.html">{escape(verdict["title"])}</a>'
+        run = f"{sum(cell['ours'] is not None for cell in verdict['cells'])} of {len(words)}"
+        known = [claim["holds"] for claim in verdict["claims"] if claim["holds"] is not None]
+        held = f"{sum(known)} of {len(known)}" if known else "–"
+        cells = [run, *numbers, held, "–" if mean is None else f"{mean:.2f}"]
+        link = f'<a href="{escape(target)}">{escape(verdict["title"])}</a>'
         small = " (small)" if verdict["scale"] == "small" else ""
         lines.append(f"<tr><th>{link}{small}</th>{''.join(f'<td>{cell}</td>' for cell in cells)}</tr>")
-    body = f'<h1>Papers beside our runs</h1>\n<div class="wide"><table>{"".join(lines)}</table></div>'
-    return html("papers beside our runs", body)
+    return f'<div class="wide" tabindex="0"><table>{"".join(lines)}</table></div>'
