@@ -77,9 +77,12 @@ class Parser(argparse.ArgumentParser):
         if word.startswith("-") and others:
             commands = ", ".join(f"'{self.prog} {name}'" for name in others)
             return BadSetting(f"'{self.prog} {command}' has no {flag}; it is an argument of {commands}")
-        if not word.startswith("-"):
-            return BadSetting(f"'{self.prog} {command}' does not take {word!r}; try '{self.prog} {command} --help'")
-        return UnknownName(f"argument of '{self.prog} {command}'", flag, flags)
+        if field in ("gpu", "cuda", "cpu") and "--device" in flags:
+            return BadSetting(f"'{self.prog} {command}' has no {flag}; give --device {field.replace('gpu', 'cuda')}")
+        if best:
+            return UnknownName(f"argument of '{self.prog} {command}'", flag, flags)
+        what = f"has no {flag}" if word.startswith("-") else f"does not take {word!r}"
+        return BadSetting(f"'{self.prog} {command}' {what}; try '{self.prog} {command} --help'")
 
     def _flags(self, command: str) -> list[str]:
         return [o for a in self._subparser(command)._actions for o in a.option_strings]
@@ -370,11 +373,11 @@ def train(arguments: argparse.Namespace, fields: Fields, run: Callable[..., Any]
     chosen = {n: f.default for n, f in fields.items()} | config | settings
     name = str(settings.get("method") or chosen.get("algorithm") or chosen.get("method"))
     folder = f"{name}-{chosen['dataset']}-seed{chosen['seed']}".replace("/", "_").replace(":", "_")
-    with folder_of(arguments, printable(folder)):
-        train_in(arguments, name, functools.partial(run, config, **settings))
+    with folder_of(arguments, printable(folder)) as say_where:
+        train_in(arguments, name, functools.partial(run, config, **settings), say_where)
 
 
-def train_in(arguments: argparse.Namespace, name: str, run: Callable[..., Any]) -> None:
+def train_in(arguments: argparse.Namespace, name: str, run: Callable[..., Any], say_where: Callable[[], None]) -> None:
     """Run in the folder that was chosen, show the progress, and print the result."""
     out = arguments.out
     if arguments.resume and (out / "run.toml").exists():  # the method is stored there and need not be given again
@@ -382,23 +385,20 @@ def train_in(arguments: argparse.Namespace, name: str, run: Callable[..., Any]) 
         name = str(stored.get("algorithm", stored.get("method", name)))
     bar = progress_bar()
     task = bar.add_task(name, total=None, accuracy="")
-
     line, begun, score = log_lines(), 0, ""
 
     def show(record: dict[str, Any], rounds: int) -> None:
         nonlocal begun, score
-        begun = begun or record["round"]
+        if not begun:  # only now: a mistake in the settings needs neither folder nor bar
+            begun = record["round"]
+            say_where()
         if record["accuracy"] is not None:
             score = f"accuracy {record['accuracy']:.4f}"
         if not bar.console.is_terminal:
-            line(
-                f"{name}: round {record['round']} of {rounds}{score and f', {score}'}",
-                record["round"],
-                rounds,
-                begun - 1,
-            )
+            text = f"{name}: round {record['round']} of {rounds}{score and f', {score}'}"
+            line(text, record["round"], rounds, begun - 1)
             return
-        bar.start()  # only now: a mistake in the settings needs no bar
+        bar.start()
         bar.update(task, completed=record["round"], total=rounds, accuracy=score)
 
     try:
@@ -425,10 +425,13 @@ def train_in(arguments: argparse.Namespace, name: str, run: Callable[..., Any]) 
 
 
 @contextlib.contextmanager
-def folder_of(arguments: argparse.Namespace, name: str) -> Iterator[None]:
-    """Choose the folder where --out does not: a new one in runs/, or the last one of that name if it is resumed."""
+def folder_of(arguments: argparse.Namespace, name: str) -> Iterator[Callable[[], None]]:
+    """Choose the folder where --out does not: a new one in runs/, or the last one of that name if it is resumed.
+
+    What is yielded says so, and is to be called when the work begins.
+    """
     if arguments.out is not None:
-        yield
+        yield lambda: None
         return
     base = Path("runs") / name
     with contextlib.ExitStack() as stack:
@@ -437,9 +440,7 @@ def folder_of(arguments: argparse.Namespace, name: str) -> Iterator[None]:
             resume = getattr(arguments, "resume", False)
             folder = newest_folder(base) if resume else stack.enter_context(new_folder(base))
         arguments.out = chosen = ranks.first_rank_says(folder)
-        if ranks.speaks():
-            print(f"no --out was given, so this goes to {chosen}", flush=True)
-        yield
+        yield lambda: print(f"no --out was given, so this goes to {chosen}", flush=True) if ranks.speaks() else None
 
 
 @command(
@@ -458,7 +459,8 @@ def sweep_command(arguments: argparse.Namespace) -> int:
     jobs, sweep = plan(file, arguments.track)
     if arguments.processes < 0:
         raise BadSetting(f"processes must be at least 1, not {arguments.processes}")
-    with folder_of(arguments, file.stem):
+    with folder_of(arguments, file.stem) as say_where:
+        say_where()
         arguments.out.mkdir(parents=True, exist_ok=True)
         (arguments.out / "sweep.toml").write_bytes(file.read_bytes())
         return sweep_all(arguments, jobs, sweep)
@@ -502,7 +504,7 @@ def sweep_all(arguments: argparse.Namespace, jobs: list[Any], sweep: Mapping[str
     "pick an algorithm's settings from a sweep's grid, by successive halving on validation samples",
     path("file", "FILE.toml", help="a sweep's file, or the name of one that comes with the package"),
     path("--out", help="for NAME.toml of every algorithm, tuned.toml, and the trials [a new folder, runs/tuned-NAME]"),
-    arg("--rungs", type=numbers, default=(0.1, 0.3, 1.0), metavar="SHARES", help="of the rounds [0.1,0.3,1]"),
+    arg("--rungs", type=numbers, default=(0.1, 0.25, 1.0), metavar="SHARES", help="of the rounds [0.1,0.25,1]"),
     arg("--keep", type=int, default=4, metavar="N", help="one in N settings goes on to the next rung [4]"),
     arg("--validation", type=float, default=0.1, metavar="SHARE", help="of the training samples, held out [0.1]"),
     arg("--minutes", type=float, default=0.0, help="stop after so many; the same command goes on"),
@@ -514,7 +516,8 @@ def tune_command(arguments: argparse.Namespace) -> int:
 
     options = {name: getattr(arguments, name) for name in ("rungs", "keep", "validation")}
     file, limit = sweep_file(arguments.file), seconds_of(arguments.minutes)
-    with folder_of(arguments, f"tuned-{file.stem}"), stopping.within(limit) as left:
+    with folder_of(arguments, f"tuned-{file.stem}") as say_where, stopping.within(limit) as left:
+        say_where()
         try:
             tune(file, arguments.out, say, arguments.pack, arguments.device, **options)
         except stopping.Stopped:

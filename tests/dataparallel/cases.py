@@ -50,6 +50,11 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "psync topk": ("PSync", {"ratio": 7, "compressor": "topk"}),
     "ef21": ("EF21", {"ratio": 7}),
     "ef21 topk": ("EF21", {"ratio": 7, "compressor": "topk"}),
+    "ef21 sgdm": ("EF21SGDM", {"ratio": 7}),
+    "ef21 sgdm topk": ("EF21SGDM", {"ratio": 7, "compressor": "topk"}),
+    "ef21 sgdm all": ("EF21SGDM", {"ratio": 1}),
+    "ef21 sgdm plain": ("EF21SGDM", {"ratio": 7, "momentum": 0.0}),
+    "ef21 plain": ("EF21", {"ratio": 7, "momentum": 0.0}),
 } | {f"{name.lower()} whole": (name, {"ratio": 1}) for name in ("DEF", "EF", "SAEF", "PSync", "EF21")}
 
 
@@ -97,7 +102,7 @@ def path(case: str, rank: int, steps: int = STEPS) -> dict[str, Tensor]:
         state = optimizer.vectors
         rows["x"].append(state.x.clone())
         rows["own"].append(getattr(state, "e", state[-1]).clone())
-        rows["m"].append(state.m.clone())
+        rows["m"].append(getattr(state, "m", state.x).clone())  # EF21SGDM has a v instead
         rows["z"].append(vector(model))
         with optimizer.evaluating("def"):
             rows["y"].append(vector(model))
@@ -221,7 +226,7 @@ def resumed(rank: int, folder: Path) -> dict[str, bool]:
         return model, getattr(undrift, name)(model, **SHARED, ratio=7)
 
     same = {}
-    for name in ("DEF", "EF21"):
+    for name in ("DEF", "EF21", "EF21SGDM"):
         model, optimizer = made(name)
         for t in range(5):
             learn(model, optimizer, t, rank)

@@ -16,7 +16,7 @@ pytestmark = pytest.mark.cuda
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch's own, when the compiler is first imported
 @pytest.mark.parametrize("how", [{"replay": False}, {"replay": True}, {"replay": True, "compile": True}])
-@pytest.mark.parametrize("method", ["sgd", "saef", "ef21", "def"])
+@pytest.mark.parametrize("method", ["sgd", "saef", "ef21", "ef21-sgdm", "def"])
 def test_data_parallel_workers_agree_with_the_cpu(method: str, how: dict[str, Any]) -> None:
     settings = {
         "method": method,

@@ -112,6 +112,8 @@ def reference(case: str, workers: int) -> tuple[Tensor, Tensor]:
         found = plain.csea(*common)
     elif name == "EF21":
         found = plain.ef21(*common)
+    elif name == "EF21SGDM":
+        found = plain.ef21_sgdm(*common)
     else:
         found = plain.error_feedback({"EF": 0.0, "SAEF": 1.0}.get(name, settings.get("lam", 0.3)), *common)
     return torch.stack(found[0]), torch.stack(found[1])
@@ -140,6 +142,17 @@ def test_nothing_dropped_is_sgd(on_ranks: Outcome, workers: int) -> None:
                 assert apart(on_ranks[workers][0][case][which], path) < 1e-12, case
         elif "ef21" not in case:
             assert apart(on_ranks[workers][0][case]["x"], path) > 1e-3, f"{case} drops something"
+
+
+@pytest.mark.parametrize("workers", [2, 3])
+def test_ef21_sgdm_is_damped_momentum_where_nothing_is_dropped_and_ef21_without_momentum(
+    on_ranks: Outcome, workers: int
+) -> None:
+    path = torch.stack(plain.damped_sgd(vector(network()), gradient, workers, STEPS, LR, MOMENTUM))
+    found = on_ranks[workers][0]
+    assert apart(found["ef21 sgdm all"]["x"], path) < 1e-12
+    assert apart(found["ef21 sgdm"]["x"], path) > 1e-3
+    assert torch.equal(found["ef21 sgdm plain"]["x"], found["ef21 plain"]["x"])
 
 
 @pytest.mark.parametrize("workers", [2, 3])

@@ -306,6 +306,21 @@ def test_a_round_waits_where_nobody_is_connected(back: float, tmp_path: Path, mo
     assert nodes.now == came + min(back, 50.0) and "no client is connected; waiting at most 50 s for one" in said
 
 
+def test_a_node_of_no_client_of_the_run_does_not_count_as_somebody(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It may have been admitted for another run; the round waits for one of its own clients all the same."""
+    plan = planned(tmp_path / "out", clients=2, cohort=2, timeout=60.0, wait=50.0)
+    nodes = SlowNodes(0.0, plan, tmp_path, monkeypatch)
+    post = GridPost(nodes, 60.0, lambda line: None, planned(tmp_path, clients=1, cohort=1, wait=50.0))  # type: ignore[arg-type]
+    post.meet(["0"], 50.0)
+    came, other = nodes.now, post.node["1"]
+    monkeypatch.setattr(nodes, "get_node_ids", lambda: {other})
+    monkeypatch.setattr(nodes, "send_and_receive", lambda messages: [])
+    post.gather(["0"])
+    assert nodes.now == came + 50.0
+
+
 @pytest.mark.parametrize("code", [ErrorCode.NODE_UNAVAILABLE, ErrorCode.MESSAGE_UNAVAILABLE])
 @pytest.mark.parametrize("late", [5.0, 60.0])
 def test_why_there_is_no_answer_is_said_plainly(

@@ -15,6 +15,7 @@ from flwr.clientapp import ClientApp
 from flwr.supercore.constant import TASK_TYPE_TO_COMMAND
 
 from undrift.deploy import only
+from undrift.deploy.join import write_programs
 
 
 def kept(monkeypatch: pytest.MonkeyPatch) -> Any:
@@ -54,7 +55,7 @@ def test_a_flower_that_loads_apps_in_another_way_runs_none(name: str, monkeypatc
 
 
 def test_nothing_else_is_started_on_a_node(tmp_path: Path) -> None:
-    only.write_programs(tmp_path / "bin")
+    write_programs(tmp_path / "bin", "own")
     texts = {file.name: file.read_text() for file in (tmp_path / "bin").iterdir()}
     assert texts.keys() == set(TASK_TYPE_TO_COMMAND.values()) and all(
         os.access(tmp_path / "bin" / n, os.X_OK) for n in texts

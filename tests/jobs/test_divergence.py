@@ -16,6 +16,8 @@ from tests.small import QUICK, timeless
 from tests.test_docs import ROOT, commands
 from undrift import cli
 from undrift.core.names import names
+from undrift.dataparallel.methods import METHODS
+from undrift.pipeline.pipe_config import CHOICES as PIPE_CHOICES
 
 WILD = QUICK | {
     "model": "mlp",
@@ -132,6 +134,24 @@ def test_the_defaults_of_every_method_learn(name: str) -> None:
     own = {"own_test": 0.2} if name == "local" else {}  # the server's model stays as it was
     result = undrift.run(algorithm=name, execution="stacked", **own)
     assert result.stopped == "rounds" and learned(result.records, 10)
+
+
+WEAK = (
+    "ef",
+    "ef21",
+    "dni",
+)  # with 64 times less sent, or gradients that are guessed, these need a lower rate than the others
+OTHERS = [("dp", name) for name in METHODS if name not in WEAK] + [
+    ("pipe", name) for name in PIPE_CHOICES["method"] if name not in WEAK
+]
+
+
+@pytest.mark.parametrize(
+    ("command", "method"),
+    [pytest.param(*each, marks=() if each[1] in ("def", "dsp") else pytest.mark.system) for each in OTHERS],
+)
+def test_the_defaults_of_the_other_commands_learn(command: str, method: str, tmp_path: Path) -> None:
+    check_command(f"{command} --method {method}", tmp_path / "run")
 
 
 def training_commands() -> list[tuple[str, str]]:

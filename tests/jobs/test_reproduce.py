@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import shutil
+import time
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +15,7 @@ from undrift import cli
 from undrift.core import stopping
 from undrift.jobs import packs
 from undrift.jobs import suite as suites
-from undrift.jobs.batch import Batch
+from undrift.jobs.batch import Batch, NoTime
 from undrift.jobs.cells import Asked, Work
 from undrift.jobs.config import RunConfig
 from undrift.jobs.reproduce import reproduce
@@ -44,6 +46,8 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_every_cell_has_its_numbers_and_a_verdict(whole: Path) -> None:
     verdict = json.loads((whole / "gradma-table1-small.json").read_text())
     assert [cell["row"] for cell in verdict["cells"]] == ["fedavg", "fedavgm"]
+    given = "gradma-table1 --columns mnist-0.01 --methods fedavg,fedavgm --seeds 2 --tune grid --scale small"
+    assert verdict["command"] == f"undrift reproduce {given}"
     for cell in verdict["cells"]:
         assert cell["ours"]["seeds"] == 2 and cell["verdict"] in ("order agrees", "differs") and cell["errors"] < -2
         assert cell["ours"]["mean"] == pytest.approx(sum(cell["values"]) / 2) and cell["paper"]["deviation"]
@@ -200,3 +204,35 @@ def test_other_commands_go_on_where_they_stood(tmp_path: Path, suite: str, colum
     assert not reproduce(asked(tmp_path, suite, **only), lambda text: None)
     (line,) = lines(tmp_path).values()
     assert line["rounds"] == 2 and len(line["curve"]) == 2 and not (tmp_path / "runs").exists()
+
+
+def test_what_would_be_cut_off_is_not_begun(whole: Path, tmp_path: Path) -> None:
+    """Finished runs tell how long a program takes; one that does not fit waits for a fresh start, others go on."""
+    shutil.copytree(whole, tmp_path / "copy")
+    (file,) = (tmp_path / "copy").glob("*.jsonl")
+    texts = [json.loads(text) for text in file.read_text().splitlines()]
+    slow = [text | {"seconds": 100.0} if text.get("row") == "fedavg" else text for text in texts]
+    file.write_text("".join(json.dumps(text) + "\n" for text in slow if text.get("seed") != 0))
+    said: list[str] = []
+    assert not reproduce(asked(tmp_path / "copy", tune="grid", minutes=3.0), said.append)
+    assert not [text for text in said if "stopped" in text], "100 s fit into three minutes"
+    file.write_text("".join(json.dumps(text) + "\n" for text in slow if text.get("seed") != 0))
+    work = Work(asked(tmp_path).load(), Batch(Results(tmp_path / "copy", "x"), print, minutes=3.0), asked(tmp_path))
+    work.batch.end -= 100.0  # so much has passed
+    runs = [next(work.finals(cell, {"lr": 0.1})) for cell in work.suite.cells]
+    slow_run, other = (run._replace(config=dataclasses.replace(run.config, seed=5)) for run in runs)
+    with pytest.raises(NoTime, match="fedavg-.* takes about 100 s, and (79|80) s are left"):
+        work.batch.do([slow_run])
+    assert work.batch.do([other])[0], "which is quick"
+    work.batch.whole = 90.0
+    work.batch.end = time.monotonic() + 90.0
+    work.batch.check_time([slow_run])  # a fresh start would not be long enough either
+
+
+def test_the_plan_counts_a_run_once(tmp_path: Path) -> None:
+    said: list[str] = []
+    reproduce(
+        asked(tmp_path, "fedsm-table11", columns=("client-2", "average"), rows=("fedavg",), plan=True), said.append
+    )
+    assert "  client-2: 1 cells, 2 runs of 2 rounds, 2 of them to do; about" in said[1]
+    assert said[2] == "  average: 1 cells, with the runs of the columns before"

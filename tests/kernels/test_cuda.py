@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.kernels import programmes
 from undrift.algorithms.gradient_memory import cone
 from undrift.core.forms import Seen, watch
 from undrift.core.trees import leaves, map_leaves
@@ -34,6 +35,15 @@ def solve(
     with watch() as seen:
         found = cone.project_parts(p.to(device), rows.to(device), parts, *given, rho)
     return map_leaves(lambda t: t.cpu(), found), seen
+
+
+@pytest.mark.parametrize("number", range(7))
+def test_columns_of_nothing_but_rounding(number: int) -> None:
+    """None of them is left to the host."""
+    p, rows, _ = programmes.dead_biases(number)
+    found, seen = solve(p, rows, [slice(0, len(p))], 0.0, torch.ones(len(rows), dtype=torch.bool), "cuda")
+    assert found.solved.all() and not any(bool(flag.any()) for flag in seen.doubts)
+    programmes.check(p, rows, found.z.view(-1))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])

@@ -6,9 +6,7 @@
 from __future__ import annotations
 
 import itertools
-from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -20,6 +18,7 @@ if torch.cuda.is_available():
 from tests.algorithms.gradient_memory.test_cone import problem
 from tests.algorithms.gradient_memory.test_cone3 import KINDS
 from tests.algorithms.gradient_memory.test_cone3 import rows as three_rows
+from tests.kernels import programmes
 from undrift.algorithms.gradient_memory import cone
 from undrift.algorithms.gradient_memory.cone3 import project_three_parts
 from undrift.algorithms.gradient_memory.memory import Memory
@@ -186,25 +185,19 @@ def test_the_problems_of_the_host(kind: str) -> None:
             assert float((found.u - exact.u).norm() / p.norm()) < close or not found.solved.all()
 
 
-@pytest.mark.parametrize("number", range(5))
+@pytest.mark.parametrize("number", range(7))
 def test_columns_of_nothing_but_rounding(number: int) -> None:
     """Updates of a bias before BatchNorm, as runs of gradma-nn had them: 100 columns of last digits in some 20 directions.
 
     Number 3 takes seconds in the interpreter, and its solution is flat.
     """
-    with np.load(Path(__file__).with_name("dead_biases.npz")) as file:
-        p, rows, start = (torch.from_numpy(file[f"{name}{number}"]) for name in ("p", "rows", "start"))
+    p, rows, start = programmes.dead_biases(number)
     sides = [cone.project(p, rows, start=start)]
-    if number != 3 or torch.cuda.is_available():
+    if number != 3:
         sides.append(solve(p, rows, [slice(0, len(p))], start=start[None])[0])
-    unit = rows.double() / rows.double().norm(dim=1, keepdim=True)
     for found in sides:
-        u = p.double() + found.z.view(-1) @ rows.double()
-        slack, moved = unit @ u / p.double().norm(), u - p.double()
-        assert found.solved.all() and slack.min() > -1e-6
-        assert (
-            abs(moved @ u) < 0.01 * p.double().norm() ** 2
-        )  # u is near the nearest point: p moves at a right angle to it
+        assert found.solved.all()
+        programmes.check(p, rows, found.z.view(-1))
 
 
 def test_what_a_gpu_does_not_solve_is_doubted() -> None:

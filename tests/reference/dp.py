@@ -127,6 +127,35 @@ def ef21(
     return xs, xs
 
 
+def ef21_sgdm(
+    x: Tensor, gradient: Gradient, mask: Mask, workers: int, steps: int, lr: float, momentum: float
+) -> tuple[list[Tensor], list[Tensor]]:
+    """The paper's letters: v are momenta with weight a of the new gradient, g what the others believe them to be."""
+    a, xs = 1 - momentum, []
+    v = [gradient(0, k, x) for k in range(workers)]
+    g = list(v)
+    for t in range(1, steps + 1):
+        x = x - lr * sum(g) / workers
+        xs.append(x)
+        for k in range(workers if t < steps else 0):
+            v[k] = (1 - a) * v[k] + a * gradient(t, k, x)
+            c = v[k] - g[k]
+            g[k] = g[k] + torch.where(mask(t, c), c, 0.0)
+    return xs, xs
+
+
+def damped_sgd(x: Tensor, gradient: Gradient, workers: int, steps: int, lr: float, momentum: float) -> list[Tensor]:
+    """torch.optim.SGD with as much dampening as momentum, on the mean gradient."""
+    weight = x.clone().requires_grad_()
+    optimizer, xs = torch.optim.SGD([weight], lr, momentum=momentum, dampening=momentum), []
+    for t in range(steps):
+        here = weight.detach().clone()
+        weight.grad = sum(gradient(t, k, here) for k in range(workers)) / workers
+        optimizer.step()
+        xs.append(weight.detach().clone())
+    return xs
+
+
 def sgd(x: Tensor, gradient: Gradient, workers: int, steps: int, lr: float, momentum: float) -> list[Tensor]:
     m, xs = torch.zeros_like(x), []
     for t in range(steps):

@@ -12,8 +12,9 @@ import numpy as np
 import pytest
 from scipy import stats
 
+import undrift
 from tests.report.test_report import COMMON, MADE, content_of, make_run
-from tests.small import write_run
+from tests.small import QUICK, write_run
 from undrift import cli
 from undrift.core.run_files import DEPLOYED
 from undrift.data.load import class_counts, load_dataset
@@ -122,6 +123,25 @@ def test_only_settings_that_differ_or_are_no_defaults_are_shown(tmp_path: Path) 
     assert section["settings"]["defaults"] > 15
     differing = {group["algorithm"]: group["settings"] for group in section["groups"]}
     assert differing["fedprox"]["mu"] == "0.5" and "mu" not in differing["fedavg"]
+
+
+def test_a_run_that_has_diverged_is_named(tmp_path: Path) -> None:
+    with pytest.warns(UserWarning, match="nan|finite|diverged"):
+        undrift.run(QUICK | {"model": "mlp", "algorithm": "fedavgm", "lr": 8.0, "rounds": 60}, out=tmp_path / "wild")
+    undrift.run(QUICK, out=tmp_path / "tame")
+    made = document(load([tmp_path]), None)
+    (note,) = made["notes"]
+    assert note.startswith(f"Diverged, and ended early: {tmp_path / 'wild'} (") and note.endswith(" of 60 rounds)")
+    tables = [section["table"] for section in made["sections"]]
+    ends = [row[-1][0] for table in tables for row in table["rows"] if table["columns"][-1]["name"] == "rounds run"]
+    assert sum(end.endswith("(1 diverged)") for end in ends) == 1 and len(ends) == 2
+
+
+def test_a_column_without_values_is_left_out(tmp_path: Path) -> None:
+    lines = [{"round": 1, "loss": 1.0, "accuracy": 0.5, "seconds": 0.1}]
+    write_run(tmp_path / "a", {"algorithm": "dsp", "command": "pipe", **COMMON, "seed": 0, "made": MADE}, lines)
+    names = [column["name"] for column in only_section(tmp_path)["table"]["columns"]]
+    assert "seconds per round" in names and "consistency at the end" not in names
 
 
 def test_kinds_of_runs_have_sections_of_their_own(tmp_path: Path) -> None:

@@ -283,9 +283,23 @@ def test_verdict(tmp_path: Path, values: dict[str, list[float]], said: list[str]
     assert ("is best" in text) == ("b is best" in said), "claims more than the seeds allow"
 
 
+def test_the_verdict_says_who_forgets_most_and_who_forgets_less(tmp_path: Path) -> None:
+    """Means of the second half 0.31, 0.05 and 0.28 with deviations of 0.014 and 0.05: b is apart from a, c is not."""
+    for method, late in {"a": [0.30, 0.32], "b": [0.04, 0.06], "c": [0.23, 0.33]}.items():
+        for seed, value in enumerate(late):
+            folder = make_run(tmp_path / f"{method}-{seed}", method, seed, [0.5 + 0.1 * seed, 0.5])
+            extended(folder, {"forgetting": 0.9}, {"forgetting": value})
+    text = verdict(group_runs(load([tmp_path])))
+    assert "a forgets most: in the second half of the rounds" in text and "is 0.310 ± 0.014 below" in text
+    assert text.endswith("By more than twice the standard error of the difference less: b (0.050 ± 0.014).")
+    text = verdict([group for group in group_runs(load([tmp_path])) if group.algorithm != "b"])
+    assert text.endswith("No other method forgets less by more than twice the standard error of the difference.")
+
+
 def test_verdict_needs_two_methods_and_keeps_tasks_apart(tmp_path: Path) -> None:
     make_run(tmp_path / "a", "fedavg", 0, [0.5])
-    assert "nothing to compare" in verdict(group_runs(load([tmp_path])))
+    said = "fedavg has 0.5000 (best accuracy (chosen on test), 1 seed); there is no other score, so nothing to compare."
+    assert verdict(group_runs(load([tmp_path]))) == said
     make_run(tmp_path / "b", "scaffold", 0, [0.9], dataset="mnist")
     text = verdict(group_runs(load([tmp_path])))
     assert text.count("nothing to compare") == 2 and "mnist, iid, mlp:" in text

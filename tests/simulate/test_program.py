@@ -143,8 +143,7 @@ def test_rounds_in_which_nobody_answers_for_a_long_time(monkeypatch: pytest.Monk
 @pytest.mark.parametrize("name", ["fedavg", "scaffold", "gradma", "mime"])
 def test_what_is_compiled_is_the_round_as_written(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The traced graphs, run as they are: with running statistics, and a first step in which clients share vectors."""
-    monkeypatch.setattr("undrift.simulate.replay.COMPILED_FROM", 0)
-    monkeypatch.setattr("undrift.simulate.program.COMPILED_FROM", 0)
+    monkeypatch.setattr("undrift.simulate.replay.PLAIN_STEPS", 1)
     traced: list[Any] = []
     monkeypatch.setattr(torch, "compile", lambda graph, **how: traced.append(graph) or graph)
     module = nn.Sequential(nn.Linear(5, 6), nn.BatchNorm1d(6), nn.ReLU(), nn.Linear(6, 3))

@@ -102,7 +102,7 @@ def needs_steady_rate(part: Any) -> None:
     """Raise BadSetting where the rate changes within a round, for parts that divide by the rate and the number of steps."""
     if not part.steady:
         raise BadSetting(
-            f"{type(part).__name__} divides by a round's rate and number of steps, so the rate must not change within a round; "
+            f"the rate must not change within a round of {type(part).__name__}, whose formulas take one rate for all steps; "
             "leave out warm_steps and cosine_steps (--warmup and --lr-decay change it between rounds)"
         )
 

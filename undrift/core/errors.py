@@ -48,8 +48,8 @@ def closest(name: str, known: Iterable[str]) -> str:
 
     >>> closest("fedavgg", ["fedavg", "fedprox"]), closest("nu", ["lr", "mu"]), closest("--device", ["--dataset"])
     ('fedavg', 'mu', '')
-    >>> closest("gpu", ["cpu", "cuda"]), closest("noniid", ["iid", "dirichlet"])
-    ('cuda', 'dirichlet')
+    >>> closest("gpu", ["cpu", "cuda"]), closest("noniid", ["iid", "dirichlet"]), closest("--algo", ["--algorithm", "--lr"])
+    ('cuda', 'dirichlet', '--algorithm')
     """
     spelled = {plain(each): each for each in known}
     given = plain(name)
@@ -59,6 +59,9 @@ def closest(name: str, known: Iterable[str]) -> str:
         if not any(given in (word + each, word + plain(spelled[each])) or each == word + given for word in OPPOSITE):
             return spelled[each]
     short = [e for e in spelled if len(e) == len(given) <= 3]  # one letter is another, or two have changed places
+    begun = [e for e in spelled if len(given) > 2 and e.startswith(given)]
+    if len(begun) == 1:
+        return spelled[begun[0]]
     near = [e for e in short if sum(a != b for a, b in zip(e, given, strict=True)) == 1 or sorted(e) == sorted(given)]
     return spelled[near[0]] if len(near) == 1 and len(given) > 1 else ""
 

@@ -131,7 +131,7 @@ def watch() -> Iterator[Seen]:
 
 
 def doubt(flag: Tensor) -> bool:
-    """Report to all watchers where [...] a problem was not solved; False where nobody watches, so that it has to be solved now."""
+    """Report to all watchers where [...] a problem was not solved; False where nobody watches: then it must be solved now."""
     for seen in _watchers.get():
         seen.doubts.append(flag)
     return bool(_watchers.get())

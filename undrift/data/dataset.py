@@ -38,5 +38,7 @@ class Dataset:
     test_sites: NDArray[np.int64] | None = None  # the natural client of each test sample
     site_names: tuple[str, ...] = ()
     validation: NDArray[np.int64] | None = None  # training rows held out for validation
-    unseen: tuple[Samples, NDArray[np.generic]] | None = None  # test samples of the site that is left out
+    # Test samples of the site that is left out, or others that are no client's.
+    unseen: tuple[Samples, NDArray[np.generic]] | None = None
     structures: tuple[str, ...] = ()  # structures in masks [n, H, W], outermost first
+    task: str = ""  # of targets that are neither labels nor masks: binary, or survival (`oracle/tasks.py`)

@@ -77,6 +77,7 @@ class Federation:
     shape: tuple[int, ...]  # shape of one input
     pieces: tuple[Piece, ...] = ()  # the parts of one input, which lie behind one another
     masks: bool = False  # targets are masks, cropped and flipped with their pictures
+    task: str = ""  # of other targets: binary or survival
     site_names: tuple[str, ...] = ()
     held_out: Mapping[str, HeldOut] = field(default_factory=dict)  # by name: test, val, unseen
 
@@ -167,7 +168,7 @@ def federate(
         members=torch.from_numpy(holdings.members).to(device),
         start=np.cumsum(holdings.sizes) - holdings.sizes, sizes=holdings.sizes,
         transform=Transform(data.mean, data.std, data.crop, data.flip, colour, seed),
-        classes=data.classes, shape=tuple(first.shape[1:]), pieces=pieces, masks=bool(data.structures),
+        classes=data.classes, shape=tuple(first.shape[1:]), pieces=pieces, masks=bool(data.structures), task=data.task,
         site_names=data.site_names if natural else (), held_out=held_out,
     )  # fmt: skip
 

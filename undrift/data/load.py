@@ -161,7 +161,7 @@ def class_counts(
     data: Dataset, spec: str, clients: int, seed: int, own_test: float = 0.0
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """[clients, classes] samples of each class that each client trains on, and those held out to test it."""
-    if data.y_train.ndim != 1 or not data.classes:
+    if data.y_train.ndim != 1 or not data.classes or data.y_train.dtype.kind not in "iu":
         raise BadData("only data with one class label a sample can be shown by class")
     labels = data.y_train.astype(np.int64)
     holdings = deal(spec, labels, clients, seed, data.sites)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from undrift.core.errors import BadSetting, UnknownName
-from undrift.dataparallel import def_, ef, ef21, psync, saef, sgd
+from undrift.dataparallel import def_, ef, ef21, ef21_sgdm, psync, saef, sgd
 from undrift.dataparallel.def_ import Detached
 from undrift.dataparallel.sgd import SGDMethod
 
@@ -16,10 +16,20 @@ METHODS: dict[str, Method] = {
     "saef": saef.METHOD,
     "psync": psync.METHOD,
     "ef21": ef21.METHOD,
+    "ef21-sgdm": ef21_sgdm.METHOD,
     "def": Detached(returns="y"),
     "def-a": Detached(returns="x"),
 }
-FILES = {"sgd": sgd, "ef": ef, "saef": saef, "psync": psync, "ef21": ef21, "def": def_, "def-a": def_}
+FILES = {
+    "sgd": sgd,
+    "ef": ef,
+    "saef": saef,
+    "psync": psync,
+    "ef21": ef21,
+    "ef21-sgdm": ef21_sgdm,
+    "def": def_,
+    "def-a": def_,
+}
 
 
 def make_method(name: str, lam: str, average_every: int) -> Method:

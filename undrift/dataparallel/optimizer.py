@@ -1,4 +1,4 @@
-"""Compressed data-parallel training as a torch.optim.Optimizer: DEF, EF, SAEF, PSync and EF21.
+"""Compressed data-parallel training as a torch.optim.Optimizer: DEF, EF, SAEF, PSync, EF21 and EF21SGDM.
 
 Each rank computes the gradients of its own batch. `step()` exchanges a block of numbers instead of all and moves the
 parameters to the point of the next gradient, which is not the model itself: see `evaluating`.
@@ -20,9 +20,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 from undrift.compress import gaps, make_compressor, overlaps, skip
 from undrift.core.errors import BadRunFolder, BadSetting, UnknownName
-from undrift.dataparallel import ef, ef21, psync, saef
+from undrift.dataparallel import ef, ef21, ef21_sgdm, psync, saef
 from undrift.dataparallel.def_ import Detached, GroupRates
-from undrift.dataparallel.ef21 import EF21Method
+from undrift.dataparallel.sgd import SGDMethod
 from undrift.dataparallel.workers import Ranks
 
 EVAL = "eval()"
@@ -30,9 +30,9 @@ POINTS = {"def": "y", "def-a": "x"}  # the names of `evaluating`
 
 
 class CompressedOptimizer(torch.optim.Optimizer):
-    """The base of the five optimisers, each of which names its method."""
+    """The base of the six optimisers, each of which names its method."""
 
-    method: Detached | EF21Method
+    method: Detached | SGDMethod
     flat: Flat  # the parameters, complete after the base class's constructor
 
     def __init__(
@@ -407,3 +407,9 @@ class EF21(CompressedOptimizer):
     """EF21 (undrift/dataparallel/ef21.py): the first step sends the whole gradient."""
 
     method = ef21.METHOD
+
+
+class EF21SGDM(CompressedOptimizer):
+    """EF21-SGDM (undrift/dataparallel/ef21_sgdm.py): EF21 on each rank's momentum; the first step sends the whole gradient."""
+
+    method = ef21_sgdm.METHOD

@@ -31,7 +31,7 @@ class MethodConfig(JobConfig):
     steps: int = setting(0, "batches in a round; 0: a pass over the training samples")
     ratio: float = setting(64.0, "R of compressed methods and --reduce def: ceil(d / R) of d numbers are sent")
     lam: str = setting("0.3", "lambda of def, def-a and --reduce def, in [0, 1], or auto")
-    lr: float = setting(0.1, "learning rate")
+    lr: float = setting(0.02, "learning rate")
     momentum: float = setting(0.9, "of each worker or block")
     weight_decay: float = setting(0.0, "added to the gradient")
 
@@ -47,7 +47,7 @@ class MethodConfig(JobConfig):
 class ParallelConfig(MethodConfig):
     """All settings of a data-parallel run. Each field is a flag."""
 
-    method: str = setting("def", "sgd, ef, saef, psync, ef21, def or def-a")
+    method: str = setting("def", "sgd, ef, saef, psync, ef21, ef21-sgdm, def or def-a")
     workers: int = setting(0, "W (default 16; under torchrun the number of processes)")
     compressor: str = setting("rbgs", "rbgs, randk or topk")
     block: str = setting("flat", "flat, tensor or shuffle")

@@ -7,7 +7,6 @@ It holds the algorithm, the net and its samples. The forms of messages and state
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
@@ -31,7 +30,7 @@ from undrift.round.clients import new_clients, train
 from undrift.round.compressed import Uplink, upload_form, wrap
 from undrift.round.order import receive
 from undrift.round.shapes import Forms
-from undrift.simulate.evaluate import Metric, means, sample_scores, weights_of
+from undrift.simulate.evaluate import Metrics, means, sample_scores, weights_of
 from undrift.simulate.simulation import Settings
 from undrift.simulate.work import LocalWhole, LocalWork
 
@@ -75,7 +74,7 @@ class Client:
     root: Path  # the folder of its states
     secure_bound: float = 0.0  # the largest entry of an upload that travels under masks; 0: uploads are not masked
     sums: int = 0  # fewest clients whose uploads are added up before the server sees them; 0: any, even this one's
-    metrics: Mapping[str, Metric] = field(default_factory=dict)  # for samples that it holds out
+    metrics: Metrics = field(default_factory=dict)  # for samples that it holds out
 
     def __post_init__(self) -> None:
         self.net, how = self.net.to(self.device), self.settings

@@ -100,9 +100,9 @@ def change_keys(action: str, place: Path, options: Options) -> str:
 
 def run_process(action: str, place: Path, options: Options) -> None:
     """Serve, or take part, until a signal comes."""
-    from undrift.deploy.flower import say
     from undrift.deploy.join import join
     from undrift.deploy.link import serve
+    from undrift.deploy.log import say
     from undrift.deploy.status import serve_page
 
     if action == "page":

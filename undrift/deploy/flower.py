@@ -17,7 +17,7 @@ from flwr.serverapp import Grid, ServerApp
 
 from undrift.core import stopping
 from undrift.core.errors import UndriftError, UnknownName
-from undrift.core.names import printable
+from undrift.deploy.log import say
 from undrift.deploy.messages import Encoded, Fact, Letter, Refused
 from undrift.deploy.node import build_client, check_allowed, name_of, states_of
 from undrift.deploy.run import deploy
@@ -28,7 +28,6 @@ from undrift.deploy.versions import differences, report_versions, versions_of
 
 NPY = "numpy.ndarray"  # Flower's name for a .npy file
 PAUSE = 1.0  # seconds between two looks for answers and new nodes
-LONGEST = 2000  # most characters of a line in the log
 LOST = (ErrorCode.MESSAGE_UNAVAILABLE, ErrorCode.NODE_UNAVAILABLE)  # Flower's words for a node that did not answer
 UNBOUND = "UNDRIFT_INSECURE"  # in the environment of `deploy local --insecure`: nodes without keys say who they are
 
@@ -75,6 +74,7 @@ class GridPost:
         self.plan = plan if plan is not None and plan.site_files else None  # where clients report on their files
         self.node: dict[str, int] = {}  # node ids by client name
         self.key: dict[str, bytes] = {}  # public keys by client name
+        self.names = None if plan is None else frozenset(plan.names)  # other nodes may be connected too; None: any
         self.samples: dict[str, int] = {}  # numbers of samples that clients with files have reported
         self.versions = {} if plan is None else versions_of(plan)
         self.questions: dict[int, Question] = {}  # by node id
@@ -177,7 +177,8 @@ class GridPost:
         present, began = self.roll(), time.monotonic()
 
         def alone() -> bool:
-            return present.isdisjoint(self.node.values())
+            ours = (node for name, node in self.node.items() if self.names is None or name in self.names)
+            return present.isdisjoint(ours)
 
         if alone():
             self.say(f"no client is connected; waiting at most {self.wait:.0f} s for one")
@@ -293,8 +294,3 @@ def client_app() -> ClientApp:
         return Message(to_records(answer), reply_to=message)
 
     return app
-
-
-def say(line: str) -> None:
-    """Print one line; what a client wrote can neither end it nor steer the terminal nor fill the disk."""
-    print(printable(line[:LONGEST]), flush=True)

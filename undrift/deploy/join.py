@@ -2,7 +2,7 @@
 
 A SuperNode that the server turns away ends without a reason and with exit code 0. So the server is asked before each start:
 a clock that is off, a key that is not admitted and a certificate that does not fit end the node with a line that says so.
-The SuperNode runs undrift's own client app only (`only.py`).
+The SuperNode runs undrift's own client app only (`only.py`), in forks of one process (`fork.py`).
 """
 
 from __future__ import annotations
@@ -10,24 +10,31 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import shlex
 import ssl
 import subprocess
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Literal
 
 import httpx
+from flwr.supercore.constant import TASK_TYPE_TO_COMMAND, TaskType
 
 from undrift.core import stopping
 from undrift.core.errors import BadSetting
+from undrift.core.files import make_private
+from undrift.deploy import ask_fork
 from undrift.deploy.gate import HELLO, signed_headers
 from undrift.deploy.keys import Key, read_private, read_public
 from undrift.deploy.link import flower_environment
-from undrift.deploy.only import write_programs
 from undrift.deploy.ports import free_port
 
 PAUSE = 3.0  # seconds between two tries
 GRACE = 5.0  # seconds that the SuperNode has to end by itself
+NOTHING = "#!/bin/sh\nexit 1\n"
+Kind = Literal["own", "sent"]  # of client app: undrift's own, whatever app was sent, or the one that was sent
 
 
 def node_words(folder: Path, address: str, config: str) -> list[str]:
@@ -36,6 +43,21 @@ def node_words(folder: Path, address: str, config: str) -> list[str]:
         "flower-supernode", "--root-certificates", str(folder / "ca.crt"), "--auth-supernode-private-key",
         str(folder / "client.key"), "--superlink", address, "--port", str(free_port()), "--node-config", config,
     ]  # fmt: skip
+
+
+def write_programs(folder: Path, kind: Kind) -> None:
+    """Write the programs that a SuperNode may start; all but the client's do nothing."""
+    make_private(folder)
+    words = shlex.join([sys.executable, "-I", "-S", str(ask_fork.__file__), str(folder), kind])
+    for task, command in TASK_TYPE_TO_COMMAND.items():
+        own = f'#!/bin/sh\nexec {words} "$@"\n'
+        (folder / command).write_text(own if task is TaskType.CLIENT_APP else NOTHING)
+        (folder / command).chmod(0o700)
+
+
+def fork_words(folder: Path, kind: Kind) -> list[str]:
+    """The command of the process that runs these programs."""
+    return [sys.executable, "-P", "-m", "undrift.deploy.fork", kind, "--serve", str(folder)]
 
 
 def node_config(**values: str | Path | None) -> str:
@@ -57,7 +79,7 @@ def join(folder: Path, address: str, data: Path | None, allow: str, sums: int, s
     words = node_words(
         folder, address, node_config(name=name, state_dir=states, data=file, allow=allow, sums=str(sums or ""))
     )
-    write_programs(folder / "bin")
+    write_programs(folder / "bin", "own")
     environment = flower_environment(folder)
     environment["PATH"] = f"{folder / 'bin'}{os.pathsep}{environment['PATH']}"
     while True:
@@ -65,12 +87,16 @@ def join(folder: Path, address: str, data: Path | None, allow: str, sums: int, s
             say(f"waiting for {address}: {reason}")
             rest()
         say(f"{name} may come in at {address}")
-        process = subprocess.Popen(words, env=environment, cwd=folder, stdin=subprocess.DEVNULL)
+        process, forks = (
+            subprocess.Popen(command, env=environment, cwd=folder, stdin=subprocess.DEVNULL)
+            for command in (words, fork_words(folder / "bin", "own"))
+        )
         try:
             while process.poll() is None:
                 rest(0.5)
         finally:
             end(process)
+            end(forks)
         say(f"the SuperNode ended with code {process.returncode}; it is started again")
         rest()
 

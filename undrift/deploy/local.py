@@ -26,7 +26,7 @@ from undrift.deploy import superlink
 from undrift.deploy.app import write_app
 from undrift.deploy.clients import admit
 from undrift.deploy.flower import UNBOUND
-from undrift.deploy.join import node_config, node_words
+from undrift.deploy.join import fork_words, node_config, node_words, write_programs
 from undrift.deploy.keys import LOOPBACK, write_certificate, write_identity, write_keys
 from undrift.deploy.link import READY, flower_environment
 from undrift.deploy.ports import free_port
@@ -34,7 +34,12 @@ from undrift.deploy.settings import REFUSED, Plan
 from undrift.jobs.folder import RunFolder
 
 MARK = "UNDRIFT_DEPLOY_PART"  # in a process's environment: the part that it belongs to
-AGAIN = 'trap \'kill $!; wait; exit\' TERM; while :; do "$0" "$@" & wait $!; sleep 3; done'
+# The process that forks (seven words), and a SuperNode, again and again.
+# For a minute after a node was killed, the SuperLink turns it away: it tries again.
+AGAIN = (
+    '"$1" "$2" "$3" "$4" "$5" "$6" "$7" & forks=$!; shift 7; '
+    "trap 'kill $! $forks; wait; exit' TERM; while :; do \"$@\" & wait $!; sleep 3; done"
+)
 PATIENCE = 900.0  # seconds until the server must answer; on a busy machine it takes minutes
 GRACE = 5.0  # seconds that a process has to end by itself
 Within = Callable[[str], list[str]]  # words before the command of a part, such as those that start it in a namespace
@@ -113,8 +118,11 @@ class LocalFederation:
         node = node_words(folder or self.folder(client), f"{self.host}:{self.port}", config)
         if not self.secure:
             node = ["flower-supernode", "--insecure", *node[5:]]
-        # For a minute after a node was killed, the SuperLink turns it away: it tries again.
-        return self.start(f"client-{client}", "sh", "-c", AGAIN, *node)
+        programs = self.home / "bin" / str(client)
+        write_programs(programs, "sent")
+        within_path = f"PATH={programs}{os.pathsep}{self.environment['PATH']}"
+        words = ["env", within_path, "sh", "-c", AGAIN, "sh", *fork_words(programs, "sent"), *node]
+        return self.start(f"client-{client}", *words)
 
     def run(self, plan: Plan, changed: Mapping[str, str] = {}) -> subprocess.Popen[bytes]:
         """Start the run; its log is the server's output. `changed` replaces files of the app, by name."""

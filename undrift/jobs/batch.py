@@ -30,6 +30,9 @@ LARGEST_STOP = 4 << 30  # bytes of checkpoints that a program may have to write 
 OF_ONE = ("seed", "rounds", "set", "eval_every", "val_fraction")  # settings on which the cost of a round hardly depends
 
 
+PACED = {"row", "settings", "device", "seconds", "rounds"}  # what a line has that tells how fast a run was
+
+
 class Run(NamedTuple):
     """One run that is wanted."""
 
@@ -42,11 +45,20 @@ class Run(NamedTuple):
         return key_of(told_apart(self.command, self.config))
 
 
-class Batch:
-    """Does runs in a folder, unless its results hold them already."""
+class NoTime(Exception):
+    """A program would not end in the minutes that are left, but would in those of a fresh start."""
 
-    def __init__(self, results: Results, say: Say, pack: bool | None = None, device: str = "") -> None:
+
+class Batch:
+    """Does runs in a folder, unless its results hold them already; none is begun that cannot end within `minutes`."""
+
+    def __init__(
+        self, results: Results, say: Say, pack: bool | None = None, device: str = "", minutes: float = 0.0
+    ) -> None:
         self.results, self.say, self.pack, self.device = results, say, pack, device
+        self.end, self.whole = time.monotonic() + 60 * minutes, 60 * minutes
+        self.costs: dict[str, packs.Cost] = {}  # without times
+        self.paces = {pace_key(line): pace_of(line) for line in results.lines.values() if line.keys() >= PACED}
         self.runs_folder = results.folder / "runs"  # only of runs that are not finished
         self.failed: dict[str, str] = {}
         self.commit = commit()
@@ -74,26 +86,52 @@ class Batch:
         if len(runs) == 1:
             return [runs]
         try:
-            cost = self.cost(runs[0])
+            cost = self.room(runs[0])
             return packs.split(runs, max(1, min(cost.most, LARGEST_STOP // max(cost.state, 1))))
         except UndriftError:  # the runs will say it
             return [[run] for run in runs]
 
+    def alike(self, run: Run) -> str:
+        """A key that runs of the same cost share."""
+        settings = told_apart(run.command, run.config)
+        return alike_key(run.about["row"], settings, device_name(self.settings(run)))
+
+    def room(self, run: Run) -> packs.Cost:
+        """How many such runs fit on the device together; nothing is run for it."""
+        key = self.alike(run)
+        if key not in self.costs:
+            config: Any = self.settings(run)
+            self.costs[key] = packs.cost(config, 1, timed=False)
+        return self.costs[key]
+
+    def pace(self, run: Run) -> float | None:
+        """Seconds a round, as finished runs of the same cost took them, or as was measured; None where neither is known."""
+        key = self.alike(run)
+        measured = self.results.get(f"cost {key}")
+        return self.paces.get(key, None if measured is None else float(measured["cost"][2]))
+
     def cost(self, run: Run) -> packs.Cost:
         """What one run costs, measured once for runs of the same shape on this device."""
-        config = self.settings(run)
-        device = device_name(config)
-        alike = {n: v for n, v in told_apart(run.command, run.config).items() if n not in OF_ONE}
-        key = f"cost {device} {run.about['row']} {key_of(alike)}"
+        key = f"cost {self.alike(run)}"
         line = self.results.get(key)
         if line is None:
-            found = measure(run.command, config)
+            found = measure(run.command, self.settings(run))
             line = {"key": key, "cost": list(found)}
             self.results.add([line])
         return packs.Cost(*line["cost"])
 
+    def check_time(self, runs: Sequence[Run]) -> None:
+        """Raise NoTime for a program that would be cut off, unless a fresh start would cut it off too."""
+        pace, left = self.pace(runs[0]), self.end - time.monotonic()
+        if not self.whole or pace is None:
+            return
+        rounds = sum(run.config.rounds - self.folder(run).reached() for run in runs)
+        if left < pace * rounds < self.whole:
+            raise NoTime(f"{self.name(runs[0])} takes about {pace * rounds:.0f} s, and {max(left, 0):.0f} s are left")
+
     def do_together(self, runs: list[Run]) -> None:
         """Do runs as one program, or one by one if that fails, and keep their lines instead of their folders."""
+        self.check_time(runs)
         if len(runs) > 1:
             began = time.perf_counter()
             try:
@@ -149,10 +187,25 @@ class Batch:
             for run, own in zip(runs, records, strict=True)
         ]
         self.results.add(lines)
+        self.paces |= {pace_key(line): pace_of(line) for line in lines}
         for run in runs:
             shutil.rmtree(self.folder(run).path, ignore_errors=True)
         with contextlib.suppress(OSError):  # others are there
             self.runs_folder.rmdir()
+
+
+def alike_key(row: str, settings: Mapping[str, Any], device: str) -> str:
+    return f"{device} {row} {key_of({n: v for n, v in settings.items() if n not in OF_ONE})}"
+
+
+def pace_key(line: Line) -> str:
+    """The key of the runs that cost as much as a finished one."""
+    return alike_key(line["row"], line["settings"], line["device"])
+
+
+def pace_of(line: Line) -> float:
+    """Seconds a round of a finished run; of a packed one its share."""
+    return float(line["seconds"] / max(line["rounds"], 1))
 
 
 def line_of(run: Run, records: Sequence[Mapping[str, Any]], together: int, device: str, commit: str) -> Line:
@@ -168,7 +221,7 @@ def line_of(run: Run, records: Sequence[Mapping[str, Any]], together: int, devic
         "scores": scores_of(records),
     }
     if not trial:
-        shown = next((n for n in ("accuracy", "own_dice", "dice") if n in line["scores"]), "loss")
+        shown = next((n for n in ("accuracy", "own_dice", "dice", "c_index") if n in line["scores"]), "loss")
         line |= {"shown": shown, "curve": curve_of(records, shown), "reached": milestones(records)}
     seconds = sum(record["seconds"] or 0.0 for record in records)
     line |= {"seconds": round(seconds, 3), "together": together, "device": device}
@@ -181,12 +234,13 @@ def measure(command: str, config: Any) -> packs.Cost:
         return packs.cost(config, 1)
     steps = 3
     short = {n: v for n, v in told_apart(command, config).items() if n != "command"}
-    short |= {"rounds": 2, "steps": steps, "eval_every": 2, "lr_drops": "", "device": config.device}
+    short |= {"rounds": 3, "steps": steps, "eval_every": 3, "lr_drops": "", "device": config.device}
     records = KINDS[COMMANDS[command]].run(short).records
     workers = getattr(config, "workers", 1) or 16
     whole = config.steps or len(load_dataset(config.dataset).y_train) // (workers * config.batch)
     cuda = pick_device(config.device).type == "cuda"
-    return packs.Cost(1, torch.cuda.max_memory_allocated() if cuda else 0, records[0]["seconds"] * whole / steps)
+    seconds = min(record["seconds"] for record in records)  # the first round prepares everything
+    return packs.Cost(1, torch.cuda.max_memory_allocated() if cuda else 0, seconds * whole / steps)
 
 
 def free_memory() -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from undrift.core.errors import BadSetting
-from undrift.jobs.batch import Batch, Run
+from undrift.jobs.batch import Batch, NoTime, Run
 from undrift.jobs.results import Line
 from undrift.jobs.suite import Cell, Suite, load_suite
 from undrift.jobs.tune import SEEDS, Spent, halve, mean_score
@@ -47,8 +47,15 @@ class Work:
     spent: dict[str, Spent] = field(default_factory=dict)
 
     def do(self) -> None:
+        """Run all cells; those that would be cut off wait, and the last one's reason is raised at the end."""
+        waits: NoTime | None = None
         for cell in self.suite.cells if "computed" not in self.suite.about else ():
-            self.batch.do(list(self.finals(cell, self.pick(cell) or {})))
+            try:
+                self.batch.do(list(self.finals(cell, self.pick(cell) or {})))
+            except NoTime as error:
+                waits = error
+        if waits is not None:
+            raise waits
 
     def pick(self, cell: Cell, run: bool = True) -> dict[str, Any] | None:
         """The fields that are tuned for a cell: those of a file, those that win trials, or none.

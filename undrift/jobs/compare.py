@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import shlex
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ import numpy as np
 import tomli_w
 
 from undrift.core.files import make_folder, replaced, writing
-from undrift.jobs.cells import Work
+from undrift.jobs.cells import Asked, Work
 from undrift.jobs.results import Line
 from undrift.jobs.suite import Cell, Suite, number_of
 from undrift.pipeline.engines import schedule_of
@@ -100,8 +101,9 @@ def verdict_of(work: Work) -> dict[str, Any]:
     correlations = {c: column_correlation(c, signed, printed) for c in suite.columns}
     known = [value for value in correlations.values() if value is not None]
     content: dict[str, Any] = {
-        "suite": work.batch.results.file.stem, "title": suite.about["title"], "about": suite.about.get("about", ""),
-        "paper": suite.about.get("paper", ""), "scale": work.asked.scale, "tune": tuned_with(work.asked.tune),
+        "suite": work.batch.results.file.stem, "command": command_of(work.asked),
+        "title": suite.about["title"], "about": suite.about.get("about", ""), "paper": suite.about.get("paper", ""),
+        "scale": work.asked.scale, "tune": tuned_with(work.asked.tune),
         "unit": unit_of(suite),
         "columns": suite.columns, "rows": suite.rows, "cells": [],
         "rank_correlation": {"columns": correlations, "mean": sum(known) / len(known) if known else None},
@@ -148,6 +150,17 @@ def cell_of(
         found["values"] = [number_of(line, cell.score) for line in lines]
         found["curves"] = [line["curve"] for line in lines if line.get("curve")]
     return found
+
+
+def command_of(asked: Asked) -> str:
+    """The command that makes this verdict, but for the folder and the time that it has."""
+    words = ["undrift", "reproduce", asked.suite]
+    for flag, value in (("--columns", ",".join(asked.columns)), ("--methods", ",".join(asked.rows))):
+        words += [flag, value] if value else []
+    words += ["--seeds", str(asked.seeds)] if asked.seeds else []
+    words += ["--tune", tuned_with(asked.tune)] if asked.tune != "none" else []
+    words += ["--scale", asked.scale] if asked.scale != "full" else []
+    return shlex.join(words)
 
 
 def _number(number: Number | None) -> dict[str, Any] | None:

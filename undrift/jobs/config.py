@@ -349,7 +349,7 @@ def parse_stop(text: str) -> dict[str, Stop]:
             number = float(value[:-1]) * unit if unit else float(value)
         except ValueError:
             number = math.nan  # refused below
-        share = name.endswith(("accuracy", "dice"))
+        share = name.endswith(("accuracy", "dice", "c_index"))
         wrong = not name.isidentifier() or not math.isfinite(number) or (name == "time" and (below or number <= 0))
         if wrong or (share and not (0 < number <= 1)):
             raise BadSetting(f"stop_at {part!r} is not understood; write accuracy=0.9, loss<0.2 or time=10m")

@@ -9,7 +9,13 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-USUAL = "accuracy", "dice", "train_loss", "loss"  # what is drawn if nothing is named, where the record has it
+USUAL = (
+    "accuracy",
+    "dice",
+    "c_index",
+    "train_loss",
+    "loss",
+)  # what is drawn if nothing is named, where the record has it
 PAUSE = 0.5  # seconds between two drawings, at least
 REST = 9.0  # times the time that a drawing takes: so long is the pause after it
 MOST = 400  # points of a curve that are drawn

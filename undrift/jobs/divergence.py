@@ -11,7 +11,12 @@ from torch import Tensor
 from undrift.core import ranks
 
 LOST = 3  # rounds in a row without one finite update that end a run
-SCORES = {"accuracy": 1.0, "dice": 1.0, "loss": -1.0}  # the first that a record has says which model is better
+SCORES = {
+    "accuracy": 1.0,
+    "dice": 1.0,
+    "c_index": 1.0,
+    "loss": -1.0,
+}  # the first that a record has says which model is better
 PREFIX = "best/"  # of the names of the best model's tensors in a checkpoint
 
 

@@ -77,7 +77,7 @@ class Score(NamedTuple):
 
 
 def best_of(run: Run) -> Score | None:
-    for name, pick in (("accuracy", max), ("dice", max), ("loss", min)):
+    for name, pick in (("accuracy", max), ("dice", max), ("c_index", max), ("loss", min)):
         scored = [
             (v, int(r)) for v, r in zip(run.records.column(name), run.records.column("round"), strict=True) if v == v
         ]

@@ -59,11 +59,11 @@ class Cost(NamedTuple):
 
     most: int  # runs that fit into memory together
     memory: int  # bytes a run
-    seconds: float  # seconds a round, for a run alone and without evaluation
+    seconds: float  # seconds a round, for a run alone and without evaluation; 0 where that was not asked for
     state: int = 0  # bytes that a checkpoint of a run holds, about
 
 
-def cost(config: RunConfig, processes: int) -> Cost:
+def cost(config: RunConfig, processes: int, timed: bool = True) -> Cost:
     """Measure the cost of a run. Packs may use half of the free memory, which `processes` share."""
     config, simulation = set_up(config, load_dataset(config.dataset))
     outlook = Outlook(simulation)
@@ -76,9 +76,11 @@ def cost(config: RunConfig, processes: int) -> Cost:
         state = nbytes(simulation.state) + nbytes(clients)
         one = outlook.clients * working + 2 * nbytes(clients) + 3 * nbytes(simulation.state)
         most = int(0.5 * available_memory(simulation.device) / processes / one)
-        simulation.settings = replace(simulation.settings, eval_every=config.rounds + 32)
-        simulation.rounds(1)  # prepares everything
-        seconds = min(time_round(simulation) for _ in range(4))  # the first one may still be slow
+        seconds = 0.0
+        if timed:
+            simulation.settings = replace(simulation.settings, eval_every=config.rounds + 32)
+            simulation.rounds(1)  # prepares everything
+            seconds = min(time_round(simulation) for _ in range(4))  # the first one may still be slow
     most = max(1, min(most, config.chunk // outlook.clients) if config.chunk else most)
     return Cost(most, one, seconds, state)
 

@@ -15,7 +15,7 @@ from undrift.core.errors import BadData
 from undrift.core.files import make_folder, sync, writing
 from undrift.jobs.config import RESUMABLE, JobConfig, RunConfig, build_algorithm
 
-SCORE = re.compile(r"(\w*_)?(accuracy|loss|dice)(_\w+)?")  # the numbers of a record that are kept
+SCORE = re.compile(r"(\w*_)?(accuracy|loss|dice|c_index)(_\w+)?")  # the numbers of a record that are kept
 CURVE = 100  # points of a curve, at most
 Line = dict[str, Any]
 

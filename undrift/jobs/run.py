@@ -37,10 +37,11 @@ from undrift.jobs.run_settings import RunSettings
 from undrift.jobs.start import begin, compiles, read
 from undrift.oracle import segmentation
 from undrift.oracle.net import Loss, Net
+from undrift.oracle.tasks import LOSSES, binary_accuracy, binary_loss, cox_loss
 from undrift.round.private import Privacy
 from undrift.simulate.evaluate import Metric, accuracy
 from undrift.simulate.simulation import Settings, Simulation
-from undrift.simulate.whole_metrics import WholeMetric, metrics_of
+from undrift.simulate.whole_metrics import CIndex, WholeMetric, metrics_of
 
 OnRound = Callable[[dict[str, Any]], object]
 Metrics = Mapping[str, Metric | WholeMetric | str] | Sequence[str]
@@ -214,10 +215,12 @@ def simulate_clients(
     return Simulation(alg, net, clients, settings_of(config, clients.sizes, device), measured, device)
 
 
-def usual_metrics(net: Net, structures: tuple[str, ...]) -> Mapping[str, Metric]:
+def usual_metrics(net: Net, structures: tuple[str, ...]) -> Mapping[str, Metric | WholeMetric]:
     """The metrics of a model where the user names none; `structures` are what masks show, if targets are masks."""
     if structures:
         return segmentation.metrics(structures)
+    if net.loss in (binary_loss, cox_loss):
+        return {"accuracy": binary_accuracy} if net.loss is binary_loss else {"c_index": CIndex()}
     return {"accuracy": accuracy} if net.loss is F.cross_entropy else {}
 
 
@@ -272,6 +275,8 @@ def build_net(
         model = build_model(model, clients.shape, clients.classes, config.seed)
     if structures and loss is F.cross_entropy:
         loss = segmentation.dice_loss
+    if clients.task and loss is F.cross_entropy:
+        loss = LOSSES[clients.task]
     dtype = torch.float64 if config.dtype == "float64" else torch.float32
     net = Net(model, loss, dtype, clients.pieces)
     for name, (other, outputs) in alg.networks(clients.clients).items():

@@ -35,10 +35,12 @@ NOISE = {
     "tiny-imagenet": "noise(side=64, classes=200)",
     "svhn": "noise",
     "retina": "synthetic-sites(size=128)",
+    "heart": "synthetic-patients",
+    "brca": "synthetic-patients(sites=6, task=survival, inputs=39)",
 }
 NOISE_ROUNDS = 2
 MOST_SEEDS = 10_000  # of a cell
-BLANKS = ("from", "model")  # of a column's score, which its methods fill in
+BLANKS = ("from", "model", "whole", "at")  # of a column's score, which its methods fill in
 
 
 @dataclass(frozen=True)
@@ -188,7 +190,7 @@ def _cell(content: Mapping[str, Any], column: str, row: str, small: Mapping[str,
     fields = {**content.get("set", {}), **place.get("set", {}), **method.get("set", {})}
     fields |= method.get("columns", {}).get(column, {})
     grid = dict(method.get("grid", {}))
-    rungs = place.get("rungs", content.get("tune", {}).get("rungs", (0.1, 0.3, 1.0)))
+    rungs = place.get("rungs", content.get("tune", {}).get("rungs", (0.1, 0.25, 1.0)))
     if small:
         settings |= {**small.get("settings", {}), **place.get("small", {}), **method.get("small", {})}
         fields |= {n: v for n, v in small.get("set", {}).items() if n in fields}

@@ -18,7 +18,7 @@ from undrift.jobs.results import Line, Results
 from undrift.jobs.sweep import KINDS, Job, plan
 
 SEEDS = (100,)  # apart from those of final runs
-RUNGS = (0.1, 0.3, 1.0)
+RUNGS = (0.1, 0.25, 1.0)
 KEEP = 4
 VALIDATION = 0.1
 T = TypeVar("T")
@@ -63,7 +63,7 @@ def halve(
     ...     asked.append((len(some), rounds))
     ...     return [-abs(value - 11) for value in some]
     >>> halve(list(range(64)), 100, score), asked
-    (11, [(64, 10), (16, 30), (4, 100)])
+    (11, [(64, 10), (16, 25), (4, 100)])
     """
     left = list(candidates)
     for share in rungs:

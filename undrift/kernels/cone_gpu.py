@@ -120,7 +120,7 @@ if triton is not None:
         b = tl.where(counted, with_p * inverse / tl.where(long > 0.0, long, 1.0) - margin, 0.0)
         table = _unit(products, counts, inverse, i, i, m)
         finite = tl.sum((diagonal + with_p + long + tl.sum(table, 0)) * 0.0, 0) == 0.0
-        table = tl.where(i[:, None] == i[None, :], 1.0 + ridge, table)
+        table = tl.where(i[:, None] == i[None, :], table + ridge, table)  # not 1 + ridge: numbers come as float32
         hoped = tl.where(counted, tl.load(guess + i, mask=real, other=0).to(tl.int32), 0)
 
         best, off = tl.zeros([SIZE], tl.float64), tl.max(tl.zeros([SIZE], tl.float64) + float("inf"), 0)

@@ -380,6 +380,7 @@ if triton is not None:
         x, w, ctx.stride, ctx.padding = inputs
         ctx.rehearsal = current.get()
         ctx.mark_non_differentiable(output[1])
+        ctx.set_materialize_grads(False)  # no zeros for it
         ctx.save_for_backward(x, w, output[1])
 
     def _outputs_backward(ctx: Any, d: Tensor, _: Any) -> Any:

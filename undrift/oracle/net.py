@@ -33,9 +33,19 @@ from undrift.core.trees import map_tagged
 from undrift.oracle.segmentation import dice_loss, soft_dice_loss
 
 T = TypeVar("T")
-Loss = Callable[[Tensor, Tensor], Tensor]
+Loss = Callable[..., Tensor]  # of outputs and targets
 IGNORED = -100  # the label of what does not count, in PyTorch's cross-entropy
 ALIGNED = 8  # entries: a GPU accesses 32 bytes at once, and each client's row should begin at such a boundary
+
+
+def batch_loss(loss: Loss) -> Loss:
+    """Mark loss(outputs, targets, real) as one that sees a whole mini-batch, because it is no mean over samples.
+
+    real [B] is 1 for a sample and 0 for padding, or None where all samples are real. The loss is one number, or a part for each
+    sample [B], of which the mean over the real samples is taken. Padding must not change it.
+    """
+    vars(loss)["of_batch"] = True
+    return loss
 
 
 class Context(NamedTuple):
@@ -361,6 +371,7 @@ class Net:
         if getattr(loss, "weight", None) is not None and getattr(loss, "reduction", "none") == "mean":
             raise BadSetting("a loss with class weights must not average by itself here; give it reduction='none'")
         self.loss = F.cross_entropy if plain_cross_entropy(loss) else loss
+        self.of_batch: bool = getattr(loss, "of_batch", False)
         self.ignored: int = getattr(loss, "ignore_index", IGNORED)  # only with cross-entropy
         self.dtype, self.pieces = dtype, pieces  # the parts of the inputs, () if they have only one
         self.current = _Pass()
@@ -473,9 +484,16 @@ class Net:
         outputs, after = self._run(x, buffers, context, stacked, lambda module: call(module, self.pieces, inputs))
         return logits_of(outputs), after
 
-    def sample_losses(self, outputs: Tensor, targets: Tensor) -> Tensor:
+    def sample_losses(self, outputs: Tensor, targets: Tensor, real: Tensor | None = None) -> Tensor:
         """The loss of each sample [B]. A loss that returns one number is called for one sample at a time."""
         outputs = classes_first(outputs, targets)
+        if self.of_batch:
+            whole = self.loss(outputs, targets, real)
+            if whole.numel() not in (1, len(outputs)):
+                raise BadSetting(
+                    f"a batch_loss gives one number, or one for each of {len(outputs)} samples, not {[*whole.shape]}"
+                )
+            return whole.flatten().expand(len(outputs))
         if self.loss is F.cross_entropy:
             each = F.cross_entropy(outputs, targets, reduction="none", ignore_index=self.ignored)
             return self.mean_over_labels(each, targets)

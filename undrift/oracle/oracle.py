@@ -103,7 +103,7 @@ class View:
 
     def loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
         """The task's loss of each sample [B]; where some labels do not count, scaled for a mean over those that do."""
-        return self.over_labels(self.net.sample_losses(outputs, targets), targets)
+        return self.over_labels(self.net.sample_losses(outputs, targets, self.context.real), targets)
 
     def losses(self, outputs: Tensor, targets: Tensor) -> Tensor:
         """The task's loss [B, M] of the outputs [B, M, *] of several models, scaled likewise."""

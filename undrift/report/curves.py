@@ -81,8 +81,8 @@ def label_of(key: str) -> str:
     >>> label_of("val_accuracy"), label_of("accuracy"), label_of("qp_active")
     ('validation accuracy', 'test accuracy', 'qp active')
     """
-    if key in ("accuracy", "dice"):
-        return f"test {key}"
+    if key in ("accuracy", "dice", "c_index"):
+        return f"test {key}".replace("_", "-")
     return LABELS.get(key, key.replace("val_", "validation ", 1).replace("own_", "clients' own ", 1).replace("_", " "))
 
 

@@ -75,18 +75,23 @@ def _facts(runs: list[Run], groups: list[Group]) -> str:
 def _notes(runs: list[Run], groups: list[Group]) -> list[str]:
     """What a reader should know before the results."""
     notes = []
-    unfinished = [f"{r.folder} ({r.rounds} of {r.settings['rounds']} rounds)" for r in runs if _unfinished(r)]
-    if unfinished:
-        notes.append(f"Not at their last round: {', '.join(unfinished)}")
+    for what, concerned in (("Diverged, and ended early", _diverged), ("Not at their last round", _unfinished)):
+        found = [f"{r.folder} ({r.rounds} of {r.settings['rounds']} rounds)" for r in runs if concerned(r)]
+        if found:
+            notes.append(f"{what}: {', '.join(found)}")
     repeats = [str(run.folder) for group in groups for run in group.repeats]
     if repeats:
         notes.append(f"Left out of the results, because they repeat a seed of their group: {', '.join(repeats)}")
     return notes
 
 
+def _diverged(run: Run) -> bool:
+    return run.stopped == "diverged"
+
+
 def _unfinished(run: Run) -> bool:
     rounds = number(run.settings, "rounds")
-    return rounds is not None and run.rounds < rounds and not run.settings.get("stop_at")
+    return rounds is not None and run.rounds < rounds and not run.settings.get("stop_at") and not _diverged(run)
 
 
 def _section(

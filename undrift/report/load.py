@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from undrift.core.errors import BadRunFolder
-from undrift.core.run_files import DEPLOYED, ROUNDS, SETTINGS, last_checkpoint, read_settings
+from undrift.core.run_files import DEPLOYED, ROUNDS, SETTINGS, Checkpoint, last_checkpoint, read_settings
 from undrift.report.records import Records, read_records
 
 DEPTH = 2  # levels below a given path that are searched for run folders
@@ -32,6 +32,7 @@ class Run(NamedTuple):
     fields: frozenset[str] = frozenset()  # the settings that are fields of the algorithm
     command: str = "run"  # the command that runs it again
     kind: str = "run"  # the command that made it: run, dp, pipe or deploy
+    stopped: str = ""  # why it has ended, such as "diverged"; "" if it has not
 
     @property
     def rounds(self) -> int:
@@ -141,7 +142,9 @@ def _load_one(folder: Path) -> Run:
     made = {name: settings.pop(name) for name in HOW if name in settings} | made  # [made] knows the real device
     fields = {f"set.{name}" if name in settings else name: value for name, value in fields.items()}
     kind = "deploy" if (folder / DEPLOYED).exists() else command
-    return Run(folder, settings | fields, _records(folder, run), made, frozenset(fields), command, kind)
+    last = last_checkpoint(folder, run)
+    stopped = str(last.facts.get("stopped", "")) if last and last.facts.get("finished") else ""
+    return Run(folder, settings | fields, _records(folder, run, last), made, frozenset(fields), command, kind, stopped)
 
 
 def _toml(path: Path) -> dict[str, Any]:
@@ -153,9 +156,8 @@ def _toml(path: Path) -> dict[str, Any]:
         raise BadRunFolder(f"{path} is not valid TOML: {error}") from error
 
 
-def _records(folder: Path, run: str) -> Records:
+def _records(folder: Path, run: str, last: Checkpoint | None) -> Records:
     """The rounds, also those after the last checkpoint: the run may go on, or was killed."""
-    last = last_checkpoint(folder, run)
     return read_records(folder / ROUNDS, run, last.lines(ROUNDS) if last else None)
 
 

@@ -43,14 +43,14 @@ class Metric(NamedTuple):
 ACCURACY, LOSS = Metric("accuracy", True), Metric("loss", False)
 # Preferred if all runs have them: the mean over clients of the score of each one's model on its own samples.
 OWN = Metric("own_dice", True), Metric("own_accuracy", True)
-DICE = Metric("dice", True)
+DICE, CINDEX = Metric("dice", True), Metric("c_index", True)
 
 
 def metric_of(groups: list[Group]) -> Metric:
     """A score on the clients' own samples if all runs have one, else accuracy, or loss if a run has no accuracy."""
     runs = [run for group in groups for run in group.runs]
     evaluated = [run for run in runs if has(run, "loss")]
-    for metric in (*OWN, DICE):
+    for metric in (*OWN, DICE, CINDEX):
         if evaluated and all(has(run, metric.name) for run in evaluated):
             return metric
     lacking = any(has(run, "loss") and not has(run, "accuracy") for run in runs)

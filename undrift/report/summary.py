@@ -112,13 +112,18 @@ def _verdict(groups: list[Group]) -> str:
     compared = [pick.group for pick in picks] if len(picks) > 1 else groups
     notes = _length_note(compared) + (_picking_note(picks) if len(picks) > 1 else "")
     rows = [(group, spread) for group, spread in zip(compared, scores(compared), strict=True) if spread]
+    if not rows:
+        return "No run has a score yet."
     if len(rows) < 2:
-        return "There are no two methods with a score, so there is nothing to compare."
+        ((group, spread),) = rows
+        seeds = "1 seed" if spread.seeds == 1 else f"{spread.seeds} seeds"
+        score_is = f"{group.label} has {spread.mean:.4f} ({score_name(compared)}, {seeds})"
+        return f"{score_is}; there is no other score, so nothing to compare."
     rows.sort(key=lambda row: row[1].mean, reverse=metric_of(compared).higher)
     name = score_name(compared)
     if any(spread.seeds < 2 for _, spread in rows):
         return _without_seeds(rows, name) + notes
-    return f"{_apart(rows, name)} {_lead(rows)}{notes}"
+    return f"{_apart(rows, name)} {_lead(rows)}{_forgetful(compared)}{notes}"
 
 
 def _without_seeds(rows: Rows, name: str) -> str:
@@ -178,6 +183,28 @@ def _standard_error(rows: Rows) -> float:
     (_, a), (_, b) = rows[:2]
     of_two = math.sqrt((a.deviation or 0.0) ** 2 / a.seeds + (b.deviation or 0.0) ** 2 / b.seeds)
     return max(of_two, _pooled_deviation(rows) * math.sqrt(1 / a.seeds + 1 / b.seeds))
+
+
+def _forgetful(groups: list[Group]) -> str:
+    """Which method forgets most in the second half of its rounds, and which ones forget less by more than chance."""
+    means = [(group, over_seeds(group, _forgotten)) for group in groups]
+    rows = sorted(((g, s) for g, s in means if s and s.seeds > 1), key=lambda row: -row[1].mean)
+    if len(rows) < 2:
+        return ""
+    (most, worst), others = rows[0], rows[1:]
+    less = [row for row in others if worst.mean - row[1].mean > 2 * _standard_error([rows[0], row, *rows])]
+    text = f" {most.label} forgets most: in the second half of the rounds its accuracy, averaged over classes, is "
+    text += f"{worst.mean:.3f} ± {worst.deviation or 0.0:.3f} below the best that each class had."
+    if not less:
+        return f"{text} No other method forgets less by more than twice the standard error of the difference."
+    named = ", ".join(f"{group.label} ({spread.mean:.3f} ± {spread.deviation or 0.0:.3f})" for group, spread in less)
+    return f"{text} By more than twice the standard error of the difference less: {named}."
+
+
+def _forgotten(run: Run) -> float | None:
+    """The mean forgetting over the second half of the scored rounds."""
+    known = run.records.values("forgetting")
+    return _over(known[len(known) // 2 :], statistics.fmean)
 
 
 def _length_note(groups: list[Group]) -> str:

@@ -56,9 +56,10 @@ def columns(groups: list[Group], target: float | None, brief: bool = False) -> l
         name = f"network seconds to {goal}"
         found.append(Column(name, lambda row: _cell(row.network_seconds_to_target, _short), "lower"))
     if not brief:
+        consistency = Column("consistency at the end", lambda row: _cell(row.consistency, _short))
         found += [
             Column("gradients per round", lambda row: _cell(row.gradients_per_round, _count, hide_zero=True)),
-            Column("consistency at the end", lambda row: _cell(row.consistency, _short)),
+            *([consistency] if any(row.consistency for row in rows) else []),
             Column("seconds per round", lambda row: _cell(row.seconds_per_round, _short)),
             Column("rounds run", lambda row: Cell(_rounds(row.group), min(run.rounds for run in row.group.runs))),
         ]
@@ -137,8 +138,9 @@ def _missing_seeds(spread: Spread) -> str:
 
 
 def _rounds(group: Group) -> str:
-    lengths = [run.rounds for run in group.runs]
-    return str(min(lengths)) if min(lengths) == max(lengths) else f"{min(lengths)} to {max(lengths)}"
+    lengths, diverged = [run.rounds for run in group.runs], sum(run.stopped == "diverged" for run in group.runs)
+    text = str(min(lengths)) if min(lengths) == max(lengths) else f"{min(lengths)} to {max(lengths)}"
+    return f"{text} ({diverged} diverged)" if diverged else text
 
 
 def _score(value: float) -> str:

@@ -21,6 +21,7 @@ from undrift.core.errors import BadData, BadSetting, ClientFailed, UndriftError
 from undrift.core.trees import State
 from undrift.oracle.net import IGNORED, Net, classes_first
 from undrift.oracle.oracle import stacks_in_a_thread, task_loss
+from undrift.oracle.tasks import LOSSES
 from undrift.simulate.graphs import rehearsal
 from undrift.simulate.here import Execution, OneByOne, Pool, Stacked
 from undrift.simulate.work import LocalWork
@@ -161,7 +162,7 @@ def check_labels(net: Net, x: Tensor, buffers: Tensor, work: LocalWork) -> None:
     """Refuse class labels that the model has no output for, and blocks that are not the model."""
     check_blocks(net, x, buffers, work)
     train, test = work.data.train.targets, work.data.test.targets
-    if train.is_floating_point():
+    if train.is_floating_point() and not (net.of_batch or net.loss in LOSSES.values()):
         warn_of_broadcasting(net, x, buffers, work)
     if net.loss is not F.cross_entropy or train.is_floating_point():
         return

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 import torch
@@ -14,14 +13,22 @@ from undrift.algorithms.personal import Served
 from undrift.core.trees import State, map_leaves
 from undrift.data.batches import Plan
 from undrift.data.federation import Federation, HeldOut
-from undrift.oracle.net import Net
+from undrift.oracle.net import Net, classes_first
 from undrift.personal.choosing import Choice, best_gamma, choose
 from undrift.round.order import ServerState
-from undrift.simulate.evaluate import Metric, group_means, means, sample_scores, weights_of
+from undrift.simulate.evaluate import Metrics, group_means, means, of_samples, sample_scores, weights_of
+from undrift.simulate.whole_metrics import is_whole, number_of
 from undrift.simulate.work import LocalWhole
 
-Scores = dict[str, Tensor]  # [n] under each metric's name
+T = TypeVar("T")
 MOST_CROSSED = 20  # sites, up to which every personal model is tried on every site at the end of a run
+
+
+class Scores(NamedTuple):
+    """How samples [n] do: metrics of single samples, and the outputs, where a metric sees many samples together."""
+
+    each: dict[str, Tensor]  # [n] under each metric's name
+    outputs: Tensor | None  # [n, ...]
 
 
 class Scored(Protocol):
@@ -32,7 +39,7 @@ class Scored(Protocol):
     net: Net
     data: Federation
     state: ServerState
-    metrics: Mapping[str, Metric]
+    all_metrics: Metrics
 
     @property
     def plan(self) -> Plan: ...
@@ -54,7 +61,6 @@ def own_scores(run: Scored, last: bool) -> dict[str, Any]:
     gamma = max(getattr(alg, "gamma", 0.0), 0.0)
     for name in sorted(data.held_out, reverse=True):  # validation before the others: the threshold comes from there
         own, sites = data.held_out[name], 1 if name == "unseen" else most
-        weight = weights_of(run.net, own.split, own.rows)
         kinds = {"global": scores_of(run, own, shared)}
         if served and name != "unseen":
             kinds["personal"] = by_owner(run, own, [served[i] for i in range(sites)])
@@ -65,22 +71,57 @@ def own_scores(run: Scored, last: bool) -> dict[str, Any]:
             table.setdefault("chosen", {})[name] = counted(own, choice, sites, len(served) + 1)
             if last and name == "unseen" and alg.chooses == "threshold":
                 table["unseen_thresholds"] = thresholds(run, own, shared, served)
-        by_site = {k: {m: group_means(v, own.owners, sites, weight) for m, v in s.items()} for k, s in kinds.items()}
-        table[name] = {k: {m: v.tolist() for m, v in s.items()} for k, s in by_site.items()}
+        scored = {k: site_scores(run, own, s, sites) for k, s in kinds.items()}
+        table[name] = {k: {m: v.tolist() for m, v in s.items()} for k, s in scored.items()}
         best = list(kinds)[-1]  # the super model, else the personal one, else the server's
         prefix = "" if name == "test" else f"{name}_"
-        found |= {f"{prefix}own_{m}": float(v.nanmean()) for m, v in by_site[best].items()}
-        found |= {f"{prefix}own_{m}_all": value for m, value in means(kinds[best], weight).items()}
+        found |= {f"{prefix}own_{m}": float(v.nanmean()) for m, v in scored[best].items()}
+        found |= {f"{prefix}own_{m}_all": value for m, value in whole_scores(run, own, kinds[best]).items()}
     if alg.chooses == "threshold":
         found["gamma"] = gamma
     if last and served and most <= MOST_CROSSED and "test" in data.held_out:
-        own = data.held_out["test"]
-        weight = weights_of(run.net, own.split, own.rows)
-        crossed = [scores_of(run, own, model) for model in served]
-        table["crossed"] = {
-            m: [group_means(scores[m], own.owners, most, weight).tolist() for scores in crossed] for m in crossed[0]
-        }
+        for name in ("test", "unseen"):
+            if name in data.held_out:
+                own = data.held_out[name]
+                crossed = [scores_of(run, own, model) for model in served]
+                whole = [whole_scores(run, own, scores) for scores in crossed]
+                table["crossed_all" if name == "test" else "crossed_unseen"] = listed(whole)
+                if name == "test":
+                    by_site = listed([site_scores(run, own, scores, most) for scores in crossed])
+                    table["crossed"] = {m: [each.tolist() for each in of_models] for m, of_models in by_site.items()}
     return found | {"sites": table}
+
+
+def listed(of_models: list[dict[str, T]]) -> dict[str, list[T]]:
+    """Each metric's values of all models."""
+    return {name: [values[name] for values in of_models] for name in of_models[0]}
+
+
+def together(run: Scored, own: HeldOut, outputs: Tensor | None, some: Tensor) -> dict[str, float]:
+    """What the metrics say that see many samples together, of some samples; NaN where they see none."""
+    found = {}
+    for name, metric in run.all_metrics.items():
+        if is_whole(metric) and outputs is not None:
+            metric.reset()
+            if len(some):
+                metric.update(outputs[some], own.split.targets[own.rows[some]])
+            found[name] = number_of(name, metric) if len(some) else float("nan")
+    return found
+
+
+def site_scores(run: Scored, own: HeldOut, scores: Scores, sites: int) -> dict[str, Tensor]:
+    """[sites] of each metric."""
+    weight = weights_of(run.net, own.split, own.rows)
+    found = {name: group_means(values, own.owners, sites, weight) for name, values in scores.each.items()}
+    members = [(own.owners == k).nonzero().squeeze(-1) for k in range(sites)]
+    each = listed([together(run, own, scores.outputs, some) for some in members])
+    return found | {name: torch.tensor(values, dtype=torch.float64) for name, values in each.items()}
+
+
+def whole_scores(run: Scored, own: HeldOut, scores: Scores) -> dict[str, float]:
+    """Each metric over all samples."""
+    every = torch.arange(len(own.rows), device=own.rows.device)
+    return means(scores.each, weights_of(run.net, own.split, own.rows)) | together(run, own, scores.outputs, every)
 
 
 def counted(own: HeldOut, choice: Choice, sites: int, models: int) -> list[list[int]]:
@@ -95,7 +136,7 @@ def thresholds(run: Scored, own: HeldOut, shared: Served, served: list[Served]) 
     found = {}
     for name, gamma in (("none", 0.0), ("best", tuned(run, own, shared, served))):
         scores, choice = super_scores(run, own, shared, served, gamma)
-        each = means(scores, weights_of(run.net, own.split, own.rows))
+        each = whole_scores(run, own, scores)
         found[name] = {"gamma": gamma, "chosen": counted(own, choice, 1, len(served) + 1)[0], "scores": each}
     return found
 
@@ -123,40 +164,55 @@ def personal_models(run: Scored) -> list[Served]:
 def scores_of(run: Scored, own: HeldOut, model: Served, some: Tensor | None = None) -> Scores:
     """The scores of one model on the samples, or on some of them."""
     rows, owners = (own.rows, own.owners) if some is None else (own.rows[some], own.owners[some])
-    return sample_scores(run.net, *model, own.split, run.data.transform, run.metrics, rows, owners)
+    metrics = of_samples(run.all_metrics)
+    each = sample_scores(run.net, *model, own.split, run.data.transform, metrics, rows, owners)
+    whole = len(metrics) < len(run.all_metrics)
+    return Scores(each, outputs_of(run, run.net, model, own, rows, owners) if whole else None)
+
+
+@torch.no_grad()
+def outputs_of(
+    run: Scored, net: Net, model: Served, own: HeldOut, rows: Tensor, owners: Tensor, batch: int = 1000
+) -> Tensor:
+    """[n, ...] what a model says of the samples."""
+    found = []
+    for some, holders in zip(rows.split(batch), owners.split(batch), strict=True):
+        inputs = run.data.transform(own.split.take(some), net.dtype, clients=holders)
+        found.append(classes_first(net(*model, inputs, None)[0], own.split.targets[some]))
+    return torch.cat(found)
 
 
 def by_model(run: Scored, own: HeldOut, models: list[Served], which: Tensor) -> Scores:
     """The scores of each sample under the model that `which` [n] names for it."""
-    found: Scores = {}
+    found: dict[str, Tensor] = {}
+    outputs: Tensor | None = None
     for k in which.unique().tolist():
         some = (which == k).nonzero().squeeze(-1)
-        for name, values in scores_of(run, own, models[k], some).items():
+        each, said = scores_of(run, own, models[k], some)
+        for name, values in each.items():
             found.setdefault(name, values.new_zeros(len(own.rows)))[some] = values
-    return found
+        if said is not None:
+            outputs = said.new_zeros(len(own.rows), *said.shape[1:]) if outputs is None else outputs
+            outputs[some] = said
+    return Scores(found, outputs)
 
 
 def by_owner(run: Scored, own: HeldOut, models: list[Served]) -> Scores:
     return by_model(run, own, models, own.owners)
 
 
-@torch.no_grad()
-def selector_outputs(run: Scored, own: HeldOut, batch: int = 1000) -> Tensor:
+def selector_outputs(run: Scored, own: HeldOut) -> Tensor:
     """[n, m] what the selector says of each sample."""
     selector = run.alg.selector(run.state.companion)
-    net, found = run.net.networks["selector"], []
-    for rows, owners in zip(own.rows.split(batch), own.owners.split(batch), strict=True):
-        inputs = run.data.transform(own.split.take(rows), net.dtype, clients=owners)
-        found.append(net(*selector, inputs, None)[0])
-    return torch.cat(found)
+    return outputs_of(run, run.net.networks["selector"], selector, own, own.rows, own.owners)
 
 
 def tuned(run: Scored, own: HeldOut, shared: Served, served: list[Served]) -> float:
     """The threshold with the best client-average score."""
     choice = choose("threshold", selector_outputs(run, own), 0.0)
-    metric = next(iter(run.metrics), "loss")
-    personal = by_model(run, own, served, choice.weights.argmax(-1))[metric]
-    of_server = scores_of(run, own, shared)[metric]
+    metric = next(iter(of_samples(run.all_metrics)), "loss")
+    personal = by_model(run, own, served, choice.weights.argmax(-1)).each[metric]
+    of_server = scores_of(run, own, shared).each[metric]
     labels = weights_of(run.net, own.split, own.rows)
     weight = labels / torch.bincount(own.owners, labels).clamp(min=1e-300)[own.owners]
     sign = -1.0 if metric == "loss" else 1.0
@@ -180,6 +236,7 @@ def mixed_scores(run: Scored, own: HeldOut, models: list[Served], weights: Tenso
     """The scores of the mixture of all models' probabilities."""
     net = run.net
     found: dict[str, list[Tensor]] = {}
+    said, metrics = list[Tensor](), of_samples(run.all_metrics)
     for at in range(0, len(own.rows), batch):
         rows, owners, weight = (t[at : at + batch] for t in (own.rows, own.owners, weights))
         inputs = run.data.transform(own.split.take(rows), net.dtype, clients=owners)
@@ -191,6 +248,7 @@ def mixed_scores(run: Scored, own: HeldOut, models: list[Served], weights: Tenso
         outputs = (
             mixed - 0.5 if own.split.targets.dim() > 1 else mixed
         )  # metrics see where an output is above 0, or largest
-        for name, metric in run.metrics.items():
+        said += [outputs] if len(metrics) < len(run.all_metrics) else []
+        for name, metric in metrics.items():
             found.setdefault(name, []).append(torch.as_tensor(metric(outputs, targets)).double())
-    return {name: torch.cat(values) for name, values in found.items()}
+    return Scores({name: torch.cat(values) for name, values in found.items()}, torch.cat(said) if said else None)

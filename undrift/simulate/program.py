@@ -29,7 +29,6 @@ from undrift.simulate.here import shared
 from undrift.simulate.work import LocalWhole, mini_batch
 
 T = TypeVar("T")
-COMPILED_FROM = 64  # round: compiling takes twenty seconds, in which somebody would wait for the first one
 LONGEST_UNROLLED = 16  # local steps of one graph; with more, a step is a graph of its own
 
 
@@ -285,10 +284,10 @@ class Program:
             self.known[torch.tensor(list(known), device=self.known.device)] = True
         self.turn.fill_(turn)
 
-    def compiled_in_time(self, t: int, most: int) -> int:
-        """Compile from round COMPILED_FROM on; return how many of the next rounds lie on the same side of it."""
-        if t < COMPILED_FROM:
-            return min(most, COMPILED_FROM - t)
+    def compiled_in_time(self, t: int, most: int, first: int) -> int:
+        """Compile from round `first` on; return how many of the next rounds lie on the same side of it."""
+        if t < first:
+            return min(most, first - t)
         if not self.compile:
             self.compile = True
             self.forget_graphs()

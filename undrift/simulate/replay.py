@@ -27,10 +27,11 @@ from undrift.round.who import Attendance, Sampling, Task, attendances
 from undrift.simulate.client_store import DiskTable
 from undrift.simulate.clients import ClientTable
 from undrift.simulate.here import Execution, Stacked
-from undrift.simulate.program import COMPILED_FROM, LONGEST_UNROLLED, Ahead, Program, Shape
+from undrift.simulate.program import LONGEST_UNROLLED, Ahead, Program, Shape
 
 T = TypeVar("T")
 LONGEST = 128  # rounds at most that are laid out together
+PLAIN_STEPS = 320  # local steps before rounds are compiled: that takes twenty seconds
 TOGETHER = 512  # of all runs of a pack, so that it does not take longer than the device takes for the rounds before
 ROOM = 1 << 28  # bytes for their samples
 
@@ -108,6 +109,11 @@ class Outlook:
         if run.device.type == "cuda":
             torch.cuda.synchronize()  # the samples are in place
             self.aside = torch.cuda.Stream()
+
+    @property
+    def compiled_from(self) -> int:
+        """The round from which on rounds are compiled."""
+        return max(1, PLAIN_STEPS // self.steps)
 
     def rate(self, t: int) -> float:
         """The local rate of round t."""
@@ -320,7 +326,7 @@ class Replay:
     def make_program(self) -> Program:
         run, outlook = self.runs[0], self.outlooks[0]
         empty = not all(outlook.always_whole for outlook in self.outlooks)
-        compile = run.settings.compile and run.t >= COMPILED_FROM
+        compile = run.settings.compile and run.t >= outlook.compiled_from
         by_size = run.settings.weights == "size"
         alg, state = self.algorithm(), self.state()
         return Program(alg, run.task, self.data, state, outlook.width, by_size, empty, compile, self.lead)
@@ -346,7 +352,7 @@ class Replay:
         first, block = self.runs[0], self.due()
         most = min(most, self.reach)
         if self.program is not None and first.settings.compile:
-            most = self.program.compiled_in_time(first.t, most)
+            most = self.program.compiled_in_time(first.t, most, self.outlooks[0].compiled_from)
         at, room = first.t - block.first, self.outlooks[0].clients
         parts = [every[at : at + most] for every in block.parts]
         fitting = [all(0 < len(part.ids) <= room for part in now) for now in zip(*parts, strict=True)]

@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from undrift.core.errors import BadSetting, UnknownName
+from undrift.oracle.tasks import concordance
 
 BINS = 15  # of the confidence, for calibration
 
@@ -143,7 +144,21 @@ class Bits(Perplexity):
         return self.total / self.labels / math.log(2)
 
 
-BUILT_IN = {"f1": F1, "auc": AUC, "calibration": Calibration, "perplexity": Perplexity, "bits": Bits}
+class CIndex(Kept):
+    """The c-index of risks [n, 1] for survival targets [n, 2], event and time.
+
+    >>> metric = CIndex()
+    >>> metric.update(torch.tensor([[2.0], [1.0]]), torch.tensor([[1.0, 5.0], [0.0, 7.0]]))
+    >>> metric.compute()
+    1.0
+    """
+
+    def compute(self) -> float:
+        outputs, targets = self.all()
+        return concordance(outputs.flatten(), targets)
+
+
+BUILT_IN = {"f1": F1, "auc": AUC, "calibration": Calibration, "perplexity": Perplexity, "bits": Bits, "c_index": CIndex}
 
 
 def metrics_of(given: Mapping[str, Any] | Sequence[str] | None) -> dict[str, Any]:
