@@ -8,6 +8,7 @@ from undrift.core.version import __version__
 
 if TYPE_CHECKING:
     from undrift.data.dataset import Dataset
+    from undrift.dataparallel.local_steps import LocalSteps
     from undrift.dataparallel.optimizer import DEF, EF, EF21, EF21SGDM, SAEF, PSync
     from undrift.jobs.config import RunConfig
     from undrift.jobs.course import Result
@@ -20,6 +21,7 @@ else:
         {
             "Curves": "undrift.jobs.curves",
             "Dataset": "undrift.data.dataset",
+            "LocalSteps": "undrift.dataparallel.local_steps",
             "Result": "undrift.jobs.course",
             "RunConfig": "undrift.jobs.config",
             "SuperModel": "undrift.personal.supermodel",
@@ -30,6 +32,6 @@ else:
     )
 
 __all__ = [
-    "DEF", "EF", "EF21", "EF21SGDM", "SAEF", "Curves", "Dataset", "PSync", "Result", "RunConfig", "SuperModel", "UndriftError",
-    "__version__", "rounds", "run",
+    "DEF", "EF", "EF21", "EF21SGDM", "SAEF", "Curves", "Dataset", "LocalSteps", "PSync", "Result", "RunConfig", "SuperModel",
+    "UndriftError", "__version__", "rounds", "run",
 ]  # fmt: skip

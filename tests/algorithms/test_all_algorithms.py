@@ -76,6 +76,7 @@ NEUTRAL: dict[str, tuple[dict[str, Any], dict[str, Any], int] | None] = {
     "fednova": ({}, {}, 4),  # all take as many steps
     "fedexp": ({"eps": 1e9}, {}, 4),
     "fedacg": ({"lam": 0.0, "beta": 0.0}, {}, 4),
+    "diloco": ({"beta1": 0.0, "server_lr": 1.0, "optimizer": "sgd"}, {}, 4),
     "fedvarp": ({}, {"cohort": 6}, 4),
     "scaffold-m": ({"beta": 1.0}, {}, 1),
     "fedlesam": ({"radius": 0.0}, {}, 4),
@@ -144,6 +145,7 @@ COSTS = {
     "fednova": (1, 1, 1),
     "fedexp": (1, 1, 1),
     "fedacg": (1, 1, 1),
+    "diloco": (1, 1, 1),
     "fedvarp": (1, 1, 1),
     "scaffold-m": (2, 2, 1),
     "fedlesam": (1, 1, 1),

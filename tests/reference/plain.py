@@ -733,6 +733,33 @@ class FedExP(FedAvg):
         return {"extrapolation": self.longer[-1]}
 
 
+class DiLoCo(FedAvgM):
+    """Each client has its own AdamW from its first round on; torch.optim.SGD with Nesterov's momentum is the server."""
+
+    defaults = dict(lr=0.002, optimizer="adamw", keep_moments=True, beta1=0.9, nesterov=True, server_lr=0.7)
+
+    def __init__(self, problem: Problem, weights: str = "uniform", **options: Any) -> None:
+        super().__init__(problem, weights, **options)
+        self.kept: dict[int, list[Any]] = {}
+
+    def ready(self, client: int, optimizer: torch.optim.Optimizer) -> None:
+        for parameter, state in zip(self.module.parameters(), self.kept.get(client, []), strict=False):
+            optimizer.state[parameter] = copy.deepcopy(state)
+
+    def stepped(self, client: int, optimizer: torch.optim.Optimizer) -> None:
+        self.kept[client] = [copy.deepcopy(optimizer.state[p]) for p in self.module.parameters()]
+
+    def step(self, mean: Named, answers: dict[int, Answer], sampled: list[int]) -> Named:
+        if not hasattr(self, "outer"):
+            self.ahead = {n: nn.Parameter(t.clone()) for n, t in self.x.items()}
+            rate, mu = self.option["server_lr"], self.option["beta1"]
+            self.outer = torch.optim.SGD(self.ahead.values(), rate, momentum=mu, nesterov=self.option["nesterov"])
+        for name, weight in self.ahead.items():
+            weight.grad = mean[name].clone()
+        self.outer.step()
+        return {n: (self.x[n] - w.detach()) / self.option["server_lr"] for n, w in self.ahead.items()}
+
+
 class FedACG(FedAvg):
     """In the authors' signs: Delta_i = x_i^K - y_t, and the momentum is added. The loss has the proximal term."""
 
@@ -955,6 +982,7 @@ ALGORITHMS = {
     "fedcm": FedCM, "mofedsam": MoFedSAM, "fedavglm": FedAvgLM, "fedavglm-z": FedAvgLMZ, "fedavgslm": FedAvgSLM,
     "fedavgslm-z": FedAvgSLMZ, "feddyn": FedDyn, "mifa": MIFA, "mifam": MIFAM, "fedmim": FedMIM, "domo": DOMO,
     "domo-s": DOMOS, "gradma-w": GradMAW, "gradma": GradMA, "fednova": FedNova, "fedexp": FedExP, "fedacg": FedACG,
+    "diloco": DiLoCo,
     "fedvarp": FedVARP, "scaffold-m": ScaffoldM, "fedlesam": FedLESAM, "fedgamma": FedGamma, "fedspeed": FedSpeed,
     "fedsmoo": FedSMOO,
 }  # fmt: skip

@@ -306,6 +306,8 @@ CASES = [
     Case("fedexp", "plain", {"eps": 1e-6, "lr": 0.3}, EPOCHS),
     Case("fedexp", "by size", dict(eps=1e-4, server_lr=0.8), EPOCHS, "size", **FALL),
     Case("fedacg", "plain", {"beta": 0.5}, EPOCHS),
+    Case("diloco", "plain", {}, EPOCHS),
+    Case("diloco", "decay, clip, by size", dict(lr=0.01, weight_decay=0.1, clip=0.3, beta1=0.6), EPOCHS, "size"),
     Case(
         "fedacg",
         "falling rate, by size",

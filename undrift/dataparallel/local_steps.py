@@ -1,0 +1,455 @@
+"""Islands: a training loop of one's own on several ranks, each of which takes many steps by itself between two exchanges.
+
+    outer = undrift.LocalSteps(model, algorithm="diloco", every=100)
+    for inputs, targets in loader:  # each rank has samples of its own
+        optimizer.zero_grad()
+        loss(model(inputs), targets).backward()
+        outer.correct()  # only for methods that correct gradients
+        optimizer.step()  # any optimizer of PyTorch
+        outer.step()
+
+A rank is a client, and `every` steps are a round: the algorithm's own file says what is corrected, sent and made of it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import warnings
+from collections.abc import Iterator, Mapping
+from dataclasses import fields, replace
+from typing import Any, NamedTuple, NoReturn
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from undrift.algorithms.base import Algorithm, LocalSGD
+from undrift.algorithms.checks import looks_at_single_uploads
+from undrift.core.errors import BadRunFolder, BadSetting, UnknownName
+from undrift.core.layout import Layout
+from undrift.core.trees import Nothing, State, leaves, map_leaves
+from undrift.dataparallel.workers import Ranks
+from undrift.jobs.registry import algorithm_class
+from undrift.oracle.net import Net
+from undrift.oracle.oracle import NoData, task_loss
+from undrift.round.clients import Answers, Started, begin, end
+from undrift.round.order import Cost, first_state, play
+from undrift.round.who import Task, Who
+
+THEIRS = (
+    "optimizer",
+    "momentum",
+    "momentum2",
+    "epsilon",
+    "weight_decay",
+    "decay_biases",
+    "clip",
+    "warm_steps",
+    "cosine_steps",
+)
+ALONE: torch.Size = torch.Size(())
+
+
+class Wanted(Exception):
+    """Where an algorithm wants its next gradient."""
+
+    def __init__(self, point: Tensor) -> None:
+        super().__init__()
+        self.point = point
+
+
+class Caught(NamedTuple):
+    """The step that an algorithm makes of a gradient, for the user's optimizer."""
+
+    u: Tensor  # the direction
+    start: Tensor  # where the step begins
+
+
+class OwnGradient:
+    """What a local step may ask in a loop of the user's: one gradient of the user's loss. Without one it says where."""
+
+    def __init__(self, layout: Layout, buffers: Tensor, g: Tensor | None = None) -> None:
+        self.layout, self.buffers, self.g, self.asked = layout, buffers, g, False
+        self.loss = buffers.new_zeros(1)
+
+    def grad(self, x: Tensor, objective: Any = None, *others: Tensor, track: bool = True) -> Tensor:
+        if objective not in (None, task_loss) or others:
+            refuse("a loss of its own")
+        if self.g is None:
+            raise Wanted(x)
+        if self.asked:
+            refuse("two gradients")
+        self.asked = True
+        return self.g
+
+    def __getattr__(self, name: str) -> NoReturn:
+        refuse(f"`oracle.{name}`")
+
+
+class Own(NamedTuple):
+    """What an island has for itself."""
+
+    client: State
+    work: State
+    buffers: Tensor
+    point: Tensor
+
+
+class NoPass(NoData):
+    """A client whose samples only the user knows."""
+
+    def full_grad(self, x: Tensor) -> Tensor:
+        refuse("a gradient of all samples")
+
+
+def refuse(what: str) -> NoReturn:
+    raise BadSetting(
+        f"the algorithm needs {what} in its local steps, and a loop of one's own has one gradient a step; take another one, "
+        "such as diloco, fedavgm, scaffold, fedcm, fedmim, domo-s or gradma-s"
+    )
+
+
+class Later:
+    """Asks nobody: keeps what the server has sent until the islands have trained."""
+
+    down: State = Nothing()
+
+    def measure(self, alg: Algorithm, down: State, buffers: Tensor, who: Who) -> Tensor:
+        refuse("a first exchange")
+
+    def train(self, alg: Algorithm, down: State, buffers: Tensor, who: Who) -> State:
+        self.down = down
+        return Nothing()
+
+
+class LocalSteps:
+    """The rounds of an algorithm around the local steps of a loop of one's own, one island on each rank."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        algorithm: str = "diloco",
+        every: int = 100,
+        set: Mapping[str, Any] | None = None,
+        *,
+        optimizer: torch.optim.Optimizer | None = None,
+        group: dist.ProcessGroup | None = None,
+    ) -> None:
+        if every < 1:
+            raise BadSetting(f"every must be at least 1, not {every}")
+        if any(isinstance(part, DistributedDataParallel) for part in model.modules()):
+            raise BadSetting("DDP averages the gradients of every step; give LocalSteps the model without DDP")
+        self.model, self.every, self.optimizer = model, every, optimizer
+        self.workers = Ranks(group)
+        self.alg = algorithm_in_a_loop(algorithm, dict(set or {}), optimizer, self.workers.count)
+        self.plain = type(self.alg).local_step is LocalSGD.local_step
+        self.means = not looks_at_single_uploads(self.alg)
+        self.net = Net(without_memory(model), dtype=widest(model))
+        named = {n: p for n, p in model.named_parameters() if p.requires_grad}
+        self.params = [named[name] for name in self.net.layout.names]
+        self.statistics = [dict(model.named_buffers())[name] for name in self.net.buffer_layout.names]
+        self.net.counters = self.net.counters.to(self.params[0].device)
+        facts = {field.name: getattr(self.alg, field.name) for field in fields(self.alg)}
+        tensors = {f"the model's tensor {n}": f"{list(p.shape)} {p.dtype}" for n, p in named.items()}
+        self.workers.agree({"the algorithm": algorithm, "every": every} | facts | tensors)
+
+        x, buffers = self.read()
+        for vector in (x, buffers):
+            if vector.numel():
+                self.workers.copy_from_first(vector)
+        ids = torch.arange(self.workers.count, device=x.device)
+        ones = x.new_ones(self.workers.count, 1)
+        self.who = Who(ids, ids, ones, ones / self.workers.count, every * ones)
+        self.task = Task(self.net, self.workers.count)
+        self.state = first_state(self.alg, self.net, x, buffers, self.workers.count)
+        self.client: State | None = None
+        self.work: Any = None
+        self.point, self.buffers = x, buffers  # where the next gradient is wanted, and the model's running statistics
+        self.rounds, self.k = 0, 0  # exchanges so far, and steps since the last one
+        self.corrected = self.evaluates = False
+        self.shift: Tensor | None = None
+        self.open()
+
+    # The user's calls.
+    @torch.no_grad()
+    def correct(self) -> None:
+        """Make of the gradients, between `backward()` and `optimizer.step()`, what the algorithm steps along."""
+        if self.corrected:
+            raise BadSetting("correct() is called twice in one step; call it once, before optimizer.step()")
+        self.corrected = True
+        if self.plain:
+            return
+        g = self.flat([torch.zeros_like(p) if p.grad is None else p.grad for p in self.params])
+        oracle: Any = OwnGradient(self.net.layout, self.buffers, g)
+        work = in_a_loop(self.alg).local_step(self.down, self.client, self.work, oracle)
+        if not isinstance(work.opt, Caught):
+            refuse("more than one step along one direction")
+        u, start = work.opt
+        if work.x is not self.work.x:  # what the algorithm adds to the step
+            self.shift = work.x - self.work.x
+        self.work = work._replace(opt=self.work.opt)
+        if start is not self.point:
+            self.write(start)
+        for p, part in zip(self.params, self.parts(u), strict=True):
+            if p.grad is None:
+                p.grad = torch.empty_like(p)
+            p.grad.copy_(part)
+
+    @torch.no_grad()
+    def step(self) -> bool:
+        """Count a step of the optimizer; after `every` of them exchange. Returns whether the islands have exchanged."""
+        if self.evaluates:
+            raise BadSetting("step() would train the model to evaluate; leave `with evaluating()`")
+        if not (self.plain or self.corrected):
+            kind = type(self.alg).__name__
+            raise BadSetting(f"{kind} corrects gradients: call correct() between backward() and optimizer.step()")
+        x, self.buffers = self.read()
+        if self.shift is not None:
+            x = x + self.shift
+            self.write(x)
+        k = self.work.k + 1 if self.plain else self.work.k
+        self.work, self.corrected, self.shift = self.work._replace(x=x, k=k), False, None
+        self.k += 1
+        if self.k == self.every:
+            self.exchange()
+            return True
+        self.aim()
+        return False
+
+    @contextlib.contextmanager
+    def evaluating(self) -> Iterator[None]:
+        """Make the parameters those of the last exchange, the model to test and save; on exit they are restored exactly."""
+        if self.evaluates:
+            raise BadSetting("the parameters are those to evaluate already")
+        kept = [t.detach().clone() for t in (*self.params, *self.statistics)]
+        self.evaluates = True
+        self.write(self.state.x, self.state.buffers)
+        try:
+            yield
+        finally:
+            self.evaluates = False
+            with torch.no_grad():
+                for t, before in zip((*self.params, *self.statistics), kept, strict=True):
+                    t.copy_(before)
+
+    @property
+    def sent(self) -> int:
+        """Bytes that all islands have sent so far, as a ring sends them."""
+        return self.workers.sent
+
+    # A round.
+    @torch.no_grad()
+    def open(self) -> None:
+        """Begin a round: what the server sends, and the work before the first step."""
+        later = Later()
+        close = play(
+            self.alg, self.task, self.state, self.who, later, Cost(),
+            finish=lambda close, who, companion, fine, answered, state: (
+                lambda answers: close(who, companion, fine, answers, state)
+            ),
+        )  # fmt: skip
+        self.close, self.down = close, later.down
+        if self.client is None:
+            rank = torch.tensor(self.workers.rank, device=self.state.x.device)
+            self.client = self.alg.client_init(self.down, rank, self.state.buffers)
+        local = NoPass(self.state.buffers, self.net.layout)
+        started = begin(self.alg, self.down, self.client, self.state.buffers, ALONE, local)
+        self.work = started.work
+        if not isinstance(self.work.opt, Nothing):
+            kind = type(self.alg).__name__
+            raise BadSetting(
+                f"{kind} sets the buffers of local momentum, which your optimizer has; take another method"
+            )
+        self.buffers, self.k, self.corrected = self.state.buffers, 0, False
+        self.write(self.work.x, self.buffers)
+        self.aim()
+
+    def aim(self) -> None:
+        """Put the parameters where the next gradient is wanted."""
+        self.point = self.work.x
+        if self.plain:
+            return
+        oracle: Any = OwnGradient(self.net.layout, self.buffers)
+        try:
+            self.alg.local_step(self.down, self.client, self.work, oracle)
+        except Wanted as wanted:
+            self.point = wanted.point
+        if self.point is not self.work.x:
+            self.write(self.point)
+
+    def exchange(self) -> None:
+        """End the round: every rank has all answers, or their mean where that is enough, and takes the server's step itself."""
+        started = Started(self.client, self.work, self.buffers)
+        own = end(self.alg, self.down, started, self.buffers.new_zeros(1))
+        sent = [*leaves(own.up), own.buffers]
+        fine = torch.stack([t.isfinite().all() for t in sent]).all().to(self.work.x.dtype).view(1)
+        everybody = bool(self.workers.all_rows(fine).all())  # a mean would hide whose answer is not finite
+
+        def rows(t: Tensor) -> Tensor:
+            if not t.numel():
+                return t.expand(self.workers.count, *t.shape)
+            if self.means and everybody:
+                return self.workers.mean(t.clone()).expand(self.workers.count, *t.shape)
+            return self.workers.all_rows(t)
+
+        up, buffers = map_leaves(rows, own.up), rows(own.buffers)
+        x, none = own.x.expand(self.workers.count, -1), own.x.new_zeros(self.workers.count, 1)
+        after = self.close(Answers(up, Nothing(), buffers, x, none, Nothing()))
+        mine = (after.ids == self.workers.rank).nonzero().flatten()
+        if len(mine):
+            self.client = own.client
+            if leaves(after.reply):
+                self.client = self.alg.receive(own.client, map_leaves(lambda t: t[int(mine)], after.reply))
+        else:
+            warnings.warn(f"what island {self.workers.rank} has trained is not finite and was left out", stacklevel=4)
+        self.state = after.state
+        self.rounds += 1
+        if self.optimizer is not None and not self.alg.keep_moments:
+            self.optimizer.state.clear()
+        self.open()
+
+    # Vectors.
+    def flat(self, tensors: list[Tensor]) -> Tensor:
+        like = torch.zeros((), dtype=self.net.dtype, device=tensors[0].device)
+        return self.net.layout.join(dict(zip(self.net.layout.names, tensors, strict=True)), like)
+
+    def parts(self, x: Tensor) -> list[Tensor]:
+        return list(self.net.layout.split(x).values())
+
+    def read(self) -> tuple[Tensor, Tensor]:
+        """The parameters and running statistics of the model, as vectors."""
+        x = self.flat(list(self.params))
+        like = torch.zeros((), dtype=self.net.dtype, device=x.device)
+        named = dict(zip(self.net.buffer_layout.names, self.statistics, strict=True))
+        return x, self.net.buffer_layout.join(named, like)
+
+    @torch.no_grad()
+    def write(self, x: Tensor, buffers: Tensor | None = None) -> None:
+        for p, part in zip(self.params, self.parts(x), strict=True):
+            p.copy_(part)
+        if buffers is not None:
+            for t, value in zip(self.statistics, self.net.buffer_layout.split(buffers).values(), strict=True):
+                t.copy_(value)
+
+    # Checkpoints.
+    def whole_state_dict(self) -> dict[str, Any]:
+        """The state of all islands; all must call it, one may save it. Each saves its own optimizer."""
+        own = leaves(Own(self.client or Nothing(), self.work, self.buffers, self.point))
+        rows = [
+            self.workers.all_rows(t.contiguous()) if t.numel() else t.expand(self.workers.count, *t.shape) for t in own
+        ]
+        return {
+            "algorithm": type(self.alg).__name__, "every": self.every, "islands": self.workers.count, "rounds": self.rounds,
+            "k": self.k, "server": [t.clone() for t in leaves(self.state)], "own": [row.clone() for row in rows],
+        }  # fmt: skip
+
+    @torch.no_grad()
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from `whole_state_dict()`, bit for bit on as many islands; on another number right after an exchange."""
+        kind, now = type(self.alg).__name__, self.workers.count
+        if (state["algorithm"], state["every"]) != (kind, self.every):
+            raise BadRunFolder(
+                f"the checkpoint is of {state['algorithm']} with every={state['every']}, not of {kind} with every={self.every}"
+            )
+        before, other = int(state["islands"]), int(state["islands"]) != now
+        if other and state["k"]:
+            raise BadRunFolder(
+                f"the checkpoint was made by {before} islands {state['k']} steps after an exchange, and their models differ; "
+                f"to go on with {now}, save right after an exchange, where step() returns True"
+            )
+        self.state = put(self.state, state["server"])
+        self.rounds = int(state["rounds"])
+        if other and leaves(self.client) and self.workers.rank == 0:
+            warnings.warn(
+                f"the checkpoint was made by {before} islands, now there are {now}: each begins anew", stacklevel=3
+            )
+        self.client = None
+        self.open()
+        if not other:
+            own = Own(self.client or Nothing(), self.work, self.buffers, self.point)
+            self.client, self.work, self.buffers, _ = put(own, [row[self.workers.rank] for row in state["own"]])
+            self.k = int(state["k"])
+            self.write(self.work.x, self.buffers)
+            self.aim()
+
+
+def put(state: Any, stored: list[Tensor]) -> Any:
+    """A state with the stored tensors in place of its own, in their order."""
+    found = iter(stored)
+
+    def take(t: Tensor) -> Tensor:
+        given = next(found, None)
+        if given is None or given.shape != t.shape:
+            shape = None if given is None else list(given.shape)
+            raise BadRunFolder(f"the checkpoint does not fit: {shape} is stored where {list(t.shape)} belongs")
+        return given.to(t).clone()
+
+    return map_leaves(take, state)
+
+
+def algorithm_in_a_loop(name: str, given: dict[str, Any], optimizer: torch.optim.Optimizer | None, islands: int) -> Any:
+    """The algorithm, whose local steps the user's optimizer takes."""
+    kind = algorithm_class(name)
+    known = [field.name for field in fields(kind)]
+    for field in given:
+        if field in THEIRS:
+            raise BadSetting(f"{field} belongs to your optimizer: leave it out of set")
+        if field not in known:
+            raise UnknownName("field", field, known)
+    if optimizer is None and "keep_moments" not in given:
+        fresh = kind(**given)
+        if fresh.optimizer != "momentum":
+            given = given | {"keep_moments": True}
+        elif not fresh.keep_moments:
+            raise BadSetting(
+                f"{name} begins each round without momentum: give LocalSteps optimizer=..., which it clears"
+            )
+    alg = kind(**given)
+    alg.check(islands, islands)
+    divides = divides_by_rate(alg, islands)
+    if divides and "lr" not in given:
+        raise BadSetting(f"{name} divides by the rate: give that of your optimizer, set={{'lr': ...}}")
+    if alg.personalises or alg.measures or alg.networks(islands):
+        raise BadSetting(
+            f"{name} {'has a first exchange' if alg.measures else 'trains more than one model'}, which LocalSteps has not"
+        )
+    for group in optimizer.param_groups if optimizer is not None and divides else ():
+        if float(group["lr"]) != alg.lr:
+            raise BadSetting(f"{name} divides by the rate, which is {alg.lr} in set and {group['lr']} in the optimizer")
+    return replace(alg, optimizer="sgd")  # no moments are needed here
+
+
+def divides_by_rate(alg: Any, islands: int) -> bool:
+    """Whether the algorithm refuses a rate that changes within a round."""
+    try:
+        replace(alg, warm_steps=2).check(islands, islands)
+    except BadSetting:
+        return True
+    return False
+
+
+def in_a_loop(alg: Any) -> Any:
+    """The algorithm with a `move` that takes no step, but says which one."""
+
+    def move(self: Any, work: Any, u: Tensor, oracle: Any, start: Tensor | None = None) -> Any:
+        return work._replace(k=work.k + 1, opt=Caught(u, work.x if start is None else start))
+
+    kind = type(alg)
+    other: Any = object.__new__(type(kind.__name__, (kind,), {"move": move}))
+    vars(other).update(vars(alg))
+    return other
+
+
+def widest(model: nn.Module) -> torch.dtype:
+    return torch.float64 if any(p.dtype == torch.float64 for p in model.parameters()) else torch.float32
+
+
+def without_memory(model: nn.Module) -> nn.Module:
+    """A copy of the model whose tensors have shapes alone."""
+    memo: dict[int, Any] = {
+        id(p): nn.Parameter(torch.empty_like(p, device="meta"), p.requires_grad) for p in model.parameters()
+    }
+    memo |= {id(b): torch.empty_like(b, device="meta") for b in model.buffers()}
+    return copy.deepcopy(model, memo)
