@@ -16,6 +16,10 @@ import pytest
 from undrift import __version__
 
 ROOT = Path(__file__).parent.parent
+EXTRAS = (  # what a plain installation does not bring
+    "cryptography", "datasets", "dp_accounting", "flwr", "IPython", "mkdocs", "pandas", "playwright", "pytest", "scipy",
+    "sklearn", "starlette", "tensorboard", "torchmetrics", "triton", "uvicorn",
+)  # fmt: skip
 
 
 def call(*command: object, cwd: Path, **environment: str) -> str:
@@ -60,7 +64,8 @@ def test_the_wheel_works_away_from_the_checkout(built: Path, tmp_path: Path) -> 
     call(sys.executable, "-m", "pip", "--python", python, "install", "--quiet", "--no-deps", wheel, cwd=tmp_path)
     (packages,) = (tmp_path / "venv" / "lib").glob("python*/site-packages")
     shared = [entry for entry in sys.path if "site-packages" in entry]  # for PyTorch; .pth files in them are not read
-    (packages / "shared.pth").write_text("\n".join(shared))
+    absent = f"import sys; sys.modules.update(dict.fromkeys({EXTRAS}))"  # a line of a .pth file may be an import
+    (packages / "shared.pth").write_text("\n".join([*shared, absent]))
     undrift = tmp_path / "venv" / "bin" / "undrift"
     where = call(python, "-c", "import undrift; print(undrift.__file__)", cwd=tmp_path)
     assert where.startswith(str(tmp_path / "venv"))

@@ -370,7 +370,7 @@ def train(arguments: argparse.Namespace, fields: Fields, run: Callable[..., Any]
     chosen = {n: f.default for n, f in fields.items()} | config | settings
     name = str(settings.get("method") or chosen.get("algorithm") or chosen.get("method"))
     folder = f"{name}-{chosen['dataset']}-seed{chosen['seed']}".replace("/", "_").replace(":", "_")
-    with folder_of(arguments, folder):
+    with folder_of(arguments, printable(folder)):
         train_in(arguments, name, functools.partial(run, config, **settings))
 
 
@@ -383,15 +383,23 @@ def train_in(arguments: argparse.Namespace, name: str, run: Callable[..., Any]) 
     bar = progress_bar()
     task = bar.add_task(name, total=None, accuracy="")
 
-    lines = None if bar.console.is_terminal else log_lines(name)
+    line, begun, score = log_lines(), 0, ""
 
     def show(record: dict[str, Any], rounds: int) -> None:
-        if lines is not None:
-            lines(record, rounds)
+        nonlocal begun, score
+        begun = begun or record["round"]
+        if record["accuracy"] is not None:
+            score = f"accuracy {record['accuracy']:.4f}"
+        if not bar.console.is_terminal:
+            line(
+                f"{name}: round {record['round']} of {rounds}{score and f', {score}'}",
+                record["round"],
+                rounds,
+                begun - 1,
+            )
             return
         bar.start()  # only now: a mistake in the settings needs no bar
-        known = {} if record["accuracy"] is None else {"accuracy": f"accuracy {record['accuracy']:.4f}"}
-        bar.update(task, completed=record["round"], total=rounds, **known)
+        bar.update(task, completed=record["round"], total=rounds, accuracy=score)
 
     try:
         result = run(out=out, resume=arguments.resume, progress=show)
@@ -464,14 +472,20 @@ def sweep_all(arguments: argparse.Namespace, jobs: list[Any], sweep: Mapping[str
     planned = {"runs": {job.name: job.config.rounds for job in jobs}, "failed": {}}
     write_sealed(arguments.out / SWEEP, planned)
     with progress_bar() as bar:
-        whole = bar.add_task(f"{len(jobs)} runs", total=sum(j.config.rounds for j in jobs), accuracy="")
+        asked = sum(j.config.rounds for j in jobs)
+        whole = bar.add_task(f"{len(jobs)} runs", total=asked, accuracy="")
         rounds_done: dict[str, int] = {}
+        before: dict[str, int] = {}  # rounds of earlier commands
+        line = log_lines()
 
         def show(name: str, done: int, rounds: int) -> None:
             rounds_done[name] = done
-            finished = sum(rounds_done.get(j.name) == j.config.rounds for j in jobs)
-            text = f"{finished} of {len(jobs)} done, now {name}"
-            bar.update(whole, completed=sum(rounds_done.values()), accuracy=text)
+            before.setdefault(name, done - 1)
+            finished, now = sum(rounds_done.get(j.name) == j.config.rounds for j in jobs), sum(rounds_done.values())
+            bar.update(whole, completed=now, accuracy=f"{finished} of {len(jobs)} done, now {name}")
+            if not bar.console.is_terminal:
+                text = f"{finished} of {len(jobs)} runs done, round {now} of {asked}, now {name}"
+                line(text, now, asked, sum(before.values()))
 
         failed = run_all(jobs, arguments.out, processes, show, bar.console.print, arguments.pack)
     write_sealed(arguments.out / SWEEP, planned | {"failed": failed})
@@ -836,20 +850,18 @@ def described(about: dict[str, Any]) -> str:
     return text + (f"; execution {about['execution']}" if "execution" in about else "")
 
 
-def log_lines(name: str) -> Callable[[dict[str, Any], int], None]:
-    """Print how far a run is every few seconds, where no terminal can show a bar."""
+def log_lines() -> Callable[[str, int, int, int], None]:
+    """Print how far a command is every few seconds, where no terminal can show a bar; `before` rounds are of an earlier one."""
     from undrift.jobs.overview import in_words
 
-    began, first, last, score = time.monotonic(), 0, time.monotonic(), ""
+    began = last = time.monotonic()
 
-    def show(record: dict[str, Any], rounds: int) -> None:
-        nonlocal first, last, score
-        first, now = first or record["round"], time.monotonic()
-        if record["accuracy"] is not None:
-            score = f", accuracy {record['accuracy']:.4f}"
+    def show(text: str, done: int, rounds: int, before: int) -> None:
+        nonlocal last
+        now = time.monotonic()
         if now - last >= EVERY:
-            left = (now - began) / (record["round"] - first + 1) * (rounds - record["round"])
-            print(f"{name}: round {record['round']} of {rounds}{score}, {in_words(left)} left", flush=True)
+            left = (now - began) / max(done - before, 1) * (rounds - done)
+            print(f"{text}, {in_words(left)} left", flush=True)
             last = now
 
     return show

@@ -132,7 +132,6 @@ def test_methods_that_divide_by_the_rate_refuse_one_that_changes_within_a_round(
         with pytest.raises(BadSetting, match="must not change within a round"):
             check_algorithm(algorithm_class(name)(**fields, **changing), 10, 2)
     check_algorithm(algorithm_class("fedavg")(warm_steps=2), 10, 2)
-    check_algorithm(algorithm_class("scaffold")(option=1, warm_steps=2), 10, 2)
 
 
 class Words(nn.Module):

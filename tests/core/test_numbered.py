@@ -29,6 +29,23 @@ def test_a_number_is_never_given_twice(tmp_path: Path) -> None:
         assert folder.name == "x-8"
 
 
+def test_nothing_is_left_of_a_series_that_was_not_begun(tmp_path: Path) -> None:
+    base = tmp_path / "runs" / "x"
+    with new_folder(base) as folder:
+        assert folder.is_dir()
+    assert not base.parent.exists()
+    base.parent.mkdir()
+    with new_folder(base):
+        pass
+    assert base.parent.is_dir() and not any(base.parent.iterdir()), "a folder of the user's stays"
+
+
+def test_a_place_where_no_folder_can_be_made_is_left_to_the_writer(tmp_path: Path) -> None:
+    (tmp_path / "runs").symlink_to("nowhere")
+    with new_folder(tmp_path / "runs" / "x") as folder:
+        assert folder.name == "x" and not folder.exists()
+
+
 def test_runs_without_out_do_not_collide_and_resume_goes_on_with_the_last(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

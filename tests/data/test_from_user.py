@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset, WeightedRandomSampler
 from torch.utils.data import Dataset as TorchDataset
 
 import undrift
@@ -122,23 +122,22 @@ BAD: dict[str, tuple[Any, str]] = {
     "too few targets": ([(X, Y), (X, Y[:3])], "40 inputs but 3 targets of client 1"),
     "dictionaries": ([Dicts()], "client 0: sample 0 is a dict, not .input, target."),
     "a Dataset that fails": (Failing(), "sample 0 failed: OSError: the file is gone"),
-    "a stream": (Stream(), "the training data is a Stream; give a torch Dataset"),
-    "a loader": (
-        DataLoader(tensors(X, Y)),
-        "the training data is a DataLoader; batches are drawn here, so give its samples",
+    "a loader with a sampler": (
+        DataLoader(tensors(X, Y), sampler=WeightedRandomSampler([1.0] * 40, 40)),
+        "the training data is a DataLoader with a WeightedRandomSampler",
     ),
     "a generator": ((s for s in samples(X, Y)), "the training data is a generator"),
     "a mapping as a part": ({"x": X, "y": Y}, r"the training data is a mapping of 'x', 'y'; give a tuple"),
-    "two inputs": (
+    "two inputs of another kind than the test's": (
         [((X[0], X[1]), 0), ((X[2], X[3]), 1)],
-        "the input of sample 0 is a tuple of 2 .*; a model takes one tensor, so join",
+        "the inputs of the training data are .*'0', .*'1', .*those of the test data .5. of float32",
     ),
-    "arrays of two inputs": (
-        ((X, X), Y),
-        "the inputs of the training data are a tuple of 2 .*; a model takes one tensor",
+    "inputs that are no numbers": (((X, np.array(["a"] * 40)), Y), "part 1 of the inputs must be numbers"),
+    "parts of other lengths": (((X, X[:7]), Y), "the parts of the inputs have 7 and 40 rows"),
+    "samples of other parts": (
+        [({"ids": X[0]}, 0), ({"mask": X[0]}, 0)],
+        "the parts of input 0 are .*ids.*, those of input 1 .*mask",
     ),
-    "arrays of named inputs": (({"ids": X, "mask": X}, Y), "the inputs of the training data are a dict"),
-    "named inputs": ([({"ids": X[0]}, 0)], "the input of sample 0 is a dict"),
     "channels first": ((np.zeros((40, 3, 8, 8), np.uint8), Y), "move the channels to the end"),
     "text": ("train.csv", "the training data is a str"),
     "pictures and floats": ([(X, Y), ((X * 0).astype(np.uint8), Y)], r"inputs of client 0 are \[5\] of float32"),

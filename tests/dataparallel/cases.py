@@ -283,7 +283,7 @@ def socket_bytes(rank: int) -> dict[str, int]:
     """What crosses the loopback device in 20 steps of a model of 2 million parameters, and what was counted."""
     model = nn.Linear(2000, 1000, bias=False)
     optimizer = undrift.DEF(model, lr=0.1, ratio=16)
-    model.weight.grad = torch.ones_like(model.weight)
+    model.weight.grad = torch.full_like(model.weight, 1.0 + rank)
     optimizer.step()  # the first one also sends rank 0's parameters
 
     def passed() -> int:

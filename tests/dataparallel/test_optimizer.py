@@ -224,7 +224,7 @@ def test_ranks_that_disagree_are_told(on_ranks: Outcome) -> None:
 
 def test_checkpoints(on_ranks: Outcome) -> None:
     for each in on_ranks[2]:
-        assert len(each["resumed"]) == 6
+        assert len(each["resumed"]) == 9
         assert all(each["resumed"].values()), each["resumed"]
     for rank, each in enumerate(on_ranks[3]):
         other = each["other number"]
@@ -478,7 +478,7 @@ def test_weights_to_evaluate_are_named_and_not_trained() -> None:
     optimizer = undrift.DEF(network(), lr=0.1)
     with pytest.raises(UnknownName, match="did you mean 'def-a'"), optimizer.evaluating("defa"):
         pass
-    with optimizer.evaluating(), pytest.raises(BadSetting, match="leave the with block"):
+    with optimizer.evaluating(), pytest.raises(BadSetting, match="leave `with evaluating"):
         optimizer.step()
     with pytest.raises(ValueError), optimizer.evaluating("def"):
         raise ValueError

@@ -52,3 +52,15 @@ def test_a_log_gets_a_line_now_and_then(
     lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("fedavg: round ")]
     assert [line.split(",")[0] for line in lines] == [f"fedavg: round {n} of 4" for n in (1, 2, 3, 4)]
     assert "accuracy 0." in lines[1] and "left" in lines[1]
+
+
+def test_the_log_of_a_sweep_gets_a_line_now_and_then(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(cli, "EVERY", 0.0)
+    (tmp_path / "s.toml").write_text('model = "logreg"\nrounds = 3\nclients = 4\ncohort = 2\n[sweep]\nseeds = [0, 1]\n')
+    command = ["sweep", str(tmp_path / "s.toml"), "--out", str(tmp_path / "out"), "--processes", "1"]
+    assert cli.main(command) == 0
+    lines = [line for line in capsys.readouterr().out.splitlines() if "runs done, round" in line]
+    assert lines[0].startswith("0 of 2 runs done, round 1 of 6, now fedavg-seed=0, ") and lines[0].endswith(" left")
+    assert lines[-1] == "2 of 2 runs done, round 6 of 6, now fedavg-seed=1, 0 s left"

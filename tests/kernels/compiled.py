@@ -20,8 +20,9 @@ PARTS = {
     "_left",
     "_met",
     "_over",
-    "_correction",
+    "_exchanged",
     "_over_groups",
+    "_shown",
     "_under",
     "_unit",
 }  # called by other kernels

@@ -236,6 +236,9 @@ def test_columns_of_unusual_lengths(length: float) -> None:
         with watch() as seen:
             found, _ = solve(vector, columns, whole, 0.0, counts)
         assert bool(found.solved) == solved and [bool(flag) for flag in seen.doubts] == [not solved]
+        found, exact = solve(vector, columns, whole, 0.0, counts)  # nobody watches: the host solves the rest
+        assert found.solved.all() and torch.equal(found.z > 0, exact.z > 0)
+        assert float((found.u - exact.u).norm()) <= 1e-12 * float(vector.norm())
 
 
 def test_who_is_remembered() -> None:

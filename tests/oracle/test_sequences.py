@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from tests.small import CPU, path, simulation
 from undrift.algorithms.fedavg import FedAvg
@@ -192,3 +193,22 @@ def test_what_cannot_be_read_is_refused() -> None:
     net = Net(always)
     with pytest.raises(BadSetting, match="training=self.training"):
         net(*net.start(), torch.zeros(1, 2), None)
+
+
+@pytest.mark.filterwarnings("ignore:None of the inputs")  # in evaluation
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_gradient_checkpointing_is_refused(reentrant: bool) -> None:
+    """With reentrant checkpoints the gradients would be those of the module's own parameters."""
+
+    class Checkpointed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table, self.head = nn.Embedding(VOCABULARY, 4), nn.Linear(4, VOCABULARY)
+
+        def forward(self, x: Tensor) -> Any:
+            return checkpoint(self.head, self.table(x), use_reentrant=reentrant)
+
+    with pytest.raises(BadSetting, match="uses gradient checkpointing.*turn it off"):
+        run(Checkpointed(), execution="debug")
+    assert run(Attention()).isfinite().all(), "what was put in its place is gone"
+    assert checkpoint(torch.neg, torch.ones(1, requires_grad=True), use_reentrant=reentrant).item() == -1

@@ -8,6 +8,7 @@ and which samples are in which mini-batch.
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
@@ -56,6 +57,24 @@ class After(NamedTuple):
     facts: dict[str, float]
 
 
+class Muon(torch.optim.AdamW):
+    """AdamW, but matrices move along their momentum, whose singular values a polynomial moves five times."""
+
+    def step(self, closure: Any = None) -> None:
+        (group,) = self.param_groups
+        lr, mu, decay = group["lr"], group["betas"][0], group["weight_decay"]
+        starts = {p: p.detach().clone() for p in group["params"] if p.dim() > 1}
+        super().step()
+        with torch.no_grad():
+            for p, start in starts.items():
+                ahead = mu * self.state[p]["exp_avg"] + (1 - mu) * p.grad
+                u, s, v = torch.linalg.svd(ahead.flatten(1) / ahead.norm(), full_matrices=False)
+                for _ in range(5):
+                    s = 3.4445 * s - 4.7750 * s**3 + 2.0315 * s**5
+                moved = 0.2 * math.sqrt(max(ahead.flatten(1).shape)) * (u * s) @ v
+                p.copy_(start - lr * decay * start - lr * moved.view_as(p))
+
+
 class FedAvg:
     """Local SGD and a weighted mean; the other algorithms override what they change."""
 
@@ -64,7 +83,7 @@ class FedAvg:
 
     def __init__(self, problem: Problem, weights: str = "uniform", **options: Any) -> None:
         common = dict(lr=0.1, weight_decay=0.0, clip=0.0, optimizer="sgd", momentum=0.9, server_lr=1.0)
-        common |= dict(lr_decay=1.0, lr_drops=(), lr_drop=0.1)
+        common |= dict(lr_decay=1.0, lr_drops=(), lr_drop=0.1, warm_steps=0, cosine_steps=0)
         unknown = set(options) - set(common) - set(self.defaults)
         assert not unknown, f"the reference does not know {unknown}"
         self.option = common | self.defaults | options
@@ -129,17 +148,13 @@ class FedAvg:
             for name, buffer in self.module.named_buffers():
                 buffer.copy_(self.buffers[name])
         self.module.train()
-        lr, decay, momentum = self.rate, self.option["weight_decay"], self.option["momentum"]
         weights = list(self.module.parameters())
-        if self.option["optimizer"] == "adam":
-            optimizer: Any = torch.optim.Adam(weights, lr, (momentum, 0.999), eps=1e-8, weight_decay=decay)
-        else:
-            own = 0.0 if self.option["optimizer"] == "sgd" else momentum
-            ahead = self.option["optimizer"] == "nesterov"
-            optimizer = torch.optim.SGD(weights, lr, momentum=own, weight_decay=decay, nesterov=ahead)
+        optimizer = self.base_optimizer(weights)
         total = self.zeros()
         self.ready(client, optimizer)
-        for batch in batches:
+        for k, batch in enumerate(batches):
+            for group in optimizer.param_groups:
+                group["lr"] = self.rate * self.share_of_rate(k)
             optimizer.zero_grad()
             self.gradient(client, batch)
             for name, parameter in self.module.named_parameters():
@@ -151,6 +166,21 @@ class FedAvg:
             self.stepped(client, optimizer)
         self.trained = {n: g / len(batches) for n, g in total.items()}
         return Answer(self.update(client), {n: b.clone() for n, b in self.module.named_buffers()}, len(batches))
+
+    def base_optimizer(self, weights: list[nn.Parameter]) -> torch.optim.Optimizer:
+        decay, momentum, name = self.option["weight_decay"], self.option["momentum"], self.option["optimizer"]
+        adams = {"adam": torch.optim.Adam, "adamw": torch.optim.AdamW, "muon": Muon}
+        if name in adams:
+            return adams[name](weights, self.rate, (momentum, 0.999), eps=1e-8, weight_decay=decay)
+        own = 0.0 if name == "sgd" else momentum
+        return torch.optim.SGD(weights, self.rate, momentum=own, nesterov=name == "nesterov", weight_decay=decay)
+
+    def share_of_rate(self, k: int) -> float:
+        """Of the round's rate, in its step k: a straight rise, then half a cosine."""
+        warm, falling = self.option["warm_steps"], self.option["cosine_steps"]
+        if k < warm:
+            return float((k + 1) / warm)
+        return 0.5 + 0.5 * math.cos(math.pi * min(1.0, (k - warm) / falling)) if falling else 1.0
 
     def keep(self, client: int, answer: Answer) -> None:
         """The client's own state after a round that counts."""

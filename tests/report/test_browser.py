@@ -161,6 +161,34 @@ def test_the_best_method_and_its_lead_are_said_first(page: Any) -> None:
     assert tiles[0].endswith("scaffold") and tiles[1].endswith(f"ahead of fedavg\np = {float(f'{p:.2g}'):g}, 3 seeds")
 
 
+@pytest.mark.parametrize(
+    ("second", "says"),
+    [([0.5, 0.6], ["level", "with scaffold"]), ([0.45, 0.62, 0.2], ["0.0150", "behind fedavg"])],  # in seeds 0, 1
+)
+def test_a_lead_that_is_none_is_not_called_one(
+    browser: Any, tmp_path: Path, second: list[float], says: list[str]
+) -> None:
+    first = [0.5, 0.6] if len(second) == 2 else [0.45, 0.59]
+    for name, scores in (("fedavg", second), ("scaffold", first)):
+        for seed, score in enumerate(scores):
+            make_run(tmp_path / f"{name}{seed}", name, seed, [score])
+    write([tmp_path], tmp_path / "report.html")
+    page = browser.new_page()
+    page.goto((tmp_path / "report.html").as_uri())
+    assert page.locator(".tile").nth(1).inner_text().split("\n")[:2] == says
+    page.close()
+
+
+def test_settings_of_one_method_are_not_called_methods(browser: Any, tmp_path: Path) -> None:
+    for rate in (0.1, 0.2):
+        make_run(tmp_path / str(rate), "fedavg", 0, [rate], {"lr": rate})
+    write([tmp_path], tmp_path / "report.html")
+    page = browser.new_page()
+    page.goto((tmp_path / "report.html").as_uri())
+    assert page.locator(".tile").last.inner_text() == "2 settings\n2 runs"
+    page.close()
+
+
 def test_without_scripts_there_are_tables(browser: Any, report: str) -> None:
     context = browser.new_context(viewport={"width": 390, "height": 900}, java_script_enabled=False)
     page = context.new_page()

@@ -7,11 +7,11 @@ import inspect
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, get_args
 
-from undrift.algorithms.optimise import NAMES, LocalOptimizer
 from undrift.core.errors import BadSetting, UnknownName
 
 if TYPE_CHECKING:
     from undrift.algorithms.base import Algorithm
+    from undrift.algorithms.optimise import LocalOptimizer
 
 
 class Checked:
@@ -87,6 +87,8 @@ def needs_fresh_momentum(part: Any) -> None:
 
 def check_local_steps(part: LocalOptimizer) -> None:
     """Raise BadSetting where the settings of local steps make no sense."""
+    from undrift.algorithms.optimise import NAMES  # not above: it imports PyTorch, which `undrift list` spares
+
     at_least(part, 0.0, "weight_decay", "clip", "warm_steps", "cosine_steps")
     above(part, 0.0, "lr", "epsilon")
     below_one(part, "momentum", "momentum2")
@@ -100,7 +102,7 @@ def needs_steady_rate(part: Any) -> None:
     """Raise BadSetting where the rate changes within a round, for parts that divide by the rate and the number of steps."""
     if not part.steady:
         raise BadSetting(
-            f"{type(part).__name__} divides by a round's rate and number of steps, so the rate must not change within a round; "
+            f"the rate must not change within a round of {type(part).__name__}, whose formulas take one rate for all steps; "
             "leave out warm_steps and cosine_steps (--warmup and --lr-decay change it between rounds)"
         )
 

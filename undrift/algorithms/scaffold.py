@@ -5,12 +5,11 @@ Karimireddy, Kale, Mohri, Reddi, Stich, Suresh: Stochastic Controlled Averaging 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import ClassVar, Literal, NamedTuple
 
 from torch import Tensor
 
 from undrift.algorithms.base import Cohort, GradientOracle, LocalData, State, Vec, Worker
-from undrift.algorithms.checks import needs_steady_rate
 from undrift.algorithms.fedavgm import ServerMomentum
 from undrift.core.vec import mean
 
@@ -21,6 +20,7 @@ class ControlVariates(Worker):
 
     lr: float = 0.05  # with 0.1 it diverges where few of many unequal clients take part
     option: Literal[1, 2] = 2  # c_i^+ is the round's mean gradient (2) or the full local gradient at x_t (1)
+    steady_rate: ClassVar[bool] = True  # d is divided by it
 
     class Companion(NamedTuple):
         c: Vec  # (1/N) sum of all c_i
@@ -57,11 +57,6 @@ class ControlVariates(Worker):
     def gather(self, companion: Companion, up: Up, cohort: Cohort) -> tuple[Tensor, Companion]:
         c = companion.c + cohort.size / cohort.total * mean(up.dc, cohort.uniform)  # c <- c + (1/N) sum_S (c_i^+ - c_i)
         return mean(up.d, cohort.weight), self.Companion(c)
-
-    def check(self, clients: int, cohort: int) -> None:
-        super().check(clients, cohort)
-        if self.option == 2:
-            needs_steady_rate(self)
 
 
 @dataclass(frozen=True)

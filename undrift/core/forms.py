@@ -130,7 +130,8 @@ def watch() -> Iterator[Seen]:
         _watchers.reset(before)
 
 
-def doubt(flag: Tensor) -> None:
-    """Report to all watchers where [...] a problem was not solved: the plain function has to solve it."""
+def doubt(flag: Tensor) -> bool:
+    """Report to all watchers where [...] a problem was not solved; False where nobody watches: then it must be solved now."""
     for seen in _watchers.get():
         seen.doubts.append(flag)
+    return bool(_watchers.get())

@@ -9,22 +9,24 @@ from pathlib import Path
 
 @contextlib.contextmanager
 def new_folder(base: Path) -> Iterator[Path]:
-    """Make the next folder of a series, which two commands at once cannot both get; it is removed if it stays empty."""
-    number = max(numbers(base), default=0) + 1
+    """Make the next folder of a series, which two commands at once cannot both get; what stays empty is removed."""
+    number, made = max(numbers(base), default=0) + 1, not base.parent.exists()
     while True:
         folder = numbered(base, number)
         try:
             folder.mkdir(parents=True)
             break
-        except FileExistsError:
+        except OSError as error:
+            if not isinstance(error, FileExistsError) or not base.parent.is_dir():
+                break  # whoever writes there will say so
             number += 1
-        except OSError:  # whoever writes there will say so
-            break
     try:
         yield folder
     finally:
         with contextlib.suppress(OSError):
             folder.rmdir()
+            if made:
+                folder.parent.rmdir()
 
 
 def newest_folder(base: Path) -> Path:

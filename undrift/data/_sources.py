@@ -69,11 +69,12 @@ def fetch(source: Source, root: Path | None) -> Arrays:
 def advice(source: Source, root: Path | None) -> str:
     """One line with the ways to get the data set."""
     if root is None:
-        place = "set UNDRIFT_DATA to a folder (it is not set) and put"
+        place = "; set UNDRIFT_DATA to a folder (it is not set) and put"
     else:
-        place = f"the data folder is {root}{'' if root.is_dir() else ' (no such folder)'}: put"
+        missing = "" if root.is_dir() else " (no such folder)"
+        place = f" in {root}{missing}; set UNDRIFT_DATA to another folder, or put"
     return (
-        f"data set {source.name!r} was not found; {place} {source.name}.npz there, "
+        f"data set {source.name!r} was not found{place} {source.name}.npz there, "
         f"or its usual files ({source.usual_files}), "
         f"or pip install 'undrift[hf]' to fetch {source.hugging_face} from Hugging Face"
     )

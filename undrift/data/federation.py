@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from undrift.core.errors import BadData, BadSetting
+from undrift.core.pieces import Piece, join, pieces_of
 from undrift.core.streams import Purpose, stream
 from undrift.data.augment import Transform
 from undrift.data.batches import Plan, Table, table
@@ -74,6 +75,7 @@ class Federation:
     transform: Transform
     classes: int
     shape: tuple[int, ...]  # shape of one input
+    pieces: tuple[Piece, ...] = ()  # the parts of one input, which lie behind one another
     masks: bool = False  # targets are masks, cropped and flipped with their pictures
     task: str = ""  # of other targets: binary or survival
     site_names: tuple[str, ...] = ()
@@ -119,6 +121,9 @@ def federate(
 
     `own_test` is the share of each client's samples that is held out to test the model that serves it.
     """
+    pieces = pieces_of(data.x_train)
+    if pieces:
+        data = replace(data, x_train=join(np.asarray(data.x_train)), x_test=join(np.asarray(data.x_test)))
     rows = np.arange(len(data.y_train))
     count = round(val_fraction * len(rows))
     if not 0.0 <= val_fraction < 1.0 or (val_fraction > 0 and count == 0):
@@ -163,7 +168,7 @@ def federate(
         members=torch.from_numpy(holdings.members).to(device),
         start=np.cumsum(holdings.sizes) - holdings.sizes, sizes=holdings.sizes,
         transform=Transform(data.mean, data.std, data.crop, data.flip, colour, seed),
-        classes=data.classes, shape=tuple(first.shape[1:]), masks=bool(data.structures), task=data.task,
+        classes=data.classes, shape=tuple(first.shape[1:]), pieces=pieces, masks=bool(data.structures), task=data.task,
         site_names=data.site_names if natural else (), held_out=held_out,
     )  # fmt: skip
 

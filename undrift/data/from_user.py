@@ -8,26 +8,33 @@ Accepted are
 - a tuple (clients, test), where `clients` lists one part per client; the partition `sites` then gives each client its
   samples.
 
+Inputs of several parts are a tuple or a mapping of arrays, as in ((ids, mask), y), or such a sample of a torch Dataset. Samples
+that are mappings have their target under `labels`. The samples of a DataLoader and of an IterableDataset are read once.
+
 What could be read in two ways is refused. uint8 images are [n, height, width] or [n, height, width, channels] and are
 scaled to 0..1; floating-point inputs are not changed.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader, IterableDataset, RandomSampler, SequentialSampler, default_collate
 
 from undrift.core.errors import BadData
+from undrift.core.pieces import records
 from undrift.data.dataset import Dataset
 
 Arrays = tuple[NDArray[np.generic], NDArray[np.generic]]
 ARRAYS = (np.ndarray, torch.Tensor)
 NAMES = ("x_train", "y_train", "x_test", "y_test")
+LABELS = "labels"  # of a sample or of arrays that are a mapping
+ENDLESS = 1 << 26  # samples of a stream: who gives more does not end
 PART = (
     "give a torch Dataset of (input, target), a list of (input, target) tuples, or a tuple (inputs, targets) of arrays"
 )
@@ -55,12 +62,9 @@ def dataset_from(data: Any) -> Dataset:
         if missing:
             raise BadData(f"data lacks {', '.join(missing)}; give {', '.join(NAMES)}")
         data = tuple(data[name] for name in NAMES)
-    if isinstance(data, tuple | list) and len(data) == 4 and all(map(is_array, data)):
+    if isinstance(data, tuple | list) and len(data) == 4 and are_four(*data):
         train, test = pair(data[0], data[1]), pair(data[2], data[3])
     elif isinstance(data, tuple) and len(data) == 2:
-        if has_several_inputs(data[0]):
-            several = shown(data[0][0])
-            raise BadData(f"the inputs of the training data are {several}; a model takes one tensor, so join them")
         if is_one_part(data[0]):
             train = read_part(data[0], "the training data")
         else:
@@ -111,8 +115,21 @@ def is_number(value: Any) -> bool:
     return isinstance(value, bool | int | float | np.generic) or (isinstance(value, ARRAYS) and value.ndim == 0)
 
 
+def are_four(x_train: Any, y_train: Any, x_test: Any, y_test: Any) -> bool:
+    """Whether these are the arrays (x_train, y_train, x_test, y_test)."""
+    return is_array(y_train) and is_array(y_test) and all(is_array(x) or has_parts(x) for x in (x_train, x_test))
+
+
+def has_parts(inputs: Any) -> bool:
+    """Whether these are the arrays of inputs of several parts."""
+    parts = list(inputs.values()) if isinstance(inputs, Mapping) else inputs
+    return isinstance(inputs, tuple | Mapping) and bool(parts) and all(map(is_array, parts))
+
+
 def is_one_part(given: Any) -> bool:
     """Whether the training data are one part; otherwise they list one part per client."""
+    if has_several_inputs(given):
+        return True
     if isinstance(given, list) and given:
         return all(map(is_sample, given))
     return not isinstance(given, tuple | list) or all(map(is_array, given))
@@ -120,24 +137,28 @@ def is_one_part(given: Any) -> bool:
 
 def has_several_inputs(given: Any) -> bool:
     """Whether this is (inputs, targets) whose inputs are of several parts, such as ((ids, masks), targets)."""
-    two = isinstance(given, tuple | list) and len(given) == 2
-    return two and isinstance(given[0], tuple | Mapping) and is_array(given[1]) and not isinstance(given[1], list)
+    return isinstance(given, tuple) and len(given) == 2 and has_parts(given[0]) and is_array(given[1])
 
 
 def read_part(part: Any, what: str) -> Arrays:
     """Inputs and targets of one part; `what` names it in an error."""
+    if isinstance(part, Mapping):
+        if LABELS not in part or not has_parts(part):
+            names = ", ".join(map(repr, list(part)[:4]))
+            raise BadData(f"{what} is a mapping of {names}; give a tuple (inputs, targets) of its arrays")
+        part = inputs_and_labels(part)
     if isinstance(part, tuple):
-        if len(part) != 2 or not all(map(is_array, part)):
+        if len(part) != 2 or not (all(map(is_array, part)) or has_several_inputs(part)):
             raise BadData(f"{what} is {shown(part)}; {PART}")
         return pair(*part, what)
     if isinstance(part, DataLoader):
-        raise BadData(f"{what} is a DataLoader; batches are drawn here, so give its samples: loader.dataset")
-    if isinstance(part, Mapping):
-        names = ", ".join(map(repr, list(part)[:4]))
-        raise BadData(f"{what} is a mapping of {names}; give a tuple (inputs, targets) of its arrays")
-    listed = isinstance(part, list) and all(isinstance(item, tuple) for item in part)
+        part = samples_of(part, what)
+    if isinstance(part, IterableDataset):
+        part = read_stream(part, what)
+    stored = isinstance(part, Stored)
+    listed = isinstance(part, list) and not stored and all(isinstance(item, tuple) for item in part)
     readable = hasattr(part, "__getitem__") and hasattr(part, "__len__")
-    if not listed and (not readable or isinstance(part, (str, bytes, list, Mapping, IterableDataset, *ARRAYS))):
+    if not (listed or stored) and (not readable or isinstance(part, (str, bytes, list, *ARRAYS))):
         raise BadData(f"{what} is {shown(part)}; {PART}")
     if not len(part):
         raise BadData(f"{what} has no samples; give at least one, or leave a client without samples out")
@@ -146,6 +167,8 @@ def read_part(part: Any, what: str) -> Arrays:
         raise BadData(f"{what} is a list of (array, array): are these samples, or batches? {PART}")
     for i, sample in enumerate(samples):
         for name, first, values in zip(("input", "target"), samples[0], sample, strict=True):
+            if values.dtype.names and values.dtype != first.dtype:
+                raise BadData(f"{what}: the parts of {name} 0 are {first.dtype}, those of {name} {i} {values.dtype}")
             if values.shape != first.shape:
                 raise BadData(f"{what}: {name} 0 has the shape {list(first.shape)}, {name} {i} {list(values.shape)}")
     return pair(np.stack([x for x, _ in samples]), np.stack([y for _, y in samples]), what)
@@ -157,14 +180,75 @@ def read_sample(part: Any, i: int, what: str) -> Arrays:
         sample = part[i]
     except Exception as error:  # whatever the user's Dataset raises
         raise BadData(f"{what}: reading sample {i} failed: {type(error).__name__}: {error}") from error
+    if isinstance(sample, Mapping) and LABELS in sample:
+        sample = inputs_and_labels(sample)
     if not isinstance(sample, tuple | list) or len(sample) != 2:
         raise BadData(f"{what}: sample {i} is {shown(sample)}, not (input, target)")
     for name, value in zip(("input", "target"), sample, strict=True):
-        if isinstance(value, tuple | Mapping) or (
+        if (name == "target" and isinstance(value, tuple | Mapping)) or (
             isinstance(value, list) and any(isinstance(v, ARRAYS) for v in value)
         ):
-            raise BadData(f"{what}: the {name} of sample {i} is {shown(value)}; a model takes one tensor, so join them")
+            raise BadData(f"{what}: the {name} of sample {i} is {shown(value)}; a {name} is an array of numbers")
+    if isinstance(sample[0], tuple | Mapping):
+        return np.asarray(records(by_part(sample[0], f"{what}: sample {i}", [np.newaxis]))[0]), as_array(sample[1])
     return as_array(sample[0]), as_array(sample[1])
+
+
+class Stored(list[Any]):
+    """The samples of a stream, in memory."""
+
+
+def read_stream(part: IterableDataset[Any], what: str) -> Stored:
+    """The samples of a stream, from its beginning to its end."""
+    try:
+        found = Stored(itertools.islice(part, ENDLESS))
+    except Exception as error:  # whatever the user's IterableDataset raises
+        raise BadData(f"{what}: reading the stream failed: {type(error).__name__}: {error}") from error
+    if len(found) == ENDLESS:
+        raise BadData(f"{what} is a stream of more than {ENDLESS} samples; give one that ends")
+    return found
+
+
+def samples_of(loader: DataLoader[Any], what: str) -> Any:
+    """A loader's samples in their own order: batches are drawn here."""
+    if isinstance(loader.dataset, IterableDataset):
+        stored = read_stream(loader.dataset, what)
+        given: Any = stored
+    else:
+        if not isinstance(loader.sampler, RandomSampler | SequentialSampler):
+            kind = type(loader.sampler).__name__
+            raise BadData(f"{what} is a DataLoader with a {kind}, but samples are drawn here; give a Subset of them")
+        given = loader.dataset
+    if loader.collate_fn is default_collate:
+        return given
+    try:
+        batches = [loader.collate_fn([given[i]]) for i in range(len(given))]
+        return Stored(first_of(batch) for batch in batches)
+    except Exception as error:  # whatever the user's function raises
+        raise BadData(f"{what}: collate_fn failed for one sample: {type(error).__name__}: {error}") from error
+
+
+def first_of(batch: Any) -> Any:
+    """The sample of a batch of one."""
+    if isinstance(batch, Mapping):
+        return {name: first_of(value) for name, value in batch.items()}
+    return tuple(map(first_of, batch)) if isinstance(batch, tuple | list) else batch[0]
+
+
+def inputs_and_labels(given: Mapping[str, Any]) -> tuple[Any, Any]:
+    """A mapping's targets, which are called labels, and the rest, which are inputs."""
+    inputs = {name: value for name, value in given.items() if name != LABELS}
+    return inputs, given[LABELS]
+
+
+def by_part(inputs: Any, what: str, index: Any = ()) -> Any:
+    """Inputs of several parts as arrays of numbers, which `index` may give another dimension."""
+    named = dict(inputs) if isinstance(inputs, Mapping) else {str(n): part for n, part in enumerate(inputs)}
+    arrays = {str(name): as_array(part) for name, part in named.items()}
+    for name, array in arrays.items():
+        if array.dtype.kind not in "buif":
+            raise BadData(f"{what}: the part {name} of the inputs must be numbers, not {array.dtype}")
+    return {name: array[tuple(index)] if index else array for name, array in arrays.items()}
 
 
 def join(parts: list[Arrays]) -> Arrays:
@@ -179,17 +263,19 @@ def join(parts: list[Arrays]) -> Arrays:
 def check_alike(first: Arrays, other: Arrays, here: str, there: str) -> None:
     """Refuse parts whose samples have different shapes or kinds: uint8 pictures are scaled, floats are not."""
     for name, a, b in zip(("inputs", "targets"), first, other, strict=True):
-        if a.shape[1:] != b.shape[1:] or a.dtype.kind != b.dtype.kind:
-            one, two = (f"{list(v.shape[1:])} of {v.dtype}" for v in (a, b))
+        if a.shape[1:] != b.shape[1:] or a.dtype.kind != b.dtype.kind or (a.dtype.names and a.dtype != b.dtype):
+            one, two = (f"{v.dtype}" if v.dtype.names else f"{list(v.shape[1:])} of {v.dtype}" for v in (a, b))
             raise BadData(f"the {name} of {here} are {one}, those of {there} {two}; give all the same shape and type")
 
 
 def pair(inputs: Any, targets: Any, what: str = "") -> Arrays:
     """Inputs and targets, one target for each input."""
     of = f" of {what}" if what else ""
-    x, y = as_array(inputs), as_array(targets)
+    several = isinstance(inputs, tuple | Mapping)
+    x = records(by_part(inputs, f"the inputs{of}")) if several else as_array(inputs)
+    y = as_array(targets)
     for name, values in (("inputs", x), ("targets", y)):
-        if values.dtype.kind not in "uif":
+        if values.dtype.kind not in "uif" and not values.dtype.names:
             raise BadData(f"{name}{of} must be numbers, not {values.dtype}")
         if not values.ndim:
             raise BadData(f"the {name}{of} are one number, not an array with a row for each sample")

@@ -268,13 +268,17 @@ def build_net(
 ) -> Net:
     """Build the model, and the further networks that the algorithm needs."""
     if not isinstance(model, nn.Module):
+        if clients.pieces and ":" not in str(model):
+            raise BadSetting(
+                f"the inputs have {len(clients.pieces)} parts, but {model} takes one; give a model of yours"
+            )
         model = build_model(model, clients.shape, clients.classes, config.seed)
     if structures and loss is F.cross_entropy:
         loss = segmentation.dice_loss
     if clients.task and loss is F.cross_entropy:
         loss = LOSSES[clients.task]
     dtype = torch.float64 if config.dtype == "float64" else torch.float32
-    net = Net(model, loss, dtype)
+    net = Net(model, loss, dtype, clients.pieces)
     for name, (other, outputs) in alg.networks(clients.clients).items():
         net.add_network(name, Net(build_model(other, clients.shape, outputs, config.seed), dtype=dtype))
     return net

@@ -12,7 +12,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from undrift.algorithms.gradient_memory.cone import Projection, grams, project_parts, usual_lengths
+from undrift.algorithms.gradient_memory.cone import Projection, grams, project, project_parts, usual_lengths
 from undrift.core.forms import doubt, faster
 from undrift.kernels import devices
 from undrift.kernels.gram_gpu import grams_gpu
@@ -28,8 +28,7 @@ def serves(
     p: Tensor, rows: Tensor, segments: list[slice], products: Tensor, along: Tensor, counts: Tensor, start: Tensor,
     rho: float = 0.0,
 ) -> bool:  # fmt: skip
-    """Whether the mask of the counted rows is on a GPU, so that the plain form would wait for it."""
-    return devices.gpu(counts.device) and len(counts) <= MOST
+    return devices.gpu(p.device) and len(counts) <= MOST
 
 
 @faster(project_parts, when=serves)
@@ -37,7 +36,12 @@ def project_parts_gpu(
     p: Tensor, rows: Tensor, segments: list[slice], products: Tensor, along: Tensor, counts: Tensor, start: Tensor,
     rho: float = 0.0,
 ) -> Projection:  # fmt: skip
-    """Reports a `doubt` where a programme needs more digits, also because a float64 vector is too short or too long."""
+    """Reports a `doubt` where a programme needs more digits, also because a float64 vector is too short or too long.
+
+    Where nobody watches, the host solves such a programme now.
+    """
+    home, counts = counts.device, counts.to(p.device)
+    products, along, start = (t.to(p.device) for t in (products, along, start))
     square = (grams_gpu if p.dtype == torch.float32 else grams)(p[None], p[None], segments)
     length = square.flatten().sqrt()
     edges = bounds(segments)
@@ -45,8 +49,12 @@ def project_parts_gpu(
     if p.dtype == torch.float64:  # float32 vectors of any length can be squared in float64
         size = products.diagonal(dim1=1, dim2=2).clamp(min=0).sqrt()
         solved = solved & ~(counts & odd(rows, size, segments)).any(1) & ~odd(p[None], length[:, None], segments)[:, 0]
-    doubt(~solved)
-    return Projection(torch.ops.undrift.add_rows(p, z, rows, edges), z, solved)
+    u = torch.ops.undrift.add_rows(p, z, rows, edges)
+    if not doubt(~solved):
+        for n in (~solved).nonzero().flatten().tolist():
+            s = segments[n]
+            u[s], z[n], solved[n] = project(p[s], rows[:, s], products[n], rho, along[n], counts, start[n])
+    return Projection(u, z.to(home), solved.to(home))
 
 
 def odd(vectors: Tensor, size: Tensor, segments: list[slice]) -> Tensor:

@@ -91,6 +91,16 @@ def conv2d_stacked(layer: StackedConv2d, x: Tensor) -> Tensor:
     return convolution(x, layer.weight, layer.bias, layer.stride[0], int(layer.padding[0]))
 
 
+def last(x: Tensor) -> Tensor:
+    """[S, B, C, H, W] as [S, B, H, W, C] in one piece of memory; without a copy if channels are last already."""
+    return x.permute(0, 1, 3, 4, 2).contiguous()
+
+
+def first(x: Tensor) -> Tensor:
+    """The reverse, as a view."""
+    return x.permute(0, 1, 4, 2, 3)
+
+
 if triton is not None:
 
     @triton.jit  # type: ignore[untyped-decorator]
@@ -216,25 +226,16 @@ if triton is not None:
         tl.store(out + tap[:, None] * C + c[None, :], f.to(out.dtype.element_ty), mask=valid)
 
     @triton.jit  # type: ignore[untyped-decorator]
-    def _gather(g, out, parts, N, C, TAPS: tl.constexpr, ALL: tl.constexpr, SOME: tl.constexpr):  # type: ignore[no-untyped-def]
-        """The sum over parts of one filter's gradient [taps, C] of one client, as [C, taps]."""
-        client, o, tap = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.arange(0, ALL)
-        c = tl.program_id(2) * SOME + tl.arange(0, SOME)
-        valid = (tap < TAPS)[:, None] & (c < C)[None, :]
+    def _gather(g, out, parts, N, C, TAPS: tl.constexpr, SOME: tl.constexpr):  # type: ignore[no-untyped-def]
+        """The sum over parts of one filter's gradient [taps, C] of one client, as [C, taps], which is written in order."""
+        client, o, entry = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2) * SOME + tl.arange(0, SOME)
+        valid, c, tap = entry < C * TAPS, entry // TAPS, entry % TAPS
         g += (client * parts * N + o) * C * TAPS
-        total = tl.zeros([ALL, SOME], tl.float32)
+        total = tl.zeros([SOME], tl.float32)
         for _ in range(0, parts):
-            total += tl.load(g + tap[:, None] * C + c[None, :], mask=valid, other=0.0)
+            total += tl.load(g + tap * C + c, mask=valid, other=0.0)
             g += N * C * TAPS
-        tl.store(out + (client * N + o) * C * TAPS + c[None, :] * TAPS + tap[:, None], total, mask=valid)
-
-    def last(x: Tensor) -> Tensor:
-        """[S, B, C, H, W] as [S, B, H, W, C] in one piece of memory; without a copy if channels are last already."""
-        return x.permute(0, 1, 3, 4, 2).contiguous()
-
-    def first(x: Tensor) -> Tensor:
-        """The reverse, as a view."""
-        return x.permute(0, 1, 4, 2, 3)
+        tl.store(out + (client * N + o) * C * TAPS + entry, total, mask=valid)
 
     def turned(w: Tensor, dtype: torch.dtype) -> Tensor:
         """Filters [S, N, C, k, k] as [S, N, k, k, C]; one set of them if all clients share it."""
@@ -329,14 +330,12 @@ if triton is not None:
         """The gradient of w [S, N, C, k, k]."""
         N, C = d.shape[2], x.shape[2]
         shape, x, d = Shape.of(x.shape, torch.Size((N, C, k, k)), stride, padding), last(x), last(d)
-        S, places, width = len(x), x.shape[1] * shape.OH * shape.OW, up(C, 128)
+        S, places, some = len(x), x.shape[1] * shape.OH * shape.OW, up(k * k * C, 1024)
         out = allocate(x, S, N, C, k, k, dtype=torch.float32)
 
         def sum_parts(g: Tensor, out: Tensor, parts: int) -> None:
-            launch(
-                _gather, (len(out), N, triton.cdiv(C, width)), g, out, parts, N, C,
-                TAPS=k * k, ALL=triton.next_power_of_2(k * k), SOME=width, num_warps=4,
-            )  # fmt: skip
+            grid = len(out), N, triton.cdiv(k * k * C, some)
+            launch(_gather, grid, g, out, parts, N, C, TAPS=k * k, SOME=some, num_warps=4)
 
         def run(form: Apart | Blocks) -> None:
             if isinstance(form, Apart):
@@ -381,6 +380,7 @@ if triton is not None:
         x, w, ctx.stride, ctx.padding = inputs
         ctx.rehearsal = current.get()
         ctx.mark_non_differentiable(output[1])
+        ctx.set_materialize_grads(False)  # no zeros for it
         ctx.save_for_backward(x, w, output[1])
 
     def _outputs_backward(ctx: Any, d: Tensor, _: Any) -> Any:

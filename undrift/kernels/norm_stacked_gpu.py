@@ -18,6 +18,7 @@ from undrift.kernels.launch import allocate, clients_first, current, launch, onl
 from undrift.oracle.net import MaskedBatchNorm, StackedGroupNorm, batch_norm, group_norm, normalise
 
 BLOCK = 8192  # entries that a program holds at once
+PARTS, CHANNELS = 32, 32  # of them, where parts are joined
 
 
 def serves(layer: StackedGroupNorm | MaskedBatchNorm, x: Tensor) -> bool:
@@ -113,6 +114,19 @@ if triton is not None:
             tl.store(out + at, new.to(out.dtype.element_ty), mask=inside)
 
     @triton.jit  # type: ignore[untyped-decorator]
+    def _add_up(each_w, each_b, dw, db, parts, C: tl.constexpr, PARTS: tl.constexpr, SOME: tl.constexpr):  # type: ignore[no-untyped-def]
+        """Two sums over the parts of one client."""
+        client, c = tl.program_id(0).to(tl.int64), tl.program_id(1) * SOME + tl.arange(0, SOME)
+        of_w, of_b = tl.zeros([PARTS, SOME], tl.float32), tl.zeros([PARTS, SOME], tl.float32)
+        for begin in range(0, parts, PARTS):
+            part = begin + tl.arange(0, PARTS)
+            at, valid = (client * parts + part)[:, None] * C + c[None, :], (part < parts)[:, None] & (c < C)[None, :]
+            of_w += tl.load(each_w + at, mask=valid, other=0.0)
+            of_b += tl.load(each_b + at, mask=valid, other=0.0)
+        tl.store(dw + client * C + c, tl.sum(of_w, 0), mask=c < C)
+        tl.store(db + client * C + c, tl.sum(of_b, 0), mask=c < C)
+
+    @triton.jit  # type: ignore[untyped-decorator]
     def _moments(  # type: ignore[no-untyped-def]
         x, real, counts, means, squares, samples, share, PLACES: tl.constexpr, C: tl.constexpr, MASKED: tl.constexpr,
         ROWS: tl.constexpr, SOME: tl.constexpr,
@@ -147,8 +161,38 @@ if triton is not None:
         tl.store(means + at * C + c, mean, mask=c < C)
         tl.store(squares + at * C + c, tl.sum(total, 0), mask=c < C)
 
-    @triton.jit  # type: ignore[untyped-decorator]
-    def _scale(x, out, means, scales, shifts, rows, C: tl.constexpr, ROWS: tl.constexpr, SOME: tl.constexpr):  # type: ignore[no-untyped-def]
+    @triton.jit(do_not_specialize=["w_apart"], do_not_specialize_on_alignment=["w"])  # type: ignore[untyped-decorator]
+    def _join_moments(  # type: ignore[no-untyped-def]
+        counts, means, squares, w, w_apart, number, mean, var, scale, parts, EPS: tl.constexpr, C: tl.constexpr,
+        PARTS: tl.constexpr, SOME: tl.constexpr,
+    ):  # fmt: skip
+        """One client's number of rows, its mean and variance over all parts, and what its centred inputs are multiplied by."""
+        client, c = tl.program_id(0).to(tl.int64), tl.program_id(1) * SOME + tl.arange(0, SOME)
+        n, total = tl.zeros([PARTS], tl.float32), tl.zeros([PARTS, SOME], tl.float32)
+        for begin in range(0, parts, PARTS):
+            part = begin + tl.arange(0, PARTS)
+            at, valid = (client * parts + part)[:, None] * C + c[None, :], (part < parts)[:, None] & (c < C)[None, :]
+            counted = tl.load(counts + client * parts + part, mask=part < parts, other=0.0)
+            n += counted
+            total += tl.load(means + at, mask=valid, other=0.0) * counted[:, None]
+        rows = tl.sum(n, 0)
+        middle = tl.sum(total, 0) / tl.maximum(rows, 1.0)
+        total = tl.zeros([PARTS, SOME], tl.float32)
+        for begin in range(0, parts, PARTS):
+            part = begin + tl.arange(0, PARTS)
+            at, valid = (client * parts + part)[:, None] * C + c[None, :], (part < parts)[:, None] & (c < C)[None, :]
+            counted = tl.load(counts + client * parts + part, mask=part < parts, other=0.0)
+            away = tl.load(means + at, mask=valid, other=0.0) - middle[None, :]
+            total += tl.load(squares + at, mask=valid, other=0.0) + away * away * counted[:, None]
+        spread = tl.sum(total, 0) / tl.maximum(rows, 1.0)
+        times = tl.load(w + client * w_apart + c, mask=c < C, other=0.0)
+        tl.store(number + client, rows)
+        tl.store(mean + client * C + c, middle, mask=c < C)
+        tl.store(var + client * C + c, spread, mask=c < C)
+        tl.store(scale + client * C + c, times / tl.sqrt(spread + EPS), mask=c < C)
+
+    @triton.jit(do_not_specialize=["b_apart"], do_not_specialize_on_alignment=["shifts"])  # type: ignore[untyped-decorator]
+    def _scale(x, out, means, scales, shifts, b_apart, rows, C: tl.constexpr, ROWS: tl.constexpr, SOME: tl.constexpr):  # type: ignore[no-untyped-def]
         """(x - mean) * scale + shift for some rows of one client."""
         client, c = tl.program_id(0).to(tl.int64), tl.program_id(2) * SOME + tl.arange(0, SOME)
         row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
@@ -156,7 +200,7 @@ if triton is not None:
         mean = tl.load(means + client * C + c, mask=c < C, other=0.0)
         scale, shift = (
             tl.load(scales + client * C + c, mask=c < C, other=0.0),
-            tl.load(shifts + client * C + c, mask=c < C, other=0.0),
+            tl.load(shifts + client * b_apart + c, mask=c < C, other=0.0),
         )
         h = tl.load(x + at, mask=valid, other=0.0).to(tl.float32)
         new = (h - mean[None, :]) * scale[None, :] + shift[None, :]
@@ -164,13 +208,14 @@ if triton is not None:
 
     @triton.jit  # type: ignore[untyped-decorator]
     def _sums(  # type: ignore[no-untyped-def]
-        x, d, means, scales, plain, turned, rows, share, C: tl.constexpr, ROWS: tl.constexpr, SOME: tl.constexpr
-    ):
+        x, d, means, spreads, plain, turned, rows, share, EPS: tl.constexpr, C: tl.constexpr, ROWS: tl.constexpr,
+        SOME: tl.constexpr,
+    ):  # fmt: skip
         """Over a share of one client's rows: the sums of d and of d * (x - mean) * scale."""
         client, part, c = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2) * SOME + tl.arange(0, SOME)
         x, d, row, end = x + client * rows * C, d + client * rows * C, tl.arange(0, ROWS), min((part + 1) * share, rows)
         mean = tl.load(means + client * C + c, mask=c < C, other=0.0)
-        scale = tl.load(scales + client * C + c, mask=c < C, other=0.0)
+        scale = 1.0 / tl.sqrt(tl.load(spreads + client * C + c, mask=c < C, other=1.0) + EPS)
         one, other = tl.zeros([ROWS, SOME], tl.float32), tl.zeros([ROWS, SOME], tl.float32)
         for begin in range(part * share, end, ROWS):
             at, valid = (begin + row)[:, None] * C + c[None, :], (begin + row < end)[:, None] & (c < C)[None, :]
@@ -180,6 +225,29 @@ if triton is not None:
         at = (client * tl.num_programs(1) + part) * C + c
         tl.store(plain + at, tl.sum(one, 0), mask=c < C)
         tl.store(turned + at, tl.sum(other, 0), mask=c < C)
+
+    @triton.jit(do_not_specialize=["w_apart"], do_not_specialize_on_alignment=["w"])  # type: ignore[untyped-decorator]
+    def _join_sums(  # type: ignore[no-untyped-def]
+        plain, turned, spreads, number, w, w_apart, dw, db, slopes, levels, factors, parts, EPS: tl.constexpr,
+        C: tl.constexpr, PARTS: tl.constexpr, SOME: tl.constexpr,
+    ):  # fmt: skip
+        """One client's gradients of w and b, and what `_scale_back` needs of them."""
+        client, c = tl.program_id(0).to(tl.int64), tl.program_id(1) * SOME + tl.arange(0, SOME)
+        one, other = tl.zeros([PARTS, SOME], tl.float32), tl.zeros([PARTS, SOME], tl.float32)
+        for begin in range(0, parts, PARTS):
+            part = begin + tl.arange(0, PARTS)
+            at, valid = (client * parts + part)[:, None] * C + c[None, :], (part < parts)[:, None] & (c < C)[None, :]
+            one += tl.load(plain + at, mask=valid, other=0.0)
+            other += tl.load(turned + at, mask=valid, other=0.0)
+        of_b, of_w, at = tl.sum(one, 0), tl.sum(other, 0), client * C + c
+        scale = 1.0 / tl.sqrt(tl.load(spreads + at, mask=c < C, other=1.0) + EPS)
+        factor = scale * tl.load(w + client * w_apart + c, mask=c < C, other=0.0)
+        rows = tl.maximum(tl.load(number + client), 1.0)
+        tl.store(db + at, of_b, mask=c < C)
+        tl.store(dw + at, of_w, mask=c < C)
+        tl.store(factors + at, factor, mask=c < C)
+        tl.store(levels + at, factor * of_b / rows, mask=c < C)
+        tl.store(slopes + at, factor * scale * of_w / rows, mask=c < C)
 
     @triton.jit  # type: ignore[untyped-decorator]
     def _scale_back(  # type: ignore[no-untyped-def]
@@ -240,10 +308,12 @@ if triton is not None:
         S, B, high, wide, C = x.shape
         n = group_tile(high * wide, C, groups)
         out = allocate(x, *x.shape)
-        dw, db = (allocate(x, S, B, C, dtype=torch.float32) for _ in range(2))
+        each = [allocate(x, S, B, C, dtype=torch.float32) for _ in range(2)]
         grid = S * B, C // (n["GROUPS"] * n["WIDE"])
-        launch(_group_norm_back, grid, x, d, w, means, scales, out, dw, db, w.stride(0), B, **n)
-        return first(out), dw.sum(1), db.sum(1)
+        launch(_group_norm_back, grid, x, d, w, means, scales, out, *each, w.stride(0), B, **n)
+        dw, db = (allocate(x, S, C, dtype=torch.float32) for _ in range(2))
+        launch(_add_up, (S, triton.cdiv(C, CHANNELS)), *each, dw, db, B, C=C, PARTS=PARTS, SOME=CHANNELS)
+        return first(out), dw, db
 
     def cut(rows: int, clients: int, pieces: int, step: int) -> tuple[int, int]:
         """Into how many parts the rows of a client are cut, and how long a part is: enough programs for a GPU."""
@@ -264,13 +334,15 @@ if triton is not None:
         counts = allocate(x, S, parts, 1, dtype=torch.float32)
         n = dict(PLACES=H * W, C=C, MASKED=real is not None, ROWS=rows, SOME=some)
         launch(_moments, (S, parts, pieces), x, x if real is None else real, counts, means, squares, B, share, **n)
-        number = counts.sum(1)
-        mean = (means * counts).sum(1) / number.clamp(min=1)
-        var = (squares + (means - mean.unsqueeze(1)).square() * counts).sum(1) / number.clamp(min=1)
-        scale, shift = (var + eps).rsqrt() * w, b.contiguous()
+        w, b = (t if t.stride(1) == 1 else t.contiguous() for t in (w, b))
+        number, (mean, var, scale) = allocate(counts, S, 1), (allocate(counts, S, C) for _ in range(3))
+        launch(
+            _join_moments, (S, triton.cdiv(C, CHANNELS)), counts, means, squares, w, w.stride(0), number, mean, var, scale,
+            parts, EPS=eps, C=C, PARTS=PARTS, SOME=CHANNELS,
+        )  # fmt: skip
         out = allocate(x, *x.shape)
         n = dict(C=C, ROWS=rows, SOME=some)
-        launch(_scale, (S, triton.cdiv(places, rows), pieces), x, out, mean, scale.contiguous(), shift, places, **n)
+        launch(_scale, (S, triton.cdiv(places, rows), pieces), x, out, mean, scale, b, b.stride(0), places, **n)
         return first(out), mean, var, number
 
     @torch.library.custom_op("undrift::stacked_batch_norm_back", mutates_args=())
@@ -280,14 +352,17 @@ if triton is not None:
         """The gradients of x, w and b for the outputs' gradient d."""
         x, d, real = last(x), last(d), None if real is None else real.float().contiguous()
         (S, B, H, W, C), (rows, some) = x.shape, tile(x.shape[4])
-        places, pieces, scale = B * H * W, triton.cdiv(C, some), (var + eps).rsqrt()
+        places, pieces, w = B * H * W, triton.cdiv(C, some), w if w.stride(1) == 1 else w.contiguous()
         parts, share = cut(places, S, pieces, rows)
         plain, turned = (allocate(x, S, parts, C, dtype=torch.float32) for _ in range(2))
         n = dict(C=C, ROWS=rows, SOME=some)
-        launch(_sums, (S, parts, pieces), x, d, mean, scale, plain, turned, places, share, **n)
-        db, dw = plain.sum(1), turned.sum(1)
-        factor, out = scale * w, allocate(x, *x.shape)
-        level, slope = factor * db / number.clamp(min=1), factor * scale * dw / number.clamp(min=1)
+        launch(_sums, (S, parts, pieces), x, d, mean, var, plain, turned, places, share, EPS=eps, **n)
+        dw, db, slope, level, factor = (allocate(x, S, C, dtype=torch.float32) for _ in range(5))
+        launch(
+            _join_sums, (S, triton.cdiv(C, CHANNELS)), plain, turned, var, number, w, w.stride(0), dw, db, slope, level, factor,
+            parts, EPS=eps, C=C, PARTS=PARTS, SOME=CHANNELS,
+        )  # fmt: skip
+        out = allocate(x, *x.shape)
         launch(
             _scale_back, (S, triton.cdiv(places, rows), pieces),
             x, d, x if real is None else real, out, mean, slope, level, factor, places, B,
@@ -312,6 +387,7 @@ if triton is not None:
         x, w, b, ctx.groups, ctx.eps = inputs
         ctx.rehearsal = current.get()
         ctx.mark_non_differentiable(*output[1:])
+        ctx.set_materialize_grads(False)  # no zeros for those
         ctx.save_for_backward(x, w, b, *output[1:])
 
     def _groups_backward(ctx: Any, d: Tensor, *_: Any) -> Any:
@@ -328,6 +404,7 @@ if triton is not None:
         x, real, w, b, ctx.eps = inputs
         ctx.rehearsal = current.get()
         ctx.mark_non_differentiable(*output[1:])
+        ctx.set_materialize_grads(False)  # no zeros for those
         ctx.save_for_backward(x, real, w, b, *output[1:])
 
     def _batch_backward(ctx: Any, d: Tensor, *_: Any) -> Any:

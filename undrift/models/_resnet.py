@@ -39,7 +39,7 @@ def projection_shortcut(norm: Norm) -> Layers:
 
 
 class Residual(nn.Module):
-    """relu(shortcut(x) + residual(x))."""
+    """relu(residual(x) + shortcut(x)); the sum lies in memory as the residual does, which need not be copied."""
 
     def __init__(self, residual: nn.Sequential, shortcut: nn.Module) -> None:
         super().__init__()
@@ -47,7 +47,7 @@ class Residual(nn.Module):
         self.shortcut = shortcut
 
     def forward(self, inputs: Tensor) -> Tensor:
-        return functional.relu(self.shortcut(inputs) + self.residual(inputs))
+        return functional.relu(self.residual(inputs) + self.shortcut(inputs))
 
 
 def basic_block(norm: Norm, shortcut: Layers) -> Layers:

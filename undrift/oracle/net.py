@@ -27,6 +27,7 @@ from undrift.core.device import half_precision
 from undrift.core.errors import BadSetting
 from undrift.core.forms import plain
 from undrift.core.layout import MODEL, Layout
+from undrift.core.pieces import Piece, part
 from undrift.core.streams import mix
 from undrift.core.trees import map_tagged
 from undrift.oracle.segmentation import dice_loss, soft_dice_loss
@@ -360,13 +361,19 @@ class _Holder(nn.Module):
 class Net:
     """A copy of a module with its loss and its layout."""
 
-    def __init__(self, module: nn.Module, loss: Loss = F.cross_entropy, dtype: torch.dtype = torch.float32) -> None:
+    def __init__(
+        self,
+        module: nn.Module,
+        loss: Loss = F.cross_entropy,
+        dtype: torch.dtype = torch.float32,
+        pieces: tuple[Piece, ...] = (),
+    ) -> None:
         if getattr(loss, "weight", None) is not None and getattr(loss, "reduction", "none") == "mean":
             raise BadSetting("a loss with class weights must not average by itself here; give it reduction='none'")
         self.loss = F.cross_entropy if plain_cross_entropy(loss) else loss
         self.of_batch: bool = getattr(loss, "of_batch", False)
         self.ignored: int = getattr(loss, "ignore_index", IGNORED)  # only with cross-entropy
-        self.dtype = dtype
+        self.dtype, self.pieces = dtype, pieces  # the parts of the inputs, () if they have only one
         self.current = _Pass()
         self.original = copy.deepcopy(module).to(dtype)
         prepared = copy.deepcopy(self.original)
@@ -474,7 +481,7 @@ class Net:
         self, x: Tensor, buffers: Tensor, inputs: Tensor, context: Context | None, stacked: bool = False
     ) -> tuple[Tensor, Tensor]:
         """Outputs for x [P], and the buffers after this pass; context None means evaluation mode."""
-        outputs, after = self._run(x, buffers, context, stacked, lambda module: module(inputs))
+        outputs, after = self._run(x, buffers, context, stacked, lambda module: call(module, self.pieces, inputs))
         return logits_of(outputs), after
 
     def sample_losses(self, outputs: Tensor, targets: Tensor, real: Tensor | None = None) -> Tensor:
@@ -559,6 +566,14 @@ class Net:
         return state
 
 
+def call(module: nn.Module, pieces: tuple[Piece, ...], inputs: Tensor) -> Any:
+    """What a module returns for inputs, which are parted if they have several parts."""
+    if not pieces:
+        return module(inputs)
+    by_place, named = part(pieces, inputs)
+    return module(*by_place, **named)
+
+
 def logits_of(outputs: Any) -> Tensor:
     """What a model returns: a tensor, or the `logits` of a dict or of an output object."""
     if isinstance(outputs, Mapping):
@@ -599,7 +614,7 @@ def blocks(module: nn.Module) -> list[nn.Module]:
 
 
 def _run_blocks(parts: list[nn.Module], h: Tensor) -> list[Tensor]:
-    return [h := part(h) for part in parts]
+    return [h := block(h) for block in parts]
 
 
 def plain_cross_entropy(loss: Loss) -> bool:
@@ -632,9 +647,9 @@ def _prepare(module: nn.Module, name: str, current: _Pass, training: bool, done:
         vars(module).update(current=current, frozen=frozen, whole_channels=whole)
     elif isinstance(module, _InstanceNorm) and module.track_running_stats:
         raise BadSetting("InstanceNorm with running statistics is not supported; use track_running_stats=False")
-    for child, part in module._modules.items():
-        if part is not None:
-            _prepare(part, f"{name}{child}.", current, training, done)
+    for child, inner in module._modules.items():
+        if inner is not None:
+            _prepare(inner, f"{name}{child}.", current, training, done)
 
 
 def _copy_sharing_tensors(module: nn.Module, current: _Pass) -> nn.Module:

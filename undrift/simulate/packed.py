@@ -174,7 +174,15 @@ class Pack(Replay):
         assert all(run.t == first.t and run.data.train is first.data.train for run in runs)
         super().__init__(runs)
         self.lead, self.data = (len(runs),), unite([run.data for run in runs])
-        for name in ("clients", "steps", "width", "scheduled", "ragged", "largest"):  # shapes have room for everybody
+        for name in (
+            "clients",
+            "steps",
+            "width",
+            "scheduled",
+            "ragged",
+            "unequal",
+            "largest",
+        ):  # shapes have room for everybody
             largest = max(getattr(outlook, name) for outlook in self.outlooks)
             for outlook in self.outlooks:
                 setattr(outlook, name, largest)

@@ -74,6 +74,7 @@ class Shape(NamedTuple):
     steps: int  # K, or 0 for any number
     empty: bool  # there may be empty places
     ragged: bool  # not all batches are full
+    unequal: bool  # a client may make fewer steps than others
     batches: int  # of a pass over a client's whole data
 
 
@@ -180,7 +181,7 @@ class AskPlaces:
         if self.shape.steps:
             for k in range(self.shape.steps):
                 inputs = p.batch(this, self.shape.clients, k)
-                moving = p.advance(who.rate, message, moving, inputs, self.shape.ragged)
+                moving = p.advance(who.rate, message, moving, inputs, self.shape)
         else:
             moving = self.steps_apart(who, message, moving)
         return Trained(message, moving)
@@ -406,16 +407,16 @@ class Program:
             self.compiled[name] = fused(function, *given)
         return cast(T, self.compiled[name](*given))
 
-    def advance(self, rate: Any, down: State, moving: Moving, inputs: Inputs, ragged: bool) -> Moving:
+    def advance(self, rate: Any, down: State, moving: Moving, inputs: Inputs, shape: Shape) -> Moving:
         """Make one local step."""
-        step = functools.partial(self.one_step, ragged=ragged)
-        return self.fuse(("step", inputs.ids.shape[-1], ragged), step, rate, down, moving, inputs)
+        step = functools.partial(self.one_step, shape=shape)
+        return self.fuse(("step", inputs.ids.shape[-1], shape.ragged, shape.unequal), step, rate, down, moving, inputs)
 
-    def one_step(self, rate: Any, down: State, moving: Moving, inputs: Inputs, ragged: bool) -> Moving:
+    def one_step(self, rate: Any, down: State, moving: Moving, inputs: Inputs, shape: Shape) -> Moving:
         alg = self.task.rated(self.alg, rate)
         ids, samples, real, dropout, augment = inputs
-        batch = mini_batch(self.net, self.data, ids, samples, real if ragged else None, dropout, augment)
-        live = (real > 0).unsqueeze(-1) if ragged else None
+        batch = mini_batch(self.net, self.data, ids, samples, real if shape.ragged else None, dropout, augment)
+        live = (real > 0).unsqueeze(-1) if shape.unequal else None
         oracle = Oracle(self.net, batch, moving.at.buffers)
         at, loss = step(alg, down, moving.at, oracle, live)
         self.calls = oracle.calls
@@ -427,7 +428,7 @@ class Program:
         """The next step of the first clients."""
         rate, down, moving = self.held[shape]
         first = map_leaves(lambda t: t.narrow(len(self.lead), 0, width), moving)
-        copy_into(first, self.advance(rate, down, first, self.batch(self.read(), width, None), shape.ragged))
+        copy_into(first, self.advance(rate, down, first, self.batch(self.read(), width, None), shape))
         self.at.add_(1)
 
     def run_steps(self, shape: Shape, record: bool) -> None:
@@ -455,17 +456,15 @@ class Program:
 
     def keep(self, who: Who, after: After) -> None:
         """Put what a round leaves where the next one finds it."""
-        after = copy_what_lies_in(self.state, after)
-        for old, new in zip(leaves(self.state), leaves(after.state), strict=True):
-            if old is not new:  # a large memory is written where it lies
-                old.copy_(new)
+        clients = copy_overlaps(after.client, leaves(self.state))
+        copy_into(self.state, after.state)
         if self.columns:
             rows = self.rows(who.ids)
             if isinstance(who.there, Tensor):
                 rows = torch.where(who.there.squeeze(-1) > 0, rows, len(self.sizes))
             rows = rows.flatten()
             self.known.index_fill_(0, rows, True)
-            for column, new in zip(self.columns, leaves(after.client), strict=True):
+            for column, new in zip(self.columns, leaves(clients), strict=True):
                 column.index_copy_(0, rows, new.reshape(len(rows), *column.shape[1:]))
         if not hasattr(self, "left"):
             self.left = after.numbers.new_zeros((len(self.ahead), *after.numbers.shape))
@@ -478,21 +477,24 @@ class Program:
 
 
 def copy_into(place: State, new: State) -> None:
+    """Write each tensor of `new` where the matching one of `place` lies, unless it is that one, as a large memory is."""
+    new = copy_overlaps(new, leaves(place), place)
     for old, tensor in zip(leaves(place), leaves(new), strict=True):
-        old.copy_(tensor)
+        if old is not tensor:
+            old.copy_(tensor)
 
 
-def copy_what_lies_in(state: ServerState, after: After) -> After:
-    """What a round leaves, with a copy of each tensor in it that lies in another tensor's place.
+def copy_overlaps(new: T, places: list[Tensor], own: T | None = None) -> T:
+    """`new` with a copy of each tensor in it that lies in one of these places, about to be written, but not in its own.
 
-    A client that keeps the model it was sent, say, returns the place of x itself, where the next x is about to be written.
+    A client that keeps the model it was sent, say, returns the place of x itself, where the next x will be.
     """
-    memory = {place.untyped_storage().data_ptr() for place in leaves(state) if place.numel()}
+    memory = {place.untyped_storage().data_ptr() for place in places if place.numel()}
 
-    def copy(new: Tensor, old: Tensor | None = None) -> Tensor:
-        return new.clone() if new is not old and new.untyped_storage().data_ptr() in memory else new
+    def copy(t: Tensor, old: Tensor | None = None) -> Tensor:
+        return t.clone() if t is not old and t.untyped_storage().data_ptr() in memory else t
 
-    return after._replace(state=map_leaves(copy, after.state, state), client=map_leaves(copy, after.client))
+    return map_leaves(copy, new) if own is None else map_leaves(copy, new, own)
 
 
 def reorder(t: Tensor, order: Tensor) -> Tensor:

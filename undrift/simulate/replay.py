@@ -101,8 +101,8 @@ class Outlook:
         self.longest = self.fitting(1)
         self.unrolled = 0 < self.plan.steps <= LONGEST_UNROLLED  # a round is one graph
         self.scheduled = settings.lr_decay != 1.0 or bool(settings.lr_drops or settings.warmup) or settings.warmup > 0
-        full = self.plan.steps and not settings.slow[0] and self.plan.batch == self.width
-        self.ragged = not (full and self.always_whole and not (data.sizes % self.width).any())
+        self.unequal = not (self.plan.steps and not settings.slow[0] and self.always_whole)
+        self.ragged = self.unequal or self.plan.batch != self.width or bool((data.sizes % self.width).any())
         self.largest = int(-(-data.sizes.max() // self.width))  # batches of the largest client
         self.aside = None  # a stream of its own, so that the next rounds are laid out while these are run
         if run.device.type == "cuda":
@@ -136,7 +136,7 @@ class Outlook:
         batches = 0
         if self.whole:
             batches = rounded_up(int(-(-self.data.sizes[part.ids].max() // self.width)), self.largest)
-        return Shape(clients, steps, not self.always_whole, self.ragged, batches)
+        return Shape(clients, steps, not self.always_whole, self.ragged, self.unequal, batches)
 
     def live(self, part: Attendance) -> list[int]:
         """How many clients make a first step, a second, and so on."""
@@ -299,6 +299,7 @@ class Replay:
         self.block: Block | None = None
         self.following: Block | None = None  # laid out while the device was busy
         self.taken = False  # whether the program has taken the block's inputs
+        self.reach = LONGEST  # rounds that are worth playing before the host looks at them
 
     def begin(self) -> bool:
         """Make the program and the tables; False where the runs cannot be replayed."""
@@ -343,6 +344,7 @@ class Replay:
         more clients than there is room for.
         """
         first, block = self.runs[0], self.due()
+        most = min(most, self.reach)
         if self.program is not None and first.settings.compile:
             most = self.program.compiled_in_time(first.t, most)
         at, room = first.t - block.first, self.outlooks[0].clients
@@ -378,6 +380,7 @@ class Replay:
         numbers = {name: values.view(count, -1).T.tolist() for name, values in program.numbers(at, count).items()}
         good, self.last = numbers.pop("good"), [stretch.parts[-1] for stretch in stretches]
         whole = min([*map(bool, mine), False].index(False) for mine in good)
+        self.reach = min(LONGEST, 2 * self.reach) if whole == count else max(1, whole)
         if 0 < whole < count:  # only those before the first bad one: then the number asked for does not matter
             for stretch in stretches:
                 stretch.take_back()

@@ -19,7 +19,7 @@ from undrift.core.vec import descend
 __all__ = ["DECOUPLED", "init", "step"]
 
 DECOUPLED = True
-A, B, C = 3.4445, -4.7750, 2.0315  # of the odd polynomial a s + b s^3 + c s^5 that moves singular values
+A, B, C = 3.4445, 4.7750, 2.0315  # of the odd polynomial a s - b s^3 + c s^5 that moves singular values
 ITERATIONS = 5
 SMALLEST = 1e-7  # norm by which a matrix is divided
 
@@ -53,5 +53,5 @@ def orthogonal(matrices: Tensor) -> Tensor:
     y = y / y.norm(dim=(-2, -1), keepdim=True).clamp(min=SMALLEST)
     for _ in range(ITERATIONS):
         gram = y @ y.mT
-        y = A * y + (B * gram + C * gram @ gram) @ y
+        y = A * y - (B * gram - C * gram @ gram) @ y
     return y.mT if tall else y

@@ -160,7 +160,8 @@ function headline(section) {
     .sort((a, b) => (metric.better === "higher" ? score(b) - score(a) : score(a) - score(b)));
   const runs = groups.reduce((sum, group) => sum + group.runs.length, 0);
   const some = (count, what) => `${count} ${what}${count === 1 ? "" : "s"}`;
-  const tiles = [tile(some(runs, "run"), some(groups.length, "method"))];
+  const methods = new Set(groups.map((group) => group.algorithm)).size;
+  const tiles = [tile(some(runs, "run"), some(groups.length, methods === groups.length ? "method" : "setting"))];
   if (!order.length) return tiles;
   const [[best, row], next] = order;
   tiles.unshift(tile(metric.score, textOf(row[column]), "", groups[best].label));
@@ -170,7 +171,10 @@ function headline(section) {
   if (lead) {
     const [mean, p, seeds] = lead;
     const sure = p == null ? "" : `p ${p < 0.001 ? "< 0.001" : `= ${Number(p.toPrecision(2))}`}, ${some(seeds, "seed")}`;
-    tiles.splice(1, 0, tile(`ahead of ${groups[next[0]].label}`, Math.abs(mean).toFixed(4), "", sure));
+    const size = Math.abs(mean).toFixed(4);
+    const ahead = mean > 0 === (metric.better === "higher"); // over the seeds of both it may be behind
+    const where = `${ahead ? "ahead of" : "behind"} ${groups[next[0]].label}`;
+    tiles.splice(1, 0, Number(size) ? tile(where, size, "", sure) : tile(`with ${groups[next[0]].label}`, "level", "", sure));
   }
   return tiles;
 }
