@@ -91,7 +91,8 @@ def judge(
     """A verdict on every cell that both have.
 
     It agrees within two standard errors of the difference, or where all digits that are printed are the same. Otherwise its order
-    agrees where nine in ten of the methods of its column from which the paper sets it clearly apart stand on the same side of it in our runs.
+    agrees where nine in ten of the methods of its column from which the paper sets it clearly apart stand on the same side of it
+    in our runs.
     """
     found = {}
     for place in paper:
