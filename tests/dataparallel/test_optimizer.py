@@ -224,7 +224,7 @@ def test_ranks_that_disagree_are_told(on_ranks: Outcome) -> None:
 
 def test_checkpoints(on_ranks: Outcome) -> None:
     for each in on_ranks[2]:
-        assert len(each["resumed"]) == 6
+        assert len(each["resumed"]) == 9
         assert all(each["resumed"].values()), each["resumed"]
     for rank, each in enumerate(on_ranks[3]):
         other = each["other number"]

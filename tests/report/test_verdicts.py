@@ -37,6 +37,12 @@ def test_a_single_seed_is_given_the_papers_spread() -> None:
     assert error_of(Number(1.0, None, 1), Number(2.0, None, 1)) is None
 
 
+def test_numbers_without_any_spread_agree_where_they_are_the_same_as_printed() -> None:
+    paper = {("a", "c"): Number(0.764, 0.0, 5)}
+    words = [judge({("a", "c"): Number(n, 0.0, 5)}, paper, everywhere)["a", "c"].word for n in (0.764045, 0.7649)]
+    assert words == ["agrees", "differs"]
+
+
 def test_an_order_agrees_where_numbers_differ() -> None:
     ours = {
         ("a", "c"): Number(80.0, 1.0, 3),

@@ -12,6 +12,7 @@ from undrift.core.errors import BadSetting
 
 CLEAR = 2.0  # standard errors from which two numbers are apart
 ALIKE = 0.9  # the share of methods that must stand on the same side for an order to agree
+PRINTED = 1e-4  # relative: tables have four digits at most
 DIVERGED, NEVER = "diverge", "-"
 CHANCE = 1.5  # times chance, up to which a score says that nothing was learned
 Place = tuple[str, str]  # row, column
@@ -89,8 +90,9 @@ def judge(
 ) -> dict[Place, Verdict]:
     """A verdict on every cell that both have.
 
-    It agrees within two standard errors of the difference. Otherwise its order agrees where nine in ten of the methods of its
-    column from which the paper sets it clearly apart stand on the same side of it in our runs.
+    It agrees within two standard errors of the difference, or where all digits that are printed are the same. Otherwise its order
+    agrees where nine in ten of the methods of its column from which the paper sets it clearly apart stand on the same side of it
+    in our runs.
     """
     found = {}
     for place in paper:
@@ -102,7 +104,8 @@ def judge(
         errors = None if difference is None or error is None else difference / error
         order = share_on_same_side(place, ours, paper)
         alike = mine.why == theirs.why and mine.mean is None and theirs.mean is None
-        agrees = alike or (errors is not None and abs(errors) <= CLEAR)
+        same = difference is not None and abs(difference) <= PRINTED * abs(theirs.mean or 0.0)  # without any spread
+        agrees = alike or same or (errors is not None and abs(errors) <= CLEAR)
         word = "agrees" if agrees and same_data(place) else "differs"
         if word == "differs" and order is not None and order >= ALIKE:
             word = "order agrees"
