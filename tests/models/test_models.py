@@ -12,7 +12,7 @@ from torch.func import functional_call, stack_module_state, vmap
 
 import undrift.models._blocks
 from undrift.core.errors import BadSetting, UnknownName
-from undrift.models import resnet9
+from undrift.models import gradma_nn, resnet9
 from undrift.models._blocks import Blocks
 from undrift.models._resnet import ZeroPadShortcut
 
@@ -225,8 +225,8 @@ def test_resnet9_has_two_norms_and_suggests_the_nearest() -> None:
 
 
 def test_gradmas_network_without_batch_norm_is_the_same_otherwise() -> None:
-    plain, usual = (build_model(f"gradma-nn{options}", (1, 28, 28), 10) for options in ("(norm=none)", ""))
+    plain, usual = gradma_nn.build((1, 28, 28), 10, norm="none"), gradma_nn.build((1, 28, 28), 10)
     assert not list(plain.buffers()) and len(list(usual.buffers())) == 6
     assert sum(p.numel() for p in usual.parameters()) - sum(p.numel() for p in plain.parameters()) == 2 * (200 + 100)
     with pytest.raises(UnknownName, match="unknown norm of gradma-nn 'batsh'; did you mean 'batch'"):
-        build_model("gradma-nn(norm=batsh)", (1, 28, 28), 10)
+        gradma_nn.build((1, 28, 28), 10, norm="batsh")

@@ -1,4 +1,4 @@
-"""GradMA's NN for MNIST: two hidden layers of 200 and 100 units with batch norm, or gradma-nn(norm=none) (Luo et al., CVPR 2023)."""
+"""GradMA's NN for MNIST: hidden layers of 200 and 100 units with batch norm, or gradma-nn(norm=none) (Luo et al., CVPR 2023)."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from torch import nn
 
 from undrift.core.errors import UnknownName
 from undrift.models._blocks import Blocks
-
 
 NORMS = ("batch", "none")
 
