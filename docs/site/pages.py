@@ -18,10 +18,13 @@ from mkdocs.structure.pages import Page
 
 from undrift import cli
 from undrift.core.papers import bibliography, papers_of
+from undrift.dataparallel.methods import FILES as DATAPARALLEL
 from undrift.jobs import shipped
+from undrift.pipeline.engines import METHODS as PIPELINE
 
 ROOT = Path(__file__).resolve().parents[2]
 RUN = ROOT / "build" / "notebooks"
+MORE = (*DATAPARALLEL, *PIPELINE)  # methods without a page of their own
 # Pages of the site by the files that they are made of; files in docs/ are pages by themselves.
 MADE = {
     "README.md": "index.md",
@@ -156,12 +159,14 @@ def paper_page(name: str) -> str:
     entry = papers_of(name)[0]
     heading = re.search(r"title *= *{(.*)}", entry)
     assert heading is not None
-    methods = [method for method, entries in bibliography().items() if entry in entries]
     described = {path.stem for path in (ROOT / "docs" / "algorithms").glob("*.md")}
+    methods = [
+        method for method, entries in bibliography().items() if entry in entries and method in {*described, *MORE}
+    ]
     links = [f"[{m}](../algorithms/{m}.md)" if m in described else f"`{m}`" for m in methods]
-    parts = [f"# {re.sub('[{}]', '', heading[1])}", f"```bibtex\n{entry}\n```"]
+    here = f"Methods here: {', '.join(links)}. " if methods else ""
     more = "[How a table is run and judged](../reproduce.md), [what came out](../results.md)."
-    parts.append(f"Methods here: {', '.join(links)}. {more}")
+    parts = [f"# {re.sub('[{}]', '', heading[1])}", f"```bibtex\n{entry}\n```", here + more]
     for file in papers()[name]:
         content = tomllib.loads(file.read_text(encoding="utf-8"))
         parts += [f"## {content['title']}", content.get("about", ""), f"```sh\nundrift reproduce {file.stem}\n```"]

@@ -22,6 +22,7 @@ from undrift.core.papers import BIBLIOGRAPHY, bibliography, papers_of
 from undrift.core.trees import leaves, map_leaves, nbytes
 from undrift.dataparallel.methods import FILES as METHODS
 from undrift.jobs.registry import algorithm_class
+from undrift.jobs.shipped import PAPERS
 from undrift.oracle.oracle import NoData, Objective
 from undrift.pipeline.engines import METHODS as PIPELINE
 from undrift.round.aggregate import NAMES as RULES
@@ -375,7 +376,8 @@ def test_every_file_registers_one_algorithm_with_a_paper() -> None:
 
 
 def test_the_bibliography_names_what_there_is_and_each_paper_once() -> None:
-    assert set(bibliography()) == {*ALGORITHMS, *METHODS, *PIPELINE, *RULES}
+    tables = {file.stem.partition("-")[0] for file in PAPERS.glob("*.toml")}  # whose pages of the site cite a paper
+    assert set(bibliography()) == {*ALGORITHMS, *METHODS, *PIPELINE, *RULES, *tables}
     entries = {entry for name in bibliography() for entry in papers_of(name)}
     assert len({entry.partition(",")[0] for entry in entries}) == len(entries) == BIBLIOGRAPHY.read_text().count("\n@")
     assert [entry.partition(",")[0] for entry in papers_of("gradma-w+gradma-s")] == ["@inproceedings{luo2023gradma"]
