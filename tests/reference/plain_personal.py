@@ -358,6 +358,8 @@ class FedSM(Personal):
     def round(self, t: int, batches: dict[int, list[list[int]]]) -> None:
         self.streams(batches)
         cohort, share = list(batches), self.shares(list(batches))
+        if self.o.get("selector_weights") == "uniform":
+            share = [1 / len(cohort)] * len(cohort)
         steps = [
             self.per_batch(i, batches[i]) if self.o["selector_mode"] == "per_batch" else self.synced(i, batches[i])
             for i in cohort

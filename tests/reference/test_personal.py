@@ -66,6 +66,7 @@ CASES = [
     Case("pfedme", "reset, decayed", dict(lr=0.05, lam=4.0, inner_lr=0.1, inner_steps=2, reset=True, theta_decay=0.5)),
     Case("fedsm", "per batch, sgd", dict(lr=0.1, lam=0.6, selector_mode="per_batch", selector_lr=0.1), STEPS),
     Case("fedsm", "per batch, adam, by size", dict(selector_mode="per_batch", selector_lr=0.01) | ADAM, weights="size"),
+    Case("fedsm", "uniform selector", dict(selector_weights="uniform", selector_lr=0.01) | ADAM, weights="size"),
     Case("fedsm", "synced, sgd, some clients", dict(lr=0.1, selector_lr=0.2), cohort=4),
     Case("fedsm", "synced, adam, by size, batch norm", dict(selector_lr=0.01, lam=0.5) | ADAM, weights="size", norm=True),
     Case("fedsm-extra", "sgd", dict(lr=0.1, selector_lr=0.1, begin=2), STEPS),

@@ -51,6 +51,7 @@ class WithSelector(WorkerWrapper):
     selector_model: str = "small-cnn"  # the paper's is vgg11
     selector_lr: float = 1e-3  # eta_s
     selector_mode: Literal["full_batch_synced", "per_batch"] = "full_batch_synced"
+    selector_weights: Literal["cohort", "uniform"] = "cohort"  # how clients weigh in s; the paper's are those of x
     gamma: float = -1.0  # confidence above which a personal model is used; below 0: tuned on validation samples
 
     personalises: ClassVar[bool] = True
@@ -98,9 +99,8 @@ class WithSelector(WorkerWrapper):
 
     def moments(self, opt: State) -> State:
         """The part of the selector's optimiser that travels; clients know Adam's number of steps."""
-        if not self.synced:
-            return Nothing()
-        return opt._replace(n=opt.n[..., :0]) if isinstance(opt, Adam) else opt
+        sent = opt._replace(n=opt.n[..., :0]) if isinstance(opt, Adam) else opt
+        return sent if self.synced else Nothing()
 
     def stepped(self, s: Stream, g: Tensor) -> Stream:
         """The selector after one step of the base optimiser at `selector_lr`; to Muon none of its tensors is a matrix."""
@@ -118,8 +118,7 @@ class WithSelector(WorkerWrapper):
         return self.Message(self.inner.companion_init(x0, clients), x0[..., :0], x0[..., :0], Nothing())
 
     def companion_networks(self, companion: Message, starts: Mapping[str, Served]) -> Message:
-        s, statistics = starts["selector"]
-        return self.Message(companion.inner, s, statistics, self.moments(self.rest(s)))
+        return self.Message(companion.inner, *starts["selector"], self.moments(self.rest(starts["selector"][0])))
 
     def selector(self, companion: Message) -> Served:
         return Served(companion.s, companion.statistics)
@@ -132,13 +131,14 @@ class WithSelector(WorkerWrapper):
 
     def gather(self, companion: Message, up: Message, cohort: Cohort) -> tuple[Tensor, Message]:
         d, inner = self.inner.gather(companion.inner, up.inner, cohort)
-        averaged = map_leaves(lambda t: mean(t, cohort.weight), up._replace(inner=Nothing()))  # s = sum_i (n_i / n) s_i
+        weight = cohort.uniform if self.selector_weights == "uniform" else cohort.weight
+        averaged = map_leaves(lambda t: mean(t, weight), up._replace(inner=Nothing()))  # s = sum_i (n_i / n) s_i
         return d, averaged._replace(inner=inner)
 
     def client_init(self, down: Message, ids: Tensor, buffers: Tensor) -> Client:
         number = ids.to(down.s.dtype).unsqueeze(-1)
-        opt = Nothing() if self.synced else self.rest(down.s)
-        return self.Client(self.inner.client_init(down.inner, ids, buffers), number, opt, torch.zeros_like(number))
+        inner, opt = self.inner.client_init(down.inner, ids, buffers), Nothing() if self.synced else self.rest(down.s)
+        return self.Client(inner, number, opt, torch.zeros_like(number))
 
     def local_start(self, down: Message, client: Client, local: LocalData) -> Work:
         moments = down.moments._replace(n=client.n) if isinstance(down.moments, Adam) else down.moments
