@@ -53,6 +53,7 @@ NEUTRAL: dict[str, tuple[dict[str, Any], dict[str, Any], int] | None] = {
     "fedyogi": None,
     "gradma": ({"prev": "global", "beta1": 0.0, "slots": 0}, {"steps": 1}, 4),
     "gradma-s": ({"beta1": 0.0, "slots": 0}, {}, 4),
+    "gradma-s-compact": ({"beta1": 0.0, "slots": 0}, {}, 4),
     "gradma-w": ({"prev": "global"}, {"steps": 1}, 4),
     "fedmlb": ({"lambda2": 0.0, "lambda3": 0.0}, {}, 4),
     "fedmlbm": ({"lambda2": 0.0, "lambda3": 0.0, "beta1": 0.0}, {}, 4),
@@ -122,6 +123,7 @@ COSTS = {
     "fedyogi": (1, 1, 1),
     "gradma": (1, 1, 3),
     "gradma-s": (1, 1, 1),
+    "gradma-s-compact": (1, 1, 1),
     "gradma-w": (1, 1, 3),
     "fedmlb": (1, 1, 1),
     "fedmlbm": (1, 1, 1),
@@ -285,8 +287,9 @@ def test_inputs_are_untouched(name: str) -> None:
         answers = problem.part(alg, shared, client, lambda t: t)
         sent = [t.clone() for t in leaves(answers.up)]
         d, after = alg.gather(companion, answers.up, cohort)
-        watched = server._replace(memory=server.memory._replace(rows=d)) if hasattr(server, "memory") else server
-        held = [t.clone() for t in leaves((watched, d))]  # all but a memory's rows, which it writes into
+        in_place = hasattr(getattr(server, "memory", None), "rows")  # all but a memory's rows, which it writes into
+        watched = server._replace(memory=server.memory._replace(rows=d)) if in_place else server
+        held = [t.clone() for t in leaves((watched, d))]
         new, moved = alg.server_step(server, x, d, answers.up, cohort)
         assert all(torch.equal(a, b) for a, b in zip(held, leaves((watched, d)), strict=True))
         after = alg.companion_step(after, answers.up, cohort, x, new)

@@ -16,7 +16,7 @@ from undrift.data._sites import Site, dataset_of_sites, draw_split
 from undrift.data.federation import federate, hold_out
 from undrift.data.load import load_dataset
 from undrift.data.partition import Holdings
-from undrift.models import small_cnn, unet
+from undrift.models import picture_statistics, small_cnn, unet
 
 CPU = torch.device("cpu")
 
@@ -172,3 +172,19 @@ def test_bad_options_are_refused() -> None:
     with pytest.raises(BadSetting, match="no options"):
         load_dataset("digits(size=8)")
     assert small_cnn.build((3, 20, 20), 6)(torch.rand(2, 3, 20, 20)).shape == (2, 6)
+
+
+def test_statistics_of_pictures_tell_colours_and_edges_and_no_places() -> None:
+    model = picture_statistics.build((2, 12, 10), 3)
+    x = torch.rand(4, 2, 12, 10, dtype=torch.float32)
+    found = model.statistics(x)
+    values = x[0].flatten(1)
+    assert found.shape == (4, 18) and model(x).shape == (4, 3)
+    torch.testing.assert_close(found[0, :2], values.mean(1))
+    torch.testing.assert_close(found[0, 2:4], (values.std(1, correction=0) + 1e-3).log())
+    torch.testing.assert_close(found[0, 4:6], (x[0].diff(dim=2).abs().mean((1, 2)) + 1e-3).log())
+    torch.testing.assert_close(found[0, 6:8], (x[0].diff(dim=1).abs().mean((1, 2)) + 1e-3).log())
+    ordered = values.sort().values
+    torch.testing.assert_close(found[0, 8:13], ordered[0, [0, 12, 60, 107, 119]])
+    torch.testing.assert_close(found, model.statistics(x.flip(2).flip(3)))  # places do not count
+    assert torch.isfinite(model.statistics(torch.zeros(1, 2, 12, 10))).all()

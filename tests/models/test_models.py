@@ -100,7 +100,8 @@ def small_shape(name: str) -> tuple[int, ...]:
 
 def test_the_table_names_every_model() -> None:
     files = Path(undrift.models._blocks.__file__).parent.glob("*.py")
-    tested_elsewhere = {"unet", "small-cnn", "gpt", "lstm", "bag-of-words"}  # test_sites.py, test_models_of_text.py
+    # test_sites.py, test_models_of_text.py
+    tested_elsewhere = {"unet", "small-cnn", "picture-statistics", "gpt", "lstm", "bag-of-words"}
     named = {file.stem.replace("_", "-") for file in files if not file.stem.startswith("_")}
     assert named - tested_elsewhere == set(MODELS)
 

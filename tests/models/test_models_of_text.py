@@ -99,7 +99,8 @@ def test_sizes_and_tied_tables(tied: bool) -> None:
 
 
 def test_the_first_loss_is_that_of_chance() -> None:
-    targets = torch.randint(0, V, IDS.shape, generator=torch.Generator().manual_seed(1))  # a tied table knows its inputs
+    # Not the inputs, which a tied table knows.
+    targets = torch.randint(0, V, IDS.shape, generator=torch.Generator().manual_seed(1))
     for kind in ("gpt", "lstm"):
         loss = nn.functional.cross_entropy(small(kind)(IDS).flatten(0, 1), targets.flatten()).item()
         assert abs(loss - math.log(V)) < 0.15

@@ -56,7 +56,9 @@ class PackedMemory(NamedTuple):
         scale = stored_scale(self.whose.age[place], beta2, updates)
         old = unpack(self.codes[place], self.scales[place], slice(0, len(m)), m)
         codes, scales = pack(scale * old + updates)
-        memory = self._replace(codes=self.codes.index_copy(0, place, codes), scales=self.scales.index_copy(0, place, scales))
+        memory = self._replace(
+            codes=self.codes.index_copy(0, place, codes), scales=self.scales.index_copy(0, place, scales)
+        )
         new, along = memory.products(place, m, segments)
         products = self.whose.products.index_copy(1, place, new).index_copy(2, place, new.transpose(1, 2))
         age = (self.whose.age + 1).index_fill(0, place, 0)
@@ -109,7 +111,9 @@ def unpack(codes: Tensor, scales: Tensor, part: slice, like: Tensor) -> Tensor:
     """The entries `part` of packed rows, [n, stop - start]."""
     first, last = part.start // BLOCK, -(-part.stop // BLOCK)
     width = BLOCK // BYTE
-    table = like.new_tensor([[LEVELS[code // len(LEVELS) ** k % len(LEVELS)] for k in range(BYTE)] for code in range(125)])
+    table = like.new_tensor(
+        [[LEVELS[code // len(LEVELS) ** k % len(LEVELS)] for k in range(BYTE)] for code in range(125)]
+    )
     values = table[codes[:, first * width : last * width].int()].flatten(1).unflatten(1, (-1, BLOCK))
     rows = (values * scales[:, first:last, None].to(like)).flatten(1)
     return rows[:, part.start - first * BLOCK : part.stop - first * BLOCK]
