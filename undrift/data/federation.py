@@ -97,7 +97,8 @@ class Federation:
         """[clients, classes] the samples of each class that each of the first `most` clients trains on."""
         clients = min(self.clients, most)
         rows, owners = self.held_by(np.arange(clients))
-        cell = owners * self.classes + self.train.targets[rows]
+        labels = self.train.targets[rows]
+        cell = (owners * self.classes + labels)[labels >= 0]  # below: no label
         counts: Ids = torch.bincount(cell, minlength=clients * self.classes).cpu().numpy()
         return counts.reshape(clients, self.classes)
 

@@ -370,6 +370,10 @@ class Net:
     ) -> None:
         if getattr(loss, "weight", None) is not None and getattr(loss, "reduction", "none") == "mean":
             raise BadSetting("a loss with class weights must not average by itself here; give it reduction='none'")
+        if isinstance(loss, nn.Module) and any(p.requires_grad for p in loss.parameters()):
+            raise BadSetting(
+                "the loss has parameters, which would not be trained; put them into the model, or call requires_grad_(False)"
+            )
         self.loss = F.cross_entropy if plain_cross_entropy(loss) else loss
         self.of_batch: bool = getattr(loss, "of_batch", False)
         self.ignored: int = getattr(loss, "ignore_index", IGNORED)  # only with cross-entropy
@@ -422,6 +426,10 @@ class Net:
         self._evaluation = _copy_sharing_tensors(self._training, self.current).eval()
         self.counters = self.counters.to(device)
         return self
+
+    def shared_buffers(self) -> dict[str, Tensor]:
+        """The buffers that no client has for itself."""
+        return {n: b for n, b in self._training.named_buffers() if n not in self.buffer_layout.names}
 
     def module(self, training: bool) -> nn.Module:
         """This thread's copy: `functional_call` swaps tensors inside the module, so threads must not share one."""

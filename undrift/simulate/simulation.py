@@ -37,7 +37,8 @@ from undrift.round.robust import check_rule
 from undrift.round.shapes import Forms
 from undrift.round.who import Attendance, Sampling, Task, Who
 from undrift.simulate import export
-from undrift.simulate.choose import check_labels, check_repeatable, choose, keep_freed_memory
+from undrift.simulate.check_task import check_task
+from undrift.simulate.choose import choose, keep_freed_memory
 from undrift.simulate.client_store import DiskTable, choose_table
 from undrift.simulate.clients import ClientTable
 from undrift.simulate.evaluate import (
@@ -233,8 +234,7 @@ class Simulation:
             return self.remote(work)
         if self.execution is None:
             where = (self.net, self.state.x, self.state.buffers, work)
-            check_labels(*where)
-            check_repeatable(*where)
+            check_task(*where)
             alg = self.wrap(self.alg)
             down = self.down(who)
             client = new_clients(alg, shared(down), who.ids, self.state.buffers.unsqueeze(-2))
