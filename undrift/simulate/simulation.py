@@ -146,6 +146,7 @@ class Simulation:
             check_summed(alg)
             self.uplink = Uplink(settings.compress, settings.seed, net, upload_form(alg, net, data.clients))
         self.rule, self.attackers = parse_rule(settings.aggregate), None
+        self.unguarded = False  # whether too few have answered in some round for the rule, and that was said
         if self.rule is not None:
             check_rule(self.rule, alg, settings.cohort, settings.compress, settings.privacy is not None)
         if attack := parse_attack(settings.attack):
@@ -305,10 +306,21 @@ class Simulation:
             down += alg.buffers_down(invited, returning) * nbytes(self.state.buffers)
         if len(kept):
             self.counted[kept] = self.latest = self.t + 1
+        self.say_unguarded(len(kept))
         each = down / max(1, invited) + up / max(1, asked)
         network = self.network_seconds(each, 2 if alg.measures and asked else 1)
         numbers = {**numbers, **network, **self.spend(attendance)}
         return write_record(self.t + 1, began, numbers, invited, invited - len(kept), down, up, gradients)
+
+    def say_unguarded(self, answers: int) -> None:
+        """Warn of the first round in which too few answer for the rule; a deployment says it of every round by itself."""
+        if self.rule is not None and self.remote is None and 0 < answers < self.rule.least and not self.unguarded:
+            self.unguarded = True
+            warnings.warn(
+                f"round {self.t + 1}: aggregate={self.settings.aggregate} needs {self.rule.least} answers to keep its promise, "
+                f"not {answers}; raise cohort (said once)",
+                stacklevel=2,
+            )
 
     def spend(self, attendance: Attendance) -> dict[str, float]:
         """What the next round and all before it cost in privacy, and the clipping that it leaves, where that changes."""
