@@ -160,12 +160,3 @@ def test_methods_and_executions_agree(name: str, texts: bool) -> None:
         assert all(record.dropped == 0 and np.isfinite(record.train_loss) for record in records)
         for run in runs[1:]:
             torch.testing.assert_close(run.state.x, runs[0].state.x, rtol=1e-9, atol=1e-11)
-
-
-def test_what_has_no_label_is_of_no_client_and_no_class() -> None:
-    """In run.toml's list of what clients hold; as an index, -100 is a class of a client further up."""
-    x, y = np.zeros((3, 100, 5)), np.arange(300).reshape(3, 100) % 50
-    y[2, :4] = -100
-    fed = federate(dataset_from((list(zip(x, y, strict=True)), (x[0], y[0]))), "sites", 3, 0, CPU)
-    held = fed.class_counts(3)
-    assert held[:2].tolist() == [[2] * 50] * 2 and held[2].tolist() == [1] * 4 + [2] * 46

@@ -97,8 +97,7 @@ class Federation:
         """[clients, classes] the samples of each class that each of the first `most` clients trains on."""
         clients = min(self.clients, most)
         rows, owners = self.held_by(np.arange(clients))
-        labels = self.train.targets[rows]
-        cell = (owners * self.classes + labels)[labels >= 0]  # below: no label
+        cell = owners * self.classes + self.train.targets[rows]
         counts: Ids = torch.bincount(cell, minlength=clients * self.classes).cpu().numpy()
         return counts.reshape(clients, self.classes)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -24,6 +25,7 @@ from undrift.core.rates import RateSchedule
 from undrift.core.trees import State, map_leaves, named_leaves, nbytes
 from undrift.data.batches import Plan, Table
 from undrift.data.federation import Federation, Ids, pool
+from undrift.oracle.identity import identity
 from undrift.oracle.net import Net
 from undrift.round.accounting import Accountant
 from undrift.round.aggregate import MEAN, parse_rule
@@ -490,7 +492,11 @@ class Simulation:
         held = {}
         if len(data.train) and data.train.labelled and 0 < data.classes <= MOST_CLASSES:
             held = {"holdings": [" ".join(map(str, row)) for row in data.class_counts(MOST_SHOWN)]}
-        return {"parameters": self.net.layout.entries} | found | sites | held
+        return {"parameters": self.net.layout.entries} | found | sites | held | {"task": self.task_identity}
+
+    @functools.cached_property
+    def task_identity(self) -> dict[str, str]:
+        return identity(self.net, self.data)
 
     def place(self, path: Path | None, tensors: Mapping[str, Tensor], t: int) -> None:
         """Choose where clients' states are kept, before they are restored from these tensors of round t."""
