@@ -287,13 +287,13 @@ X, Y, TEST_X, TEST_Y = blob(0)
 @pytest.mark.parametrize(
     "change, named",
     [
-        ({"data": blob(1)}, "data"),
-        ({"data": (X[::-1].copy(), Y[::-1].copy(), TEST_X, TEST_Y)}, "data"),
-        ({"data": (X, Y, TEST_X, (TEST_Y + 1) % 3)}, "data"),
-        ({"model": nn.Sequential(nn.Linear(5, 4), nn.Tanh(), nn.Linear(4, 3))}, "model"),
-        ({"model": with_frozen(1)}, "model"),
-        ({"loss": hinge}, "loss"),
-        ({"loss": nn.CrossEntropyLoss(label_smoothing=0.1)}, "loss"),
+        ({"data": blob(1)}, "the samples"),
+        ({"data": (X[::-1].copy(), Y[::-1].copy(), TEST_X, TEST_Y)}, "the samples"),
+        ({"data": (X, Y, TEST_X, (TEST_Y + 1) % 3)}, "the samples"),
+        ({"model": nn.Sequential(nn.Linear(5, 4), nn.Tanh(), nn.Linear(4, 3))}, "the model's layers"),
+        ({"model": with_frozen(1)}, "the model's frozen tensors"),
+        ({"loss": hinge}, "the loss"),
+        ({"loss": nn.CrossEntropyLoss(label_smoothing=0.1)}, "the loss"),
     ],
     ids=[
         "other samples",
@@ -314,7 +314,7 @@ def test_resume_is_not_for_other_data_models_or_losses_in_python(
     small = {"clients": 4, "cohort": 2, "steps": 2, "batch": 8, "partition": "iid", "eval_every": 1}
     undrift.run(small, rounds=2, **given)
     before = {p: p.read_bytes() for p in tmp_path.rglob("*") if p.is_file()}
-    with pytest.raises(BadRunFolder, match=f"its {named} was not the same; give it the {named} that it began with"):
+    with pytest.raises(BadRunFolder, match=f"holds another run: {named} changed since it began"):
         undrift.run(rounds=4, resume=True, **(given | change))
     assert before == {p: p.read_bytes() for p in tmp_path.rglob("*") if p.is_file()}
     resumed = undrift.run(rounds=4, resume=True, **given)
@@ -353,6 +353,6 @@ def test_resume_notices_files_that_have_changed(
     assert cli.main([*begin, "--rounds", "1"]) == 0
     monkeypatch.setattr(own_data, "seed", 1)
     assert cli.main(again) == 2
-    assert "its data was not the same" in capsys.readouterr().err
+    assert "the samples changed since it began" in capsys.readouterr().err
     monkeypatch.setattr(own_data, "seed", 0)
     assert cli.main(again) == 0

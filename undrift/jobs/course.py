@@ -158,11 +158,15 @@ class Course(Generic[R, C]):
 
     def check_task(self, folder: RunFolder) -> None:
         """Refuse to go on with other data, another model or another loss than the run began with."""
+        what = {
+            "samples": "the samples", "holdings": "who holds which samples", "layers": "the model's layers",
+            "frozen": "the model's frozen tensors", "loss": "the loss",
+        }  # fmt: skip
         before = folder.settings().get("made", {}).get("task", {})
         for name, now in self.run.about().get("task", {}).items():
             if before.get(name, now) != now:
                 raise BadRunFolder(
-                    f"{folder.path} holds another run: its {name} was not the same; give it the {name} that it began with, or "
+                    f"{folder.path} holds another run: {what[name]} changed since it began; give it what it began with, or "
                     "choose another --out"
                 )
 

@@ -17,14 +17,20 @@ READ = 1024  # samples of a split whose inputs count; of those that are read fro
 
 
 def identity(net: Net, data: Federation) -> dict[str, str]:
-    """Checksums of the data with who holds them and of the model without what is trained, and the loss."""
+    """Checksums of the data, of the model's layers and of its frozen tensors, and the loss."""
     trained = {*net.layout.names, *net.buffer_layout.names}
-    return {"data": data_of(data), "model": model_of(net.original, trained), "loss": loss_of(net)}
+    frozen = [t.detach().cpu().numpy() for n, t in net.original.state_dict().items() if n not in trained]
+    return identity_of_data(data) | {
+        "layers": layers_of(net.original),
+        "frozen": digest(*frozen),
+        "loss": loss_of(net),
+    }
 
 
-def data_of(data: Federation) -> str:
-    members = data.members.cpu().numpy()
-    return digest(members, data.sizes, data.validation, *arrays_of(data.train), *arrays_of(data.test))
+def identity_of_data(data: Federation) -> dict[str, str]:
+    """Checksums of the training and test samples, and of which clients hold which."""
+    held = data.members.cpu().numpy(), data.sizes, data.validation
+    return {"samples": digest(*arrays_of(data.train), *arrays_of(data.test)), "holdings": digest(*held)}
 
 
 def arrays_of(split: Split) -> list[NDArray[Any]]:
@@ -34,11 +40,10 @@ def arrays_of(split: Split) -> list[NDArray[Any]]:
     return [split.targets.cpu().numpy(), *inputs]
 
 
-def model_of(module: nn.Module, trained: set[str]) -> str:
-    """The layers by their text, without addresses, and the tensors that no checkpoint holds, such as frozen layers."""
+def layers_of(module: nn.Module) -> str:
+    """A checksum of a module's text, without addresses."""
     text = re.sub(r" at 0x[0-9a-f]+", "", str(module))
-    shared = [t.detach().cpu().numpy() for n, t in module.state_dict().items() if n not in trained]
-    return digest(np.frombuffer(text.encode(), np.uint8), *shared)
+    return digest(np.frombuffer(text.encode(), np.uint8))
 
 
 def loss_of(net: Net) -> str:
