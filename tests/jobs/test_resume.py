@@ -173,8 +173,9 @@ def test_killed_and_resumed_on_a_busy_machine(tmp_path: Path) -> None:
 @pytest.mark.system
 @pytest.mark.parametrize("name", ["scaffold", "gradma-s"])
 @pytest.mark.parametrize("model", ["mlp", "gradma-nn", "small-cnn"])
-def test_killed_and_resumed_on_a_very_busy_machine(name: str, model: str, tmp_path: Path) -> None:
-    check_under_load(tmp_path, f"--algorithm {name} --model {model} --batch 8", load=8, kills=2, rounds=14)
+def test_killed_and_resumed_on_a_very_busy_machine(name: str, model: str, tmp_path: Path, count: Any) -> None:
+    with counted(count, "kill -9 beside eight busy processes, and the bits of a quiet machine", 2):
+        check_under_load(tmp_path, f"--algorithm {name} --model {model} --batch 8", load=8, kills=2, rounds=14)
 
 
 def test_resume_says_when_the_functions_in_c_are_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
