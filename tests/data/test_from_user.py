@@ -186,3 +186,22 @@ def test_grey_bytes_are_pictures() -> None:
     assert np.asarray(found.x_train).shape == (40, 4, 4, 1) and np.asarray(found.x_test).shape == (6, 4, 4, 1)
     run = undrift.run(data=(grey, Y, grey[:6], Y[:6]), model="logreg", clients=2, cohort=2, rounds=1, partition="iid")
     assert run.about["inputs"] == [1, 4, 4]
+
+
+class Drawn(TorchDataset[Any]):
+    """A torch Dataset that turns its samples at random."""
+
+    def __len__(self) -> int:
+        return 20
+
+    def __getitem__(self, i: int) -> tuple[torch.Tensor, int]:
+        return torch.full((5,), float(i)) * torch.randn(()).sign(), i % 3
+
+
+def test_a_dataset_that_draws_at_random_is_warned_of() -> None:
+    """It is read once, so that what it draws stays the same in all rounds."""
+    test = (np.zeros((2, 5)), [0, 1])
+    with pytest.warns(UserWarning, match="the training data gives another sample . each time it is asked"):
+        dataset_from((Drawn(), test))
+    with pytest.warns(UserWarning, match="client 1 gives another sample"):
+        dataset_from(([TensorDataset(torch.zeros(9, 5), torch.arange(9)), Drawn()], test))

@@ -222,6 +222,27 @@ def test_a_picture_without_pixels_is_refused(tmp_path: Path, monkeypatch: pytest
         open_picture(tmp_path / "p.png")
 
 
+def test_pictures_that_eight_bits_cannot_hold_are_refused(tmp_path: Path) -> None:
+    """Pillow would make 16 bits white, and numbers from 0 to 1 black; and of several pictures it reads the first."""
+    deep, shares = (
+        np.arange(64, dtype=np.uint16).reshape(8, 8) * 900,
+        np.linspace(0, 1, 64, dtype=np.float32).reshape(8, 8),
+    )
+    Image.fromarray(deep).save(tmp_path / "deep.png")
+    Image.fromarray(shares).save(tmp_path / "shares.tiff")
+    pages = [Image.fromarray(np.full((8, 8), n, np.uint8)) for n in range(3)]
+    pages[0].save(tmp_path / "pages.tiff", save_all=True, append_images=pages[1:])
+    for name, said in (
+        ("deep.png", "values from 0 to 56700; save it with 8 bits"),
+        ("shares.tiff", "values from 0 to 1; save it with 8 bits"),
+        ("pages.tiff", "holds 3 pictures"),
+    ):
+        with pytest.raises(BadData, match=f"{name}: .*{said}"):
+            open_picture(tmp_path / name)
+    Image.fromarray(deep // 900).save(tmp_path / "mask.png")  # labels in 16 bits fit
+    assert np.array_equal(open_picture(tmp_path / "mask.png", "L"), deep // 900)
+
+
 def idx_bytes(array: NDArray[Any]) -> bytes:
     header = struct.pack(">HBB", 0, 8, array.ndim) + struct.pack(f">{array.ndim}I", *array.shape)
     return header + array.astype(np.uint8).tobytes()

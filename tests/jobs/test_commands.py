@@ -93,6 +93,13 @@ def test_rates_are_one_schedule() -> None:
     assert config.schedule == RateSchedule(2.0, 0.5, (2,), 0.1)
 
 
+@pytest.mark.parametrize("kind", [RunConfig, parallel.ParallelConfig, pipeline.PipeConfig])
+def test_a_schedule_that_the_run_does_not_reach_is_remarked_on(kind: Any) -> None:
+    assert kind(rounds=20, lr_drops="10,19", warmup=20.0).remarks() == []
+    late, cold = kind(rounds=20, lr_drops="10,20", warmup=21.0).remarks()
+    assert "does not drop after round 20" in late and "the full rate is never reached" in cold
+
+
 def test_a_warm_up_changes_a_simulation_only_at_its_beginning() -> None:
     small: dict[str, Any] = {"rounds": 2, "clients": 4, "cohort": 2, "model": "logreg", "execution": "stacked"}
     plain, warm, at_once = (undrift.run(small, warmup=w) for w in (0.0, 2.0, 1.0))

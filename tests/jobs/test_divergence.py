@@ -101,8 +101,11 @@ def test_three_rounds_without_a_finite_update_end_a_run_and_one_is_told() -> Non
 
 
 def test_a_round_in_which_nobody_answers_is_no_divergence() -> None:
+    """The run goes on; it is warned of once, when it was so three times in a row."""
     settings = QUICK | {"cohort": 1, "dropout_rate": 0.9, "rounds": 12}
-    result = undrift.run(settings)
+    with pytest.warns(UserWarning, match="nobody has answered, 3 rounds in a row") as said:
+        result = undrift.run(settings)
+    assert len(said) == 1
     assert sum(r["dropped"] == r["clients"] for r in result.records) > 5
     assert result.stopped == "rounds" and result.model_round == 12
 

@@ -15,18 +15,21 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
+from torch import Tensor, nn
 
 import undrift
 from tests.patience import wait_for_rounds
 from tests.reliability import counted
 from tests.small import DEEPER, QUICK, timeless
 from undrift import cli
-from undrift.core.errors import BadSetting
+from undrift.core.errors import BadRunFolder, BadSetting
 from undrift.core.names import names
 from undrift.jobs import start
+from undrift.simulate.evaluate import accuracy
 
 DISK = "--client-state disk"
 
@@ -170,8 +173,9 @@ def test_killed_and_resumed_on_a_busy_machine(tmp_path: Path) -> None:
 @pytest.mark.system
 @pytest.mark.parametrize("name", ["scaffold", "gradma-s"])
 @pytest.mark.parametrize("model", ["mlp", "gradma-nn", "small-cnn"])
-def test_killed_and_resumed_on_a_very_busy_machine(name: str, model: str, tmp_path: Path) -> None:
-    check_under_load(tmp_path, f"--algorithm {name} --model {model} --batch 8", load=8, kills=2, rounds=14)
+def test_killed_and_resumed_on_a_very_busy_machine(name: str, model: str, tmp_path: Path, count: Any) -> None:
+    with counted(count, "kill -9 beside eight busy processes, and the bits of a quiet machine", 2):
+        check_under_load(tmp_path, f"--algorithm {name} --model {model} --batch 8", load=8, kills=2, rounds=14)
 
 
 def test_resume_says_when_the_functions_in_c_are_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -257,3 +261,99 @@ def test_resume_through_a_configuration_keeps_the_execution(tmp_path: Path) -> N
 
     undrift.run(changed(first.config, rounds=3, execution="auto"), out=tmp_path, resume=True)
     assert tomllib.loads((tmp_path / "run.toml").read_text())["execution"] == "pool"
+
+
+def blob(seed: int) -> tuple[Any, ...]:
+    """Samples of three classes, in training and in the test."""
+    draw = np.random.default_rng(seed)
+    x, y = draw.normal(size=(90, 5)).astype(np.float32), draw.integers(0, 3, 90)
+    return x[:60], y[:60], x[60:], y[60:]
+
+
+def with_frozen(seed: int) -> nn.Module:
+    """A model whose first layer is not trained: no checkpoint holds it."""
+    torch.manual_seed(seed)
+    module = nn.Sequential(nn.Linear(5, 4), nn.ReLU(), nn.Linear(4, 3))
+    module[0].requires_grad_(False)
+    return module
+
+
+def hinge(outputs: Tensor, targets: Tensor) -> Tensor:
+    return nn.functional.relu(1 - outputs.take_along_dim(targets.unsqueeze(1), 1)).mean()
+
+
+X, Y, TEST_X, TEST_Y = blob(0)
+
+
+@pytest.mark.parametrize(
+    "change, named",
+    [
+        ({"data": blob(1)}, "the samples"),
+        ({"data": (X[::-1].copy(), Y[::-1].copy(), TEST_X, TEST_Y)}, "the samples"),
+        ({"data": (X, Y, TEST_X, (TEST_Y + 1) % 3)}, "the samples"),
+        ({"model": nn.Sequential(nn.Linear(5, 4), nn.Tanh(), nn.Linear(4, 3))}, "the model's layers"),
+        ({"model": with_frozen(1)}, "the model's frozen tensors"),
+        ({"loss": hinge}, "the loss"),
+        ({"loss": nn.CrossEntropyLoss(label_smoothing=0.1)}, "the loss"),
+    ],
+    ids=[
+        "other samples",
+        "another order",
+        "other test labels",
+        "other layers",
+        "other frozen weights",
+        "loss",
+        "module",
+    ],
+)
+def test_resume_is_not_for_other_data_models_or_losses_in_python(
+    change: dict[str, Any], named: str, tmp_path: Path
+) -> None:
+    given: dict[str, Any] = {"data": (X, Y, TEST_X, TEST_Y), "model": with_frozen(0), "out": tmp_path}
+    if "loss" in change:
+        change = change | {"metrics": {"accuracy": accuracy}}
+    small = {"clients": 4, "cohort": 2, "steps": 2, "batch": 8, "partition": "iid", "eval_every": 1}
+    undrift.run(small, rounds=2, **given)
+    before = {p: p.read_bytes() for p in tmp_path.rglob("*") if p.is_file()}
+    with pytest.raises(BadRunFolder, match=f"holds another run: {named} changed since it began"):
+        undrift.run(rounds=4, resume=True, **(given | change))
+    assert before == {p: p.read_bytes() for p in tmp_path.rglob("*") if p.is_file()}
+    resumed = undrift.run(rounds=4, resume=True, **given)
+    whole = undrift.run(small, rounds=4, **(given | {"out": None}))
+    assert [r["train_loss"] for r in resumed.records] == [r["train_loss"] for r in whole.records]
+    assert all(torch.equal(resumed.model[n], t) for n, t in whole.model.items())
+
+
+OWN = """
+from tests.jobs.test_resume import blob
+seed = 0
+def load(root=None):
+    return blob(seed)
+"""
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        "run --partition iid --clients 4 --cohort 2",
+        "dp --workers 2 --steps 1",
+        "pipe --cuts hidden2 --queues 1,0;2,0 --steps 2",
+    ],
+)
+def test_resume_notices_files_that_have_changed(
+    command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A data set of a function, as one that reads files, which gives something else the second time."""
+    (tmp_path / "own_data.py").write_text(OWN)
+    monkeypatch.syspath_prepend(tmp_path)
+    import own_data  # type: ignore[import-not-found]
+
+    begin = [*command.split(), "--dataset", "own_data:load", "--batch", "8", "--out", str(tmp_path / "out")]
+    again = [begin[0], "--out", str(tmp_path / "out"), "--resume", "--rounds", "2"]
+    monkeypatch.setattr(own_data, "seed", 0)
+    assert cli.main([*begin, "--rounds", "1"]) == 0
+    monkeypatch.setattr(own_data, "seed", 1)
+    assert cli.main(again) == 2
+    assert "the samples changed since it began" in capsys.readouterr().err
+    monkeypatch.setattr(own_data, "seed", 0)
+    assert cli.main(again) == 0

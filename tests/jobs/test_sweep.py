@@ -7,18 +7,21 @@ import dataclasses
 import json
 import multiprocessing
 import os
+import random
 import signal
 import subprocess
 import sys
 import time
 import tomllib
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.small import timeless
+from tests.reliability import counted
+from tests.small import read_rounds, timeless
 from undrift import cli, run
 from undrift.core.seals import seal_toml, unseal_toml
 from undrift.jobs.sweep import plan, run_all
@@ -149,6 +152,40 @@ def test_a_killed_process_of_a_sweep_is_replaced_and_its_run_goes_on(tmp_path: P
         assert timeless(records) == timeless(whole.records)
         model = load_file(tmp_path / "o" / job.name / "model.safetensors")
         assert all(torch.equal(model[name], tensor) for name, tensor in whole.model.items())
+
+
+@pytest.mark.system
+@pytest.mark.parametrize("pack", [False, True])
+def test_killed_processes_of_a_sweep_are_replaced(
+    pack: bool, tmp_path: Path, pytestconfig: pytest.Config, count: Any
+) -> None:
+    """Two runs in two processes, or both packed in one; whichever process works is killed after drawn numbers of rounds."""
+    with counted(count, "kill -9 of a process of a sweep", 2):
+        draw = random.Random(f"{pack} {pytestconfig.getoption('seed')}")
+        check_killed_processes(tmp_path, pack, [draw.randint(5, 120) for _ in range(2)])
+
+
+def check_killed_processes(folder: Path, pack: bool, after: list[int]) -> None:
+    (folder / "s.toml").write_text(SWEEP.replace("rounds = 4", "rounds = 150\ncheckpoint_every = 20"))
+    jobs, moments, said = plan(folder / "s.toml")[0][:2], list(after), []
+    told = 0
+
+    def kill(name: str, done: int, rounds: int) -> None:
+        nonlocal told
+        told += 1
+        if moments and told >= moments[0] and done < rounds:
+            told = 0
+            moments.pop(0)
+            multiprocessing.active_children()[0].kill()
+
+    assert run_all(jobs, folder / "o", 1 if pack else 2, kill, said.append, pack) == {}
+    assert not moments and "".join(said).count("died (exit code -9)") == len(after)
+    for job in jobs:
+        whole = run(job.config)
+        assert timeless(read_rounds(folder / "o" / job.name)) == timeless(whole.records)
+        model = load_file(folder / "o" / job.name / "model.safetensors")
+        close = 0.0 if not pack else 1e-5  # a pack of two and a run alone round differently
+        assert all(torch.allclose(model[name], tensor, atol=close, rtol=close) for name, tensor in whole.model.items())
 
 
 def test_a_run_whose_process_dies_again_and_again_is_given_up_and_others_go_on(tmp_path: Path) -> None:

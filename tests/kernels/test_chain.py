@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import MethodType
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -180,10 +182,38 @@ def tied() -> nn.Module:
     return module
 
 
+def patched() -> nn.Module:
+    """A layer whose `forward` was replaced in the object, as some packages do."""
+    module = nn.Sequential(nn.Linear(6, 4), nn.ReLU(), nn.Linear(4, 4))
+    module[0].forward = MethodType(lambda layer, h: 3 * nn.Linear.forward(layer, h), module[0])
+    return module
+
+
+def scaled() -> nn.Module:
+    """A container with a parameter of its own, which comes first in the vector."""
+    module = nn.Sequential(nn.Linear(6, 4), nn.ReLU(), nn.Linear(4, 4))
+    module.register_parameter("scale", nn.Parameter(torch.ones(7)))
+    return module
+
+
+@pytest.mark.parametrize("build", [hooked, patched, scaled, lambda: nn.Sequential(scaled(), nn.Linear(4, 4))])
+def test_what_looks_like_a_chain_is_computed_as_the_module_says(build: object) -> None:
+    """Stacked or in a pool as in plain PyTorch, one client after another."""
+    torch.manual_seed(0)
+    module = build()  # type: ignore[operator]
+    fed = federation((20,) * 4, features=6)
+    runs = (simulation(FedAvg(), module, fed, cohort=2, execution=way) for way in ("debug", "stacked", "pool"))
+    plain, *others = (path(run, 2) for run in runs)
+    for other in others:
+        torch.testing.assert_close(other, plain, rtol=1e-11, atol=1e-13)
+
+
 @pytest.mark.parametrize(
     "build",
     [
         hooked,
+        patched,
+        scaled,
         frozen,
         shared,
         tied,

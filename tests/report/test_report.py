@@ -14,7 +14,9 @@ from xml.etree import ElementTree
 
 import numpy as np
 import pytest
+from torch import nn
 
+import undrift
 from tests.small import write_run
 from undrift import cli
 from undrift.core.errors import BadRunFolder, BadSetting
@@ -28,6 +30,7 @@ from undrift.report.records import read_records
 from undrift.report.scores import default_target, rank
 from undrift.report.summary import pick_settings, summarise, verdict
 from undrift.report.text import more_table, table
+from undrift.simulate.evaluate import accuracy
 
 COMMON = {"dataset": "digits", "model": "mlp", "partition": "iid", "clients": 4, "cohort": 2, "rounds": 3}
 MADE = {"commit": "abc123", "device": "cpu", "versions": {"torch": "2.13"}}
@@ -507,3 +510,31 @@ def test_a_picture_of_many_clients_shows_the_first_hundred(tmp_path: Path) -> No
     partition_picture(np.ones((150, 2), dtype=np.int64), tmp_path / "p.svg", "digits")
     text = " ".join("".join(ElementTree.parse(tmp_path / "p.svg").getroot().itertext()).split())
     assert "digits (first 100 of 150 clients)" in text
+
+
+def test_other_objects_of_one_name_are_no_seeds(tmp_path: Path) -> None:
+    """Runs from Python whose model, data or loss only has the same name are other groups, not seeds of one."""
+    draw = np.random.default_rng(0)
+
+    def blob() -> tuple[Any, ...]:
+        return tuple(
+            values for n in (40, 20) for values in (draw.normal(size=(n, 5)).astype(np.float32), np.arange(n) % 3)
+        )
+
+    def module(bend: type[nn.Module]) -> nn.Module:
+        return nn.Sequential(nn.Linear(5, 4), bend(), nn.Linear(4, 3))
+
+    given: dict[str, Any] = {"model": module(nn.ReLU), "data": blob(), "clients": 4, "cohort": 2, "rounds": 1}
+    for seed, change in enumerate(
+        (
+            {}, {}, {"model": module(nn.Tanh)}, {"data": blob()},
+            {"loss": nn.CrossEntropyLoss(label_smoothing=0.1), "metrics": {"accuracy": accuracy}},
+        )
+    ):  # fmt: skip
+        undrift.run(**(given | change), partition="iid", seed=seed, out=tmp_path / str(seed))  # type: ignore[arg-type]
+    groups = group_runs(load([tmp_path]))
+    assert sorted([run.folder.name for run in group.runs] for group in groups) == [["0", "1"], ["2"], ["3"], ["4"]]
+    assert len({(group.task, group.label) for group in groups}) == 4
+    assert [group.task for group in group_runs(load([tmp_path / "0", tmp_path / "1"]))] == [
+        "object, iid, object Sequential"
+    ]

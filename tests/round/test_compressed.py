@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tests.reference import dp as plain
+from tests.reliability import counted
 from tests.small import path, simulation
 from undrift import cli
 from undrift.algorithms.checks import looks_at_single_uploads
@@ -111,7 +112,12 @@ def crossing(name: str, fields: dict[str, Any], **settings: Any) -> Any:
         for n, spec, name in CROSSED
     ],
 )
-def test_every_method_with_every_compressor_across_a_phase(name: str, spec: str, tmp_path: Path) -> None:
+def test_every_method_with_every_compressor_across_a_phase(name: str, spec: str, tmp_path: Path, count: Any) -> None:
+    with counted(count, "a method with a compressor, across its phases, on disk and resumed", 1):
+        check_across_a_phase(name, spec, tmp_path)
+
+
+def check_across_a_phase(name: str, spec: str, tmp_path: Path) -> None:
     """Five rounds in memory and on disk, where a run is resumed after three, end with the same bits; fewer bytes go up."""
     for number, fields in enumerate([{}, *FIELDS.get(name, [])]):
         whole, plain_ = crossing(name, fields, compress=spec), crossing(name, fields)

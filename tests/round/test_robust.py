@@ -18,6 +18,7 @@ from undrift.algorithms.fedavg import FedAvg
 from undrift.core.errors import BadRunFolder, BadSetting, UnknownName
 from undrift.core.names import names
 from undrift.jobs.registry import algorithm_class
+from undrift.round.aggregate import parse_rule
 from undrift.round.attack import parse_attack
 from undrift.round.order import Cost, play
 from undrift.simulate.simulation import Simulation
@@ -56,6 +57,7 @@ def test_executions_agree(rule: str, attack: str) -> None:
         torch.testing.assert_close(other, runs[0], rtol=1e-8, atol=1e-10)
 
 
+@pytest.mark.filterwarnings("ignore:.* answers to keep its promise")
 @pytest.mark.parametrize(
     "settings", [{}, {"sampling": "bernoulli"}, {"dropout_rate": 0.3, "weights": "size", "epochs": 1.5}], ids=str
 )
@@ -207,6 +209,8 @@ def test_settings_that_do_not_go_together_are_refused_in_one_line(capsys: pytest
     for flags, reason in (
         (["--aggregate", "median", "--compress", "fp16"], "does not go with compress"),
         (["--aggregate", "krum:4", "--cohort", "10"], "needs at least 11 clients a round"),
+        (["--aggregate", "trimmed:0.1", "--cohort", "9"], "needs at least 10 clients a round"),
+        (["--aggregate", "median", "--cohort", "2"], "needs at least 3 clients a round"),
         (["--aggregate", "median", "--algorithm", "gradma-s"], "looks at each client's upload"),
         (["--aggregate", "middle"], "unknown value of aggregate 'middle'"),
         (["--attack", "scale:2"], "a share above 0 and at most 1"),
@@ -224,3 +228,24 @@ def test_settings_that_do_not_go_together_are_refused_in_one_line(capsys: pytest
     settings: dict[str, Any] = {"partition": "iid", "rounds": 1, "clients": 4, "cohort": 2, "model": nn.Linear(5, 1)}
     with pytest.raises(BadSetting, match="one class label a sample"):
         undrift.run(data=(real, real), loss=nn.functional.mse_loss, attack="labelflip:0.2", **settings)
+
+
+def test_a_rule_is_refused_where_it_would_be_the_plain_mean() -> None:
+    """With one client fewer than `least` it leaves nobody out; with `least` it does."""
+    v = torch.tensor([[0.0], [1.0], [2.0], [3.0], [4.0], [5.0], [6.0], [7.0], [8.0], [1000.0]])
+    for share in (0.1, 0.2, 0.25, 0.3, 0.34, 0.4, 0.49):
+        rule = parse_rule(f"trimmed:{share}")
+        assert rule is not None
+        least = rule.least
+        for n, plain in ((least - 1, True), (least, False)):
+            cut = v[-n:]
+            weight = torch.full((n, 1), 1.0 / n)
+            assert torch.allclose(rule(cut, weight)[0], cut.mean(0)) == plain, (share, n)
+    assert [rule.least for rule in map(parse_rule, RULES) if rule] == [3, 5, 5, 3, 3, 1]
+
+
+def test_a_round_in_which_too_few_answer_for_the_rule_is_warned_of_once() -> None:
+    run = made(aggregate="krum:1", cohort=5, dropout_rate=0.6)
+    with pytest.warns(UserWarning, match="aggregate=krum:1 needs 5 answers to keep its promise, not") as said:
+        path(run, 6)
+    assert len(said) == 1

@@ -147,6 +147,7 @@ def test_ragged_rounds(name: str, settings: dict[str, Any]) -> None:
         agree(*pair)
 
 
+@pytest.mark.filterwarnings("ignore:.* answers to keep its promise")
 @pytest.mark.parametrize("rule", ["median", "trimmed:0.3", "krum:0:2", "geometric", "clip:0.5"])
 def test_rules_do_not_mix_runs(rule: str, tmp_path: Path) -> None:
     for pair in both(maker(algorithms("mime"), eval_every=5, aggregate=rule, dropout_rate=0.3, weights="size"), 4):

@@ -145,12 +145,28 @@ def open_picture(path: str | Path, *modes: str) -> Image:
     try:
         with Image.open(path) as picture:
             picture.load()
+            check_picture(path, picture)
             decoded = picture.copy() if picture.mode in modes else picture.convert(modes[0])
+    except BadData:
+        raise
     except Exception as error:  # Pillow raises many kinds for a damaged file
         raise BadData(f"{path}: cannot be decoded as a picture ({type(error).__name__}: {error})") from error
     if not min(decoded.size):
         raise BadData(f"{path}: the picture has {decoded.width} x {decoded.height} pixels; expected at least one")
     return decoded
+
+
+def check_picture(path: str | Path, picture: Image) -> None:
+    """Refuse what eight bits cannot hold, which Pillow would make white or black, and files of several pictures."""
+    if picture.mode.startswith(("I", "F")):
+        extremes: Any = picture.getextrema()  # of one band
+        low, high = extremes
+        if picture.mode == "F" or not 0 <= low <= high <= 255:
+            raise BadData(
+                f"{path}: the picture has values from {low:g} to {high:g}; save it with 8 bits, scaled to 0 .. 255"
+            )
+    if (count := getattr(picture, "n_frames", 1)) > 1:
+        raise BadData(f"{path}: the file holds {count} pictures; save each in a file of its own")
 
 
 def stack_pictures(pictures: Iterable[Image], count: int, channels: int) -> NDArray[np.uint8]:

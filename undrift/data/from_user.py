@@ -18,6 +18,7 @@ scaled to 0..1; floating-point inputs are not changed.
 from __future__ import annotations
 
 import itertools
+import warnings
 from collections.abc import Mapping
 from typing import Any
 
@@ -35,6 +36,7 @@ ARRAYS = (np.ndarray, torch.Tensor)
 NAMES = ("x_train", "y_train", "x_test", "y_test")
 LABELS = "labels"  # of a sample or of arrays that are a mapping
 ENDLESS = 1 << 26  # samples of a stream: who gives more does not end
+LOOKED_AT = 8  # samples of a torch Dataset that are read twice
 PART = (
     "give a torch Dataset of (input, target), a list of (input, target) tuples, or a tuple (inputs, targets) of arrays"
 )
@@ -163,6 +165,8 @@ def read_part(part: Any, what: str) -> Arrays:
     if not len(part):
         raise BadData(f"{what} has no samples; give at least one, or leave a client without samples out")
     samples = [read_sample(part, i, what) for i in range(len(part))]
+    if not (listed or stored):
+        say_read_once(part, samples, what)
     if listed and all(y.ndim and x.ndim and len(x) == len(y) for x, y in samples):
         raise BadData(f"{what} is a list of (array, array): are these samples, or batches? {PART}")
     for i, sample in enumerate(samples):
@@ -172,6 +176,19 @@ def read_part(part: Any, what: str) -> Arrays:
             if values.shape != first.shape:
                 raise BadData(f"{what}: {name} 0 has the shape {list(first.shape)}, {name} {i} {list(values.shape)}")
     return pair(np.stack([x for x, _ in samples]), np.stack([y for _, y in samples]), what)
+
+
+def say_read_once(part: Any, samples: list[Arrays], what: str) -> None:
+    """Warn where a torch Dataset gives another sample each time it is asked, such as a picture that is turned at random."""
+    for i, before in enumerate(samples[:LOOKED_AT]):
+        again = read_sample(part, i, what)
+        if not all(a.dtype == b.dtype and a.tobytes() == b.tobytes() for a, b in zip(before, again, strict=True)):
+            warnings.warn(
+                f"{what} gives another sample {i} each time it is asked, but is read once: what it draws at random stays the "
+                "same in all rounds; leave random transforms out, and give the crop and flip of an undrift.Dataset instead",
+                stacklevel=2,
+            )
+            return
 
 
 def read_sample(part: Any, i: int, what: str) -> Arrays:

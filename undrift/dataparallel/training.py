@@ -32,6 +32,7 @@ from undrift.dataparallel.workers import Ranks, SimulatedWorkers
 from undrift.jobs.protocol import InMemory
 from undrift.jobs.registry import build_model
 from undrift.jobs.start import compiles
+from undrift.oracle.identity import identity
 from undrift.oracle.net import Context, Net
 from undrift.oracle.oracle import Oracle
 from undrift.round.record import RoundRecord, write_record
@@ -231,4 +232,4 @@ class ParallelTraining(InMemory):
         return {"compile": "on" if self.compile else "off"} if self.device.type == "cuda" else {}
 
     def about(self) -> dict[str, Any]:
-        return {"parameters": self.net.layout.entries}
+        return {"parameters": self.net.layout.entries, "task": identity(self.net, self.data)}

@@ -88,7 +88,15 @@ class JobConfig:
 
     def remarks(self) -> list[str]:
         """Warnings about settings that are legal but probably unintended."""
-        return []
+        late = [drop for drop in self.schedule.drops if drop >= self.rounds]
+        remarks = (
+            [f"the rate does not drop after round {late[0]}, because the run ends before; see lr_drops"] if late else []
+        )
+        if self.warmup > self.rounds:
+            remarks.append(
+                f"the full rate is never reached: warmup is {self.warmup:g} rounds, the run has {self.rounds}"
+            )
+        return remarks
 
     def advice(self) -> str:
         """What to try if the run diverges."""
@@ -175,7 +183,7 @@ class RunConfig(JobConfig):
             )
 
     def remarks(self) -> list[str]:
-        return list(build_algorithm(self).remarks(self.rounds, self.cohort))
+        return [*super().remarks(), *build_algorithm(self).remarks(self.rounds, self.cohort)]
 
     def advice(self) -> str:
         more = [] if self.set.get("clip") else ["shorter steps (clip=10)"]
@@ -425,9 +433,12 @@ def parse_slow(text: str) -> tuple[float, float]:
 def parse_drops(text: str) -> tuple[int, ...]:
     """Parse --lr-drops, such as "120,160"."""
     try:
-        return tuple(int(part) for part in text.split(",") if part.strip())
+        drops = tuple(int(part) for part in text.split(",") if part.strip())
     except ValueError:
-        raise BadSetting(f"lr_drops takes rounds with commas, such as 120,160, not {text!r}") from None
+        drops = (0,)
+    if any(drop < 1 for drop in drops) or len(set(drops)) < len(drops):
+        raise BadSetting(f"lr_drops takes different rounds, counted from 1, with commas, such as 120,160, not {text!r}")
+    return drops
 
 
 def build_algorithm(config: RunConfig) -> Any:

@@ -137,6 +137,7 @@ class Course(Generic[R, C]):
         if folder is not None and not resume:
             folder.create(self.toml())
         elif folder is not None:
+            self.check_task(folder)
             if checkpoint is not None:
                 try:
                     run.restore(tensors, facts["round"])
@@ -154,6 +155,20 @@ class Course(Generic[R, C]):
         self.leaves_model = True  # whether the end is written to the folder
         if facts.get("stopped") == "diverged":
             self.reached = "diverged"
+
+    def check_task(self, folder: RunFolder) -> None:
+        """Refuse to go on with other data, another model or another loss than the run began with."""
+        what = {
+            "samples": "the samples", "holdings": "who holds which samples", "layers": "the model's layers",
+            "frozen": "the model's frozen tensors", "loss": "the loss",
+        }  # fmt: skip
+        before = folder.settings().get("made", {}).get("task", {})
+        for name, now in self.run.about().get("task", {}).items():
+            if before.get(name, now) != now:
+                raise BadRunFolder(
+                    f"{folder.path} holds another run: {what[name]} changed since it began; give it what it began with, or "
+                    "choose another --out"
+                )
 
     def ahead(self) -> tuple[int, bool]:
         """Count the next rounds, up to a checkpoint and a few seconds long; 0 at the end. Also say whether the run ends there."""

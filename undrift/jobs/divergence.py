@@ -10,7 +10,7 @@ from torch import Tensor
 
 from undrift.core import ranks
 
-LOST = 3  # rounds in a row without one finite update that end a run
+LOST = 3  # rounds in a row: without one finite update they end a run, without an answer they are warned of
 SCORES = {
     "accuracy": 1.0,
     "dice": 1.0,
@@ -29,10 +29,15 @@ def trouble(records: Sequence[Mapping[str, Any]], scored: bool) -> tuple[str, bo
     ('the loss on the test set is nan', True)
     >>> trouble([{"loss": None, "clients": 10, "dropped": 10, "gradients": 50}], True)
     ("no client's update was finite", False)
+    >>> trouble(3 * [{"loss": None, "clients": 2, "dropped": 2, "gradients": 0}], True)
+    ('nobody has answered, 3 rounds in a row', False)
     """
     loss = records[-1]["loss"]
     if loss is not None and not math.isfinite(loss):
         return f"the loss on the test set is {loss}", scored
+    alone = [0 < record["clients"] == record["dropped"] and not record["gradients"] for record in records[-LOST:]]
+    if len(alone) == LOST and all(alone):
+        return f"nobody has answered, {LOST} rounds in a row", False
     lost = [in_vain(record) for record in records[-LOST:]]
     if not lost[-1]:
         return "", False

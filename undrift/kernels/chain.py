@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from undrift.core.forms import faster, plain
 from undrift.kernels import devices
 from undrift.kernels.dense_cpu import Block, Dense, Norm
-from undrift.oracle.net import IGNORED, Net, kept_entries
+from undrift.oracle.net import IGNORED, Net, is_altered, kept_entries, only_runs_its_parts
 from undrift.oracle.oracle import Oracle, stacks_in_a_thread, task_gradient, task_step
 
 aten: Any = torch.ops.aten
@@ -331,14 +331,14 @@ def pooled_first(layers: list[Layer]) -> list[Layer]:
 
 def leaves(module: nn.Module) -> list[nn.Module]:
     """The layers of nested nn.Sequentials, in order; any other module is one layer."""
-    if not isinstance(module, nn.Sequential) or type(module).forward is not nn.Sequential.forward or has_hooks(module):
+    if not only_runs_its_parts(module):
         return [module]
     return [leaf for part in module for leaf in leaves(part)]
 
 
 def as_layer(part: nn.Module, training: bool) -> Layer | None:
     """A part of a module in training or evaluation mode as a layer of a chain, or None if it is not supported."""
-    if has_hooks(part):
+    if is_altered(part):
         return None
     if type(part) is nn.Linear:
         return Linear(part.bias is not None)
@@ -396,12 +396,6 @@ def as_block(layers: list[Layer], shapes: list[list[torch.Size]]) -> Block | Non
             if square and max(channels, outputs) <= NARROW:
                 return Block(channels, outputs, kernel[0], padding[0], biased)
     return None
-
-
-def has_hooks(module: nn.Module) -> bool:
-    """Whether calling the module does more than its forward."""
-    kinds = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-    return any(vars(module).get(kind) for kind in kinds)
 
 
 def chain_of(net: Net) -> Chain | None:

@@ -10,7 +10,7 @@ import contextlib
 import copy
 import threading
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeGuard, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -370,6 +370,10 @@ class Net:
     ) -> None:
         if getattr(loss, "weight", None) is not None and getattr(loss, "reduction", "none") == "mean":
             raise BadSetting("a loss with class weights must not average by itself here; give it reduction='none'")
+        if isinstance(loss, nn.Module) and any(p.requires_grad for p in loss.parameters()):
+            raise BadSetting(
+                "the loss has parameters, which would not be trained; put them into the model, or call requires_grad_(False)"
+            )
         self.loss = F.cross_entropy if plain_cross_entropy(loss) else loss
         self.of_batch: bool = getattr(loss, "of_batch", False)
         self.ignored: int = getattr(loss, "ignore_index", IGNORED)  # only with cross-entropy
@@ -422,6 +426,10 @@ class Net:
         self._evaluation = _copy_sharing_tensors(self._training, self.current).eval()
         self.counters = self.counters.to(device)
         return self
+
+    def shared_buffers(self) -> dict[str, Tensor]:
+        """The buffers that no client has for itself."""
+        return {n: b for n, b in self._training.named_buffers() if n not in self.buffer_layout.names}
 
     def module(self, training: bool) -> nn.Module:
         """This thread's copy: `functional_call` swaps tensors inside the module, so threads must not share one."""
@@ -608,12 +616,25 @@ def blocks(module: nn.Module) -> list[nn.Module]:
     named = getattr(module, "blocks", None)
     if isinstance(named, tuple) and len(named) > 1 and all(isinstance(name, str) for name in named):
         return [module.get_submodule(name) for name in named]
-    if not isinstance(module, nn.Sequential) or type(module).forward is not nn.Sequential.forward or len(module) < 2:
+    if not only_runs_its_parts(module) or len(module) < 2:
         raise BadSetting(
             "this method needs a model made of blocks: an nn.Sequential of at least two parts whose last one is the "
-            f"classifier, or a module whose attribute `blocks` names such parts, not {type(module).__name__}"
+            "classifier and that does nothing else, or a module whose attribute `blocks` names such parts, not "
+            f"{type(module).__name__}"
         )
     return list(module)
+
+
+def only_runs_its_parts(module: nn.Module) -> TypeGuard[nn.Sequential]:
+    """Whether this is an nn.Sequential that does nothing but call its parts, one after another, and has no tensors of its own."""
+    usual = isinstance(module, nn.Sequential) and type(module).forward is nn.Sequential.forward
+    return usual and not (is_altered(module) or module._parameters or module._buffers)
+
+
+def is_altered(module: nn.Module) -> bool:
+    """Whether calling the module does something else than its class says: hooks, or a `forward` of its own."""
+    kinds = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks", "forward")
+    return any(vars(module).get(kind) for kind in kinds)
 
 
 def _run_blocks(parts: list[nn.Module], h: Tensor) -> list[Tensor]:

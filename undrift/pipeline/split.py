@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from undrift.core import ranks
 from undrift.core.errors import BadSetting
+from undrift.oracle.net import only_runs_its_parts
 from undrift.pipeline.block import Loss
 
 Model = nn.Module | Sequence[nn.Module]
@@ -44,12 +45,12 @@ def join_parts(parts: Sequence[ModelPart], tensors: dict[str, Tensor]) -> dict[s
 
 def layers_of(model: nn.Module, name: str = "") -> list[tuple[str, nn.Module]]:
     """The layers that a model runs one after another: nested nn.Sequentials are opened, other modules are one layer."""
-    if isinstance(model, nn.Sequential) and type(model).forward is nn.Sequential.forward:
+    if only_runs_its_parts(model):
         children = zip(model._modules, model, strict=True)  # named_children leaves out repeated layers
         return [layer for child, part in children for layer in layers_of(part, f"{name}{child}.")]
     if not name:
         raise BadSetting(
-            f"the model to cut must be an nn.Sequential, not {type(model).__name__}; "
+            f"the model to cut must be an nn.Sequential, not {type(model).__name__}, and do nothing but run its parts; "
             "wrap its stages in an nn.Sequential, or give a list of modules"
         )
     return [(name.removesuffix("."), model)]

@@ -26,6 +26,7 @@ from undrift.jobs.course import Progress, Result
 from undrift.jobs.protocol import InMemory
 from undrift.jobs.registry import build_model
 from undrift.jobs.start import start
+from undrift.oracle.identity import identity_of_data
 from undrift.pipeline.block_scores import mean_cross_entropy
 from undrift.pipeline.engines import METHODS, Engine, build_engine, schedule_of
 from undrift.pipeline.feed import Feed
@@ -173,7 +174,7 @@ class PipelineTraining(InMemory):
         return join_parts(self.parts, self.engine.model())
 
     def about(self) -> dict[str, Any]:
-        return {"parameters": self.parameters}
+        return {"parameters": self.parameters, "task": identity_of_data(self.feed.data)}
 
 
 def gather_facts(facts: dict[str, Any]) -> list[dict[str, Any]]:

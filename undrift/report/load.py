@@ -53,7 +53,29 @@ class Group(NamedTuple):
 
 def load(paths: list[Path]) -> list[Run]:
     """Read the runs in the given paths, each a run folder or a folder that holds some."""
-    return [_load_one(folder) for folder in find(paths)]
+    return tell_apart([_load_one(folder) for folder in find(paths)])
+
+
+def tell_apart(runs: list[Run]) -> list[Run]:
+    """The runs, with data, models and losses told apart that go by one name, as objects in Python and files that changed do."""
+    both = ("dataset", "model")
+    names = ("dataset", ("dataset",), "samples"), ("model", both, "layers"), ("loss", both, "loss")
+    for setting, alike, fact in names:
+        keys = [repr([run.kind, *(run.settings.get(name) for name in alike)]) for run in runs]
+        found: dict[str, set[str]] = {}
+        for key, run in zip(keys, runs, strict=True):
+            found.setdefault(key, set()).add(_identity(run, fact))
+        for n, (key, run) in enumerate(zip(keys, runs, strict=True)):
+            if len(found[key] - {""}) > 1 and (which := _identity(run, fact)):
+                named = which if setting == fact else f"{run.settings.get(setting)} {which[:6]}"
+                runs[n] = run._replace(settings={**run.settings, setting: named})
+    return runs
+
+
+def _identity(run: Run, fact: str) -> str:
+    """What [made.task] says of the run's data, model or loss; empty if it says nothing."""
+    task = run.made.get("task")
+    return str(task.get(fact, "")) if isinstance(task, Mapping) else ""
 
 
 def find(paths: list[Path]) -> list[Path]:

@@ -1,27 +1,22 @@
-"""Which way of asking suits a model: checked and counted on the first cohort."""
+"""Which way of asking suits a model: counted on the first cohort."""
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import sys
 import warnings
-from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
-from torch.utils import checkpoint
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from undrift.algorithms.base import Algorithm
 from undrift.core.device import available_memory, total_memory
-from undrift.core.errors import BadData, BadSetting, ClientFailed, UndriftError
+from undrift.core.errors import ClientFailed
 from undrift.core.trees import State
-from undrift.oracle.net import IGNORED, Net, classes_first
+from undrift.oracle.net import Net
 from undrift.oracle.oracle import stacks_in_a_thread, task_loss
-from undrift.oracle.tasks import LOSSES
 from undrift.simulate.graphs import rehearsal
 from undrift.simulate.here import Execution, OneByOne, Pool, Stacked
 from undrift.simulate.work import LocalWork
@@ -103,108 +98,6 @@ def clients_at_a_time(load: Load, device: torch.device, cohort: int) -> int:
         stacklevel=2,
     )
     return few
-
-
-@contextlib.contextmanager
-def blame_model(work: LocalWork) -> Iterator[None]:
-    """Say of whatever the user's model or loss raises that it was theirs."""
-    try:
-        yield
-    except UndriftError:
-        raise
-    except Exception as error:
-        shape = list(work.data.shape)
-        raise BadSetting(f"the model failed on samples of shape {shape}: {type(error).__name__}: {error}") from error
-
-
-@contextlib.contextmanager
-def no_checkpoints() -> Iterator[None]:
-    """Refuse a model that computes activations again: that pass would not see the vectors in place of its parameters."""
-    names = "CheckpointFunction", "_checkpoint_without_reentrant_generator"
-    before = {name: getattr(checkpoint, name) for name in names}
-
-    class Refused:
-        def __init__(self, *_: Any) -> None:
-            raise BadSetting(
-                "the model uses gradient checkpointing, which clients' vectors in place of parameters do not allow; turn it "
-                "off, and take fewer clients at a time (--chunk) or smaller batches to save memory"
-            )
-
-        apply = __init__
-
-    try:
-        for name in names:
-            setattr(checkpoint, name, Refused)
-        yield
-    finally:
-        for name in names:
-            setattr(checkpoint, name, before[name])
-
-
-def check_repeatable(net: Net, x: Tensor, buffers: Tensor, work: LocalWork) -> None:
-    """Refuse a model that draws random numbers outside our streams: its runs could not be seeded."""
-
-    def gradient() -> Tensor:
-        oracle, _ = next(work.steps(0, 1))
-        oracle.buffers = buffers
-        return oracle.grad(x)
-
-    with blame_model(work), no_checkpoints():
-        first, second = gradient(), gradient()
-    if (first - second).norm() > 0.01 * first.norm():  # a GPU's sums may differ in their last digits, a mask in many
-        raise BadSetting(
-            "the model gives two different gradients on one batch, so it draws random numbers that cannot be seeded "
-            "(functional dropout?) or keeps a state of its own; use nn.Dropout modules and stateless layers"
-        )
-
-
-def check_labels(net: Net, x: Tensor, buffers: Tensor, work: LocalWork) -> None:
-    """Refuse class labels that the model has no output for, and blocks that are not the model."""
-    check_blocks(net, x, buffers, work)
-    train, test = work.data.train.targets, work.data.test.targets
-    if train.is_floating_point() and not (net.of_batch or net.loss in LOSSES.values()):
-        warn_of_broadcasting(net, x, buffers, work)
-    if net.loss is not F.cross_entropy or train.is_floating_point():
-        return
-    oracle, _ = next(work.steps(0, 1))
-    with blame_model(work):
-        outputs, _ = net(x, buffers, oracle.batch.inputs[:1], None)
-    outputs = classes_first(outputs, oracle.batch.targets[:1])
-    used = torch.cat([train.flatten(), test.flatten()])
-    used = used[(used != IGNORED) & (used != net.ignored)]  # no labels
-    if outputs.dim() < 2 or int(used.min()) < 0 or int(used.max()) >= outputs.shape[1]:
-        raise BadData(
-            f"the labels run from {int(used.min())} to {int(used.max())}, but the model's output is {list(outputs.shape[1:])}; "
-            "labels must be 0 .. classes - 1, with one output for each"
-        )
-
-
-def check_blocks(net: Net, x: Tensor, buffers: Tensor, work: LocalWork) -> None:
-    """Refuse a module of the user's whose named blocks, one after another, do not give its outputs."""
-    named: Any = getattr(net.original, "blocks", None)
-    if not isinstance(named, tuple):
-        return
-    oracle, _ = next(work.steps(0, 1))
-    inputs = oracle.batch.inputs[:1]
-    with blame_model(work):
-        outputs, _ = net(x, buffers, inputs, None)
-        last = net.trace(x, buffers, inputs, None)[0][-1]
-    if last.shape != outputs.shape or not torch.allclose(last, outputs, rtol=1e-3, atol=1e-5, equal_nan=True):
-        raise BadSetting(f"the model's blocks ({', '.join(named)}), one after another, do not give its outputs")
-
-
-def warn_of_broadcasting(net: Net, x: Tensor, buffers: Tensor, work: LocalWork) -> None:
-    """Warn where outputs and targets are numbers of different shapes, so that a loss or a metric may compare each with all."""
-    oracle, _ = next(work.steps(0, 1))
-    with blame_model(work):
-        outputs, _ = net(x, buffers, oracle.batch.inputs[:1], None)
-    here, there = list(outputs.shape[1:]), list(work.data.train.targets.shape[1:])
-    if here != there:
-        warnings.warn(
-            f"the model's outputs are {here} a sample and the targets {there}: a loss or a metric may broadcast one against "
-            "the other; give both the same shape",
-            stacklevel=2,
-        )
 
 
 def choose(

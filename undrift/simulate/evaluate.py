@@ -32,6 +32,8 @@ def accuracy(outputs: Tensor, targets: Tensor) -> Tensor:
     >>> accuracy(torch.tensor([[0.1, 0.9], [0.8, 0.2]]), torch.tensor([1, 1]))
     tensor([ True, False])
     """
+    if targets.is_floating_point() and targets.shape == outputs.shape:  # probabilities of classes
+        targets = targets.argmax(1)
     right = outputs.argmax(1) == targets
     if right.dim() == 1:
         return right

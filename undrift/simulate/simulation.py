@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -24,6 +25,7 @@ from undrift.core.rates import RateSchedule
 from undrift.core.trees import State, map_leaves, named_leaves, nbytes
 from undrift.data.batches import Plan, Table
 from undrift.data.federation import Federation, Ids, pool
+from undrift.oracle.identity import identity
 from undrift.oracle.net import Net
 from undrift.round.accounting import Accountant
 from undrift.round.aggregate import MEAN, parse_rule
@@ -37,7 +39,8 @@ from undrift.round.robust import check_rule
 from undrift.round.shapes import Forms
 from undrift.round.who import Attendance, Sampling, Task, Who
 from undrift.simulate import export
-from undrift.simulate.choose import check_labels, check_repeatable, choose, keep_freed_memory
+from undrift.simulate.check_task import check_task
+from undrift.simulate.choose import choose, keep_freed_memory
 from undrift.simulate.client_store import DiskTable, choose_table
 from undrift.simulate.clients import ClientTable
 from undrift.simulate.evaluate import (
@@ -145,6 +148,7 @@ class Simulation:
             check_summed(alg)
             self.uplink = Uplink(settings.compress, settings.seed, net, upload_form(alg, net, data.clients))
         self.rule, self.attackers = parse_rule(settings.aggregate), None
+        self.unguarded = False  # whether too few have answered in some round for the rule, and that was said
         if self.rule is not None:
             check_rule(self.rule, alg, settings.cohort, settings.compress, settings.privacy is not None)
         if attack := parse_attack(settings.attack):
@@ -233,8 +237,7 @@ class Simulation:
             return self.remote(work)
         if self.execution is None:
             where = (self.net, self.state.x, self.state.buffers, work)
-            check_labels(*where)
-            check_repeatable(*where)
+            check_task(*where)
             alg = self.wrap(self.alg)
             down = self.down(who)
             client = new_clients(alg, shared(down), who.ids, self.state.buffers.unsqueeze(-2))
@@ -305,10 +308,21 @@ class Simulation:
             down += alg.buffers_down(invited, returning) * nbytes(self.state.buffers)
         if len(kept):
             self.counted[kept] = self.latest = self.t + 1
+        self.say_unguarded(len(kept))
         each = down / max(1, invited) + up / max(1, asked)
         network = self.network_seconds(each, 2 if alg.measures and asked else 1)
         numbers = {**numbers, **network, **self.spend(attendance)}
         return write_record(self.t + 1, began, numbers, invited, invited - len(kept), down, up, gradients)
+
+    def say_unguarded(self, answers: int) -> None:
+        """Warn of the first round in which too few answer for the rule; a deployment says it of every round by itself."""
+        if self.rule is not None and self.remote is None and 0 < answers < self.rule.least and not self.unguarded:
+            self.unguarded = True
+            warnings.warn(
+                f"round {self.t + 1}: aggregate={self.settings.aggregate} needs {self.rule.least} answers to keep its promise, "
+                f"not {answers}; raise cohort (said once)",
+                stacklevel=2,
+            )
 
     def spend(self, attendance: Attendance) -> dict[str, float]:
         """What the next round and all before it cost in privacy, and the clipping that it leaves, where that changes."""
@@ -478,7 +492,11 @@ class Simulation:
         held = {}
         if len(data.train) and data.train.labelled and 0 < data.classes <= MOST_CLASSES:
             held = {"holdings": [" ".join(map(str, row)) for row in data.class_counts(MOST_SHOWN)]}
-        return {"parameters": self.net.layout.entries} | found | sites | held
+        return {"parameters": self.net.layout.entries} | found | sites | held | {"task": self.task_identity}
+
+    @functools.cached_property
+    def task_identity(self) -> dict[str, str]:
+        return identity(self.net, self.data)
 
     def place(self, path: Path | None, tensors: Mapping[str, Tensor], t: int) -> None:
         """Choose where clients' states are kept, before they are restored from these tensors of round t."""

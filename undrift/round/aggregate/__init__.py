@@ -23,6 +23,7 @@ from torch import Tensor
 from undrift.core.errors import BadSetting, UnknownName
 
 MEAN = "mean"  # no rule
+MAJORITY = 3  # clients of whom one can be outvoted: between two, a median is the mean
 LONGEST = 1e12  # entries so many times the usual ones are cut, so that their squares do not overflow
 
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from undrift.core.errors import BadSetting
 from undrift.core.vec import norm
-from undrift.round.aggregate import Rule, middle, scaled
+from undrift.round.aggregate import MAJORITY, Rule, middle, scaled
 from undrift.round.aggregate.bound import shorten
 
 
@@ -20,6 +20,10 @@ class Clip(Rule):
     times: float = 1.0
 
     keeps_single: ClassVar[bool] = True
+
+    @property
+    def least(self) -> int:
+        return MAJORITY
 
     def __call__(self, v: Tensor, weight: Tensor) -> Tensor:
         u, unit = scaled(v, weight)

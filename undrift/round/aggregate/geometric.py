@@ -11,7 +11,7 @@ from torch import Tensor
 
 from undrift.core.errors import BadSetting
 from undrift.core.vec import mean, norm
-from undrift.round.aggregate import Rule, middle, scaled, spread
+from undrift.round.aggregate import MAJORITY, Rule, middle, scaled, spread
 
 SMOOTHING = 1e-6  # nu, in units of a usual client's largest entry
 
@@ -24,6 +24,10 @@ class Geometric(Rule):
     """
 
     steps: int = 10
+
+    @property
+    def least(self) -> int:
+        return MAJORITY
 
     def __call__(self, v: Tensor, weight: Tensor) -> Tensor:
         u, unit = scaled(v, weight)

@@ -5,6 +5,7 @@ Yin, Chen, Ramchandran, Bartlett: Byzantine-Robust Distributed Learning: Towards
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -22,6 +23,11 @@ class Trimmed(Rule):
     """The plain mean of what is left of each entry without the `share` n largest and as many smallest values."""
 
     share: float = 0.1
+
+    @property
+    def least(self) -> int:
+        """With fewer clients nothing is left out, and the rule is the plain mean."""
+        return math.ceil((1 - ROUNDING) / self.share) if self.share else 1
 
     def __call__(self, v: Tensor, weight: Tensor) -> Tensor:
         ordered, count = in_order(v, weight)
