@@ -22,6 +22,7 @@ from flwr.proto.control_pb2 import ListNodesRequest, RegisterNodeRequest, Unregi
 from flwr.proto.node_pb2 import NodeInfo
 from flwr.supercore.control import ControlHttpClient
 from flwr.supercore.primitives.asymmetric import public_key_to_bytes
+from uvicorn.protocols.http.h11_impl import H11Protocol, RequestResponseCycle
 
 from undrift.core import stopping
 from undrift.core.errors import BadSetting, UndriftError
@@ -37,6 +38,7 @@ LINK = "link"  # name of the SuperLink's own certificate, for loopback
 LIFE = 3650  # days for which that is valid
 PATIENCE = 600.0  # seconds until the SuperLink must answer; on a busy machine it takes minutes
 LOOK = 1.0  # seconds between two looks at the folder
+HURRY = 20.0  # seconds within which a connection must make a request
 QUIET = {"FLWR_TELEMETRY_ENABLED": "0", "FLWR_DISABLE_UPDATE_CHECK": "1"}
 
 
@@ -64,13 +66,36 @@ def serve(server: Path, listen: str, say: Callable[[str], None]) -> None:
             gate = Gate(server, f"https://{address}", say)
             config = uvicorn.Config(
                 gate, host=host.strip("[]"), port=int(port), ssl_certfile=server / "server.crt",
-                ssl_keyfile=str(server / "server.key"), lifespan="off", ws="none", access_log=False,
-                log_level="warning", proxy_headers=False, server_header=False,
+                ssl_keyfile=str(server / "server.key"), lifespan="off", ws="none", access_log=False, http=Line,
+                log_level="error", proxy_headers=False, server_header=False,
             )  # fmt: skip
             ready = f"{READY} {listen}; Flower's other APIs are on {address} alone"
             asyncio.run(attend(config, server, process, lambda: register(server, control, say), gate, say, ready))
             if process.poll() is not None:
                 raise BadSetting(f"the SuperLink ended with code {process.returncode}; its last lines say why")
+
+
+class Line(H11Protocol):
+    """A connection that is cut where no request begins for long: whoever trickles headers would hold it for ever.
+
+    h11 takes at most 64 KiB of them, and httptools, which uvicorn prefers, any number.
+    """
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self.idle: RequestResponseCycle | Line | None = (
+            None  # the request after which it was idle; itself if it was not
+        )
+        self.loop.call_later(HURRY, self.look)
+
+    def look(self) -> None:
+        """Cut it if no request has begun since the last look, and none is being answered."""
+        before, busy = self.idle, self.cycle is not None and not self.cycle.response_complete
+        self.idle = self if busy else self.cycle
+        if self.idle is before and not busy:
+            self.transport.abort()
+        elif not self.transport.is_closing():
+            self.loop.call_later(HURRY, self.look)
 
 
 class Door(uvicorn.Server):
