@@ -256,6 +256,49 @@ def test_what_a_curious_server_may_not_ask(
     assert any(part in failure for part in reason.split("|")), failure
 
 
+def test_letters_twice_late_or_out_of_order_get_nothing(tmp_path: Path) -> None:
+    """Each letter but the first is answered once, at its time, in its round; what came between changes nothing."""
+    found = secure(tmp_path, ten(), 10)
+    ask, order = found.post.ask, ("train-shares", "train", "train-unmask")
+    refused, old = list[str | Letter](), dict[str, Letter]()
+
+    def meddle(name: str, letter: Letter) -> Letter | str:
+        exchange = str(letter.facts["exchange"])
+        if name != "9" or exchange not in order:
+            return ask(name, letter)
+        refused.extend(ask(name, letter) for letter in old.values())  # of this round and of the one before
+        refused.extend(ask(name, replay(found, "9", other)) for other in order[: order.index(exchange)])
+        answer = ask(name, letter)
+        refused.append(ask(name, letter))
+        old[exchange] = letter
+        return answer
+
+    found.post.ask = meddle
+    near(found.path(2), path(ten()(), 2))
+    assert len(refused) == 24 and {*refused} == {"failed: this letter is not the next one of a sum that has begun here"}
+
+
+def test_shares_of_one_client_under_the_name_of_another_are_seen(tmp_path: Path) -> None:
+    """The server hands client 9 what 3 and 4 have sealed for it, the wrong way round; or what was sealed for 8."""
+    for other in (False, True):
+        found = secure(tmp_path / str(other), ten(), 10)
+        ask = found.post.ask
+
+        def swapped(name: str, letter: Letter, other: bool = other, ask: Any = ask, found: Any = found) -> Letter | str:
+            if name == "9" and letter.facts["exchange"] == "train":
+                rows = tensor_of(letter, "sealed", 10, 64)
+                rows[[3, 4]] = rows[[4, 3]]
+                if other:
+                    rows = tensor_of(replay(found, "8", "train"), "sealed", 10, 64)
+                letter = changed(letter, "sealed", rows)
+            return ask(name, letter)
+
+        found.post.ask = swapped
+        near(found.path(1), path(ten()(), 1))
+        (line,) = found.said
+        assert "9 is not in the sum any more: failed: a share was not sealed by the client" in line
+
+
 def tensor_of(letter: Letter, name: str, *shape: int, dtype: torch.dtype = torch.uint8) -> torch.Tensor:
     return decode(name, letter.arrays[name], torch.empty(shape, dtype=dtype))
 

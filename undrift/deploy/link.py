@@ -28,9 +28,9 @@ from undrift.core import stopping
 from undrift.core.errors import BadSetting, UndriftError
 from undrift.core.files import make_private
 from undrift.deploy import superlink
-from undrift.deploy.clients import ADMITTED, admitted
+from undrift.deploy.clients import ADMITTED, REVOKED, admitted
 from undrift.deploy.gate import Gate
-from undrift.deploy.keys import LOOPBACK, write, write_certificate
+from undrift.deploy.keys import LOOPBACK, refuse_open, write, write_certificate
 from undrift.deploy.ports import free_port
 
 READY = "clients may join at"  # in the line that says that all is up
@@ -57,6 +57,7 @@ def serve(server: Path, listen: str, say: Callable[[str], None]) -> None:
     for name in ("ca.crt", "ca.key", "server.crt", "server.key"):
         if not (server / name).exists():
             raise BadSetting(f"{server / name} is not there; make it with: undrift deploy keys {server} --host ADDRESS")
+    refuse_open(server, "ca.key", "server.key")
     os.umask(0o077)  # also for Flower's database and the run's folder
     make_private(server / ADMITTED)
     with alone(server) as lock, super_link(server, lock) as (process, address):
@@ -139,8 +140,9 @@ async def attend(
 
 def state_of(server: Path) -> tuple[tuple[str, int], ...]:
     """What is in the folder that may change while the server runs."""
-    files = [server / "server.crt", server / "server.key", *sorted((server / ADMITTED).glob("[!.]*.pub"))]
-    return tuple((file.name, file.stat().st_mtime_ns) for file in files if file.exists())
+    keys = (file for folder in (ADMITTED, REVOKED) for file in sorted((server / folder).glob("[!.]*.pub")))
+    files = [server / "server.crt", server / "server.key", *keys]
+    return tuple((str(file), file.stat().st_mtime_ns) for file in files if file.exists())
 
 
 def register(server: Path, control: ControlHttpClient, say: Callable[[str], None]) -> None:
