@@ -79,7 +79,7 @@ class Letter:
 
 
 def most_bytes(asked: int) -> int:
-    """The most bytes that an answer may have to a letter of so many bytes; methods send up what they are sent, or twice that."""
+    """The most bytes that an answer may have to a letter of so many bytes; most methods send up what they are sent."""
     return TIMES * asked + ALWAYS
 
 
