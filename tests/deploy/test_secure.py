@@ -178,7 +178,8 @@ def test_the_server_sees_masked_numbers_only(tmp_path: Path) -> None:
             for numbers in (sent, sent[:-1] - fixed):
                 assert stats.kstest(numbers / 2**32, "uniform").pvalue > 1e-4
     assert kinds == {
-        "train-keys": {"keys"}, "train-shares": {"sealed", "mark"}, "train": {"numbers"}, "train-unmask": {"seeds", "keys"}
+        "train-keys": {"keys", "settings"}, "train-shares": {"sealed", "mark"},
+        "train": {"numbers"}, "train-unmask": {"seeds", "keys"},
     }  # fmt: skip
     for _, letter in found.post.up:
         if letter.facts["exchange"] == "train-unmask":  # seeds of the nine that stay, the mask key of the one that left
@@ -276,6 +277,55 @@ def test_letters_twice_late_or_out_of_order_get_nothing(tmp_path: Path) -> None:
     found.post.ask = meddle
     near(found.path(2), path(ten()(), 2))
     assert len(refused) == 24 and {*refused} == {"failed: this letter is not the next one of a sum that has begun here"}
+
+
+@pytest.mark.parametrize("honest", [True, False])
+def test_a_server_that_gives_clients_different_models_gets_noise(honest: bool, tmp_path: Path) -> None:
+    """One client's numbers would be the sum's, where those of all others are known: as those for a model of zeros."""
+    make = ten()
+    found = secure(tmp_path, make, 10)
+    ask, alone = found.post.ask, Direct(make, tmp_path / "alone")
+    updates = list[np.ndarray[Any, Any]]()
+
+    def meddle(name: str, letter: Letter) -> Letter | str:
+        if letter.facts["exchange"] != "train":
+            return ask(name, letter)
+        if not honest and name != "9":
+            sent = found.run.net.sent(found.run.state.x, "model")
+            letter = changed(letter, "request.down.x", torch.zeros_like(sent))
+        plain = {n.removeprefix("request."): a for n, a in letter.arrays.items() if n.startswith("request.")}
+        answer = alone.ask(name, Letter(letter.facts, plain))
+        assert isinstance(answer, Letter)
+        updates.append(array(answer, "up.d"))
+        return ask(name, letter)
+
+    found.post.ask = meddle
+    before = found.run.net.sent(found.run.state.x, "model").clone()
+    moved = (found.path(1)[0] - before).abs()
+    known = torch.from_numpy(np.mean(updates, 0))
+    if honest:
+        near(moved, known.abs())
+    else:
+        assert moved.median() > 1.0 > 100 * known.abs().median()
+
+
+def test_a_client_with_other_settings_is_not_added_up(tmp_path: Path) -> None:
+    """A server might tell all others to make no steps."""
+    make = maker("fedavg", cohort=6)
+    found = secure(tmp_path, make)
+    ask = found.post.ask
+
+    def other(name: str, letter: Letter) -> Letter | str:
+        if name != "2":
+            return ask(name, letter)
+        run = make()
+        parts = run.whole, run.net, run.data, run.settings, run.device
+        return Client("2", *parts, tmp_path / "2", BOUND, run_settings='{"steps": 0}').answer(letter)
+
+    found.post.ask = other
+    near(found.path(1), without(make, {(1, "2")}, 1))
+    (line,) = found.said
+    assert line.endswith("refused: it was given other settings of the run, so that its masks would not come off")
 
 
 def test_shares_of_one_client_under_the_name_of_another_are_seen(tmp_path: Path) -> None:
