@@ -27,6 +27,7 @@ from flwr.cli.build import build_fab_from_disk
 from flwr.common.serde import message_to_proto
 from flwr.proto.control_pb2 import ListNodesRequest, RegisterNodeRequest, StartRunRequest
 from flwr.proto.fleet_pb2 import PushMessagesRequest
+from flwr.proto.message_pb2 import ObjectTree
 from flwr.proto.node_pb2 import Node
 from flwr.supercore.control import ControlHttpClient
 from flwr.supercore.inflatable.inflatable_object import get_all_nested_objects, get_object_tree, iterate_object_tree
@@ -239,11 +240,18 @@ class Forger(threading.Thread):
                 if message.metadata.message_type == "train":
                     self.forged += 1
                     self.forge(reply, node)
-                honest.metadata.__dict__["_message_id"] = reply.object_id
-                wanted, session = send(honest, get_object_tree(reply), 0.1)
-                for part, content in get_all_nested_objects(reply).items():
+                tree, parts = get_object_tree(reply), {i: o.deflate() for i, o in get_all_nested_objects(reply).items()}
+                if message.metadata.message_type == "train":
+                    tree, parts = self.spoil(tree, parts)
+                honest.metadata.__dict__["_message_id"] = tree.object_id
+                wanted, session = send(honest, tree, 0.1)
+                for part, content in parts.items():
                     if part in wanted:
-                        push_object(run, session, part, content.deflate())
+                        push_object(run, session, part, content)
+
+    def spoil(self, tree: ObjectTree, parts: dict[str, bytes]) -> tuple[ObjectTree, dict[str, bytes]]:
+        """The answer as it is sent: the tree of its parts, and the parts in the order in which they are sent."""
+        return tree, parts
 
     def forge(self, reply: Message, node: int) -> None:
         """Write the victim's node and name into an answer; and try the same with what the SuperLink itself looks at."""

@@ -317,7 +317,7 @@ def test_a_node_of_no_client_of_the_run_does_not_count_as_somebody(
     came, other = nodes.now, post.node["1"]
     monkeypatch.setattr(nodes, "get_node_ids", lambda: {other})
     monkeypatch.setattr(nodes, "send_and_receive", lambda messages: [])
-    post.gather(["0"])
+    post.wait_for(["0"])
     assert nodes.now == came + 50.0
 
 

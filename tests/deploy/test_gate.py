@@ -16,8 +16,8 @@ pytest.importorskip("flwr")
 
 import httpx
 from flwr.common.constant import TIMESTAMP_HEADER
-from flwr.proto.fleet_pb2 import PushMessagesRequest
-from flwr.proto.message_pb2 import Message, Metadata
+from flwr.proto.fleet_pb2 import PullMessagesResponse, PushMessagesRequest
+from flwr.proto.message_pb2 import Message, Metadata, PullObjectRequest, PullObjectResponse, PushObjectRequest
 from flwr.proto.node_pb2 import Node
 from flwr.supercore.constant import FLEET_HTTP_PUBLIC_KEY_HEADER, FLEET_HTTP_SIGNATURE_HEADER
 from flwr.supercore.primitives.asymmetric import public_key_to_bytes, sign_message
@@ -31,17 +31,15 @@ from undrift.core.errors import BadSetting
 from undrift.deploy import gate as gates
 from undrift.deploy import join
 from undrift.deploy.clients import admit, revoke
-from undrift.deploy.gate import HELLO, OPEN, PUSH, Gate, signed_headers
+from undrift.deploy.gate import HELLO, OPEN, PULL, PULL_PART, PUSH, PUSH_PART, Exchange, Gate, signed_headers
 from undrift.deploy.keys import Key, new_key, read_private, write_identity, write_keys
-
-PULL = "/v1/fleet/pull-messages"
 
 
 class Guarded:
-    """A gate, and what it passes on to a SuperLink that says yes to everything."""
+    """A gate, and what it passes on to a SuperLink that says yes to everything, or has a `reply`."""
 
     def __init__(self, root: Path) -> None:
-        self.server, self.said, self.passed = root / "server", list[str](), list[httpx.Request]()
+        self.server, self.said, self.passed, self.reply = root / "server", list[str](), list[httpx.Request](), b""
         write_keys(self.server, "127.0.0.1")
         write_identity(root / "a", "clinic-a")
         admit(self.server, root / "a" / "client.pub")
@@ -51,7 +49,7 @@ class Guarded:
 
     def yes(self, request: httpx.Request) -> httpx.Response:
         self.passed.append(request)
-        return httpx.Response(200, content=b"yes", headers={"location": "/elsewhere", "flwr-x": "1"})
+        return httpx.Response(200, content=self.reply, headers={"location": "/elsewhere", "flwr-x": "1"})
 
     def ask(self, method: str, path: str, headers: dict[str, str], body: bytes = b"") -> httpx.Response:
         """Ask with exactly this path: httpx would tidy it."""
@@ -85,6 +83,7 @@ def routes() -> set[tuple[str, str]]:
 
 def test_nothing_but_the_fleet_api_is_passed_on_even_with_an_admitted_key(guarded: Guarded) -> None:
     there = routes()
+    guarded.gate.exchanges["clinic-a", 0] = Exchange()  # a letter that may be answered
     assert there > OPEN and len(there) > 60 and ("POST", "/v1/control/start-run") in there
     for method, path in sorted(there):
         reply = guarded.ask(method, path, signed_headers(guarded.key))
@@ -171,6 +170,67 @@ def test_nobody_sends_in_the_name_of_another_node(guarded: Guarded) -> None:
 def test_what_is_too_long_is_not_kept(guarded: Guarded, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gates, "MOST", 10)
     assert guarded.ask("POST", PULL, signed_headers(guarded.key), b"x" * 11).status_code == 413 and not guarded.passed
+
+
+def test_an_answer_is_no_larger_than_a_letter_can_need(guarded: Guarded, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever sends more fills the server's disk; a part that is taken twice counts once, and each letter counts anew."""
+    monkeypatch.setattr("undrift.deploy.messages.ALWAYS", 1000)
+
+    def ask(path: str, request: Any, reply: Any = None) -> int:
+        guarded.reply = b"" if reply is None else reply.SerializeToString()
+        return guarded.ask("POST", path, signed_headers(guarded.key), request.SerializeToString()).status_code
+
+    def push(size: int, run: int = 3) -> int:
+        return ask(PUSH_PART, PushObjectRequest(run_id=run, object_content=bytes(size)))
+
+    assert push(10) == 403 and not guarded.passed  # nobody has asked for it
+    letter = PullMessagesResponse(messages_list=[Message(metadata=Metadata(run_id=3))])
+    for _ in range(2):
+        assert ask(PULL, PushMessagesRequest(), letter) == 200
+        for _ in range(3):
+            part = PullObjectResponse(object_content=bytes(500), object_found=True)
+            assert ask(PULL_PART, PullObjectRequest(run_id=3, object_id="a"), part) == 200
+        assert [push(2400), push(2400), push(300)] == [200, 200, 413]
+        assert push(10, run=4) == 403 and push(10**5) == 413
+    assert "clinic-a sends more than 5000 bytes in answer to a letter of 500" in " ".join(guarded.said)
+
+
+def test_what_a_client_sends_at_a_time_is_bounded(guarded: Guarded, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Many requests that never end, and many large ones: the others are served all the same, and nothing is left behind."""
+    monkeypatch.setattr(gates, "AT_A_TIME", 3)
+    monkeypatch.setattr(gates, "MOST", 100)
+    head = [(n.lower().encode(), v.encode()) for n, v in signed_headers(guarded.key).items()]
+
+    async def attack() -> list[int]:
+        ended, found = asyncio.Event(), list[int]()
+
+        async def ask(size: int) -> None:
+            sent, parts = list[Any](), iter([bytes(size)])
+
+            async def receive() -> dict[str, Any]:
+                for part in parts:
+                    return {"type": "http.request", "body": part, "more_body": True}
+                await ended.wait()
+                return {"type": "http.request", "body": b"", "more_body": False}
+
+            async def send(message: Any) -> None:
+                sent.append(message)
+
+            scope = {"type": "http", "method": "POST", "path": PUSH, "headers": head, "client": ("192.0.2.9", 5)}
+            await guarded.gate(scope, receive, send)
+            found.append(sent[0]["status"])
+
+        for sizes in ((10,) * 5, (40, 40, 40)):
+            ended.clear()
+            asks = [asyncio.create_task(ask(size)) for size in sizes]
+            await asyncio.sleep(0.05)
+            ended.set()
+            await asyncio.gather(*asks)
+        return found
+
+    found = asyncio.run(attack())
+    assert found[:5] == [429, 429, 400, 400, 400] and found[5:] == [413, 400, 400]  # 400: what came was no message
+    assert not guarded.gate.requests and not guarded.gate.held and not guarded.passed
 
 
 def test_strangers_cannot_fill_the_log(guarded: Guarded, monkeypatch: pytest.MonkeyPatch) -> None:

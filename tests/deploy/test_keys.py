@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import stat
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from undrift.cli import main
 from undrift.core.errors import BadSetting, UnknownName
 from undrift.deploy.clients import admit, admitted, revoke
 from undrift.deploy.keys import SSH, fingerprint, read_private, read_public, renew, write_identity, write_keys
+from undrift.deploy.link import state_of
 from undrift.deploy.state import Store
 
 
@@ -167,3 +169,70 @@ def test_hosts_that_cannot_be_in_a_certificate_leave_nothing_behind(host: str, t
     with pytest.raises(BadSetting, match="cannot be a server's address"):
         write_keys(tmp_path / "server", host)
     write_keys(tmp_path / "server", "127.0.0.1")
+
+
+def test_a_revoked_key_that_is_put_back_is_no_clients(tmp_path: Path) -> None:
+    """As from a backup of the folder, or by an admission that goes on at the same time."""
+    server, key = tmp_path / "server", client(tmp_path, "clinic-a")
+    write_keys(server, "127.0.0.1")
+    admit(server, key)
+    kept, before = (server / "clients" / "clinic-a.pub").read_bytes(), state_of(server)
+    revoke(server, "clinic-a")
+    assert state_of(server) != before  # a running server looks again
+    (server / "clients" / "clinic-a.pub").write_bytes(kept)
+    assert admitted(server) == {}
+    new = client(tmp_path / "new", "clinic-a")
+    assert admit(server, new)[0] == "clinic-a" and admitted(server).keys() == {"clinic-a"}
+
+
+def test_changes_at_the_same_time_leave_one_key_for_a_name(tmp_path: Path) -> None:
+    """Eight keys for one name, each admitted by a command of its own at once; and its key revoked as it is admitted again."""
+    server = tmp_path / "server"
+    write_keys(server, "127.0.0.1")
+    files = [client(tmp_path / str(n), "clinic-a") for n in range(8)]
+    for _ in range(5):
+        with ThreadPoolExecutor(len(files)) as pool:
+            done = [pool.submit(admit, server, file) for file in files]
+        assert sum(one.exception() is None for one in done) == 1
+        (held,) = [file for file, one in zip(files, done, strict=True) if one.exception() is None]
+        with ThreadPoolExecutor(2) as pool:
+            pool.submit(admit, server, held)
+            assert pool.submit(revoke, server, "clinic-a").result()
+        assert admitted(server) == {}
+        files.remove(held)
+
+
+def test_names_that_differ_by_capitals_alone_are_refused(tmp_path: Path) -> None:
+    server = tmp_path / "server"
+    write_keys(server, "127.0.0.1")
+    admit(server, client(tmp_path, "clinic-a"))
+    other = client(tmp_path / "other", "Clinic-A")
+    with pytest.raises(BadSetting, match="clinic-a is admitted, and Clinic-A differs from it by capitals alone"):
+        admit(server, other)
+    for name in (
+        "сlinic-a",
+        "clinic‐a",
+        "clinic-а",
+        "clínic-a",
+        "clinic-a\u200b",
+    ):  # letters of other alphabets, and none
+        with pytest.raises(BadSetting, match="cannot be a client's name"):
+            admit(server, other, name)
+
+
+@pytest.mark.parametrize("name", ["client.key", "."])
+def test_keys_that_others_can_read_or_replace_are_not_used(name: str, tmp_path: Path, capsys: Any) -> None:
+    write_keys(tmp_path / "server", "127.0.0.1")
+    own = client(tmp_path, "clinic-a").parent
+    (own / "ca.crt").write_bytes((tmp_path / "server" / "ca.crt").read_bytes())
+    (own / name).chmod(0o640 if name != "." else 0o770)
+    assert main(["deploy", "node", str(own), "--server", "127.0.0.1:1"]) == 2
+    said = capsys.readouterr().err
+    assert (
+        f"chmod {'600' if name != '.' else 'go-w'} {(own / name).resolve()}" in said
+        and "others on this machine" in said
+    )
+    key = tmp_path / "server" / ("ca.key" if name != "." else "")
+    key.chmod(0o604 if name != "." else 0o702)
+    assert main(["deploy", "server", str(tmp_path / "server"), "--listen", "127.0.0.1:1"]) == 2
+    assert f"chmod {'600' if name != '.' else 'go-w'} {key}" in capsys.readouterr().err

@@ -178,7 +178,8 @@ def test_the_server_sees_masked_numbers_only(tmp_path: Path) -> None:
             for numbers in (sent, sent[:-1] - fixed):
                 assert stats.kstest(numbers / 2**32, "uniform").pvalue > 1e-4
     assert kinds == {
-        "train-keys": {"keys"}, "train-shares": {"sealed", "mark"}, "train": {"numbers"}, "train-unmask": {"seeds", "keys"}
+        "train-keys": {"keys", "settings"}, "train-shares": {"sealed", "mark"},
+        "train": {"numbers"}, "train-unmask": {"seeds", "keys"},
     }  # fmt: skip
     for _, letter in found.post.up:
         if letter.facts["exchange"] == "train-unmask":  # seeds of the nine that stay, the mask key of the one that left
@@ -254,6 +255,98 @@ def test_what_a_curious_server_may_not_ask(
     (failure,) = failures
     assert isinstance(failure, str)
     assert any(part in failure for part in reason.split("|")), failure
+
+
+def test_letters_twice_late_or_out_of_order_get_nothing(tmp_path: Path) -> None:
+    """Each letter but the first is answered once, at its time, in its round; what came between changes nothing."""
+    found = secure(tmp_path, ten(), 10)
+    ask, order = found.post.ask, ("train-shares", "train", "train-unmask")
+    refused, old = list[str | Letter](), dict[str, Letter]()
+
+    def meddle(name: str, letter: Letter) -> Letter | str:
+        exchange = str(letter.facts["exchange"])
+        if name != "9" or exchange not in order:
+            return ask(name, letter)
+        refused.extend(ask(name, letter) for letter in old.values())  # of this round and of the one before
+        refused.extend(ask(name, replay(found, "9", other)) for other in order[: order.index(exchange)])
+        answer = ask(name, letter)
+        refused.append(ask(name, letter))
+        old[exchange] = letter
+        return answer
+
+    found.post.ask = meddle
+    near(found.path(2), path(ten()(), 2))
+    assert len(refused) == 24 and {*refused} == {"failed: this letter is not the next one of a sum that has begun here"}
+
+
+@pytest.mark.parametrize("honest", [True, False])
+def test_a_server_that_gives_clients_different_models_gets_noise(honest: bool, tmp_path: Path) -> None:
+    """One client's numbers would be the sum's, where those of all others are known: as those for a model of zeros."""
+    make = ten()
+    found = secure(tmp_path, make, 10)
+    ask, alone = found.post.ask, Direct(make, tmp_path / "alone")
+    updates = list[np.ndarray[Any, Any]]()
+
+    def meddle(name: str, letter: Letter) -> Letter | str:
+        if letter.facts["exchange"] != "train":
+            return ask(name, letter)
+        if not honest and name != "9":
+            sent = found.run.net.sent(found.run.state.x, "model")
+            letter = changed(letter, "request.down.x", torch.zeros_like(sent))
+        plain = {n.removeprefix("request."): a for n, a in letter.arrays.items() if n.startswith("request.")}
+        answer = alone.ask(name, Letter(letter.facts, plain))
+        assert isinstance(answer, Letter)
+        updates.append(array(answer, "up.d"))
+        return ask(name, letter)
+
+    found.post.ask = meddle
+    before = found.run.net.sent(found.run.state.x, "model").clone()
+    moved = (found.path(1)[0] - before).abs()
+    known = torch.from_numpy(np.mean(updates, 0))
+    if honest:
+        near(moved, known.abs())
+    else:
+        assert moved.median() > 1.0 > 100 * known.abs().median()
+
+
+def test_a_client_with_other_settings_is_not_added_up(tmp_path: Path) -> None:
+    """A server might tell all others to make no steps."""
+    make = maker("fedavg", cohort=6)
+    found = secure(tmp_path, make)
+    ask = found.post.ask
+
+    def other(name: str, letter: Letter) -> Letter | str:
+        if name != "2":
+            return ask(name, letter)
+        run = make()
+        parts = run.whole, run.net, run.data, run.settings, run.device
+        return Client("2", *parts, tmp_path / "2", BOUND, run_settings='{"steps": 0}').answer(letter)
+
+    found.post.ask = other
+    near(found.path(1), without(make, {(1, "2")}, 1))
+    (line,) = found.said
+    assert line.endswith("refused: it was given other settings of the run, so that its masks would not come off")
+
+
+def test_shares_of_one_client_under_the_name_of_another_are_seen(tmp_path: Path) -> None:
+    """The server hands client 9 what 3 and 4 have sealed for it, the wrong way round; or what was sealed for 8."""
+    for other in (False, True):
+        found = secure(tmp_path / str(other), ten(), 10)
+        ask = found.post.ask
+
+        def swapped(name: str, letter: Letter, other: bool = other, ask: Any = ask, found: Any = found) -> Letter | str:
+            if name == "9" and letter.facts["exchange"] == "train":
+                rows = tensor_of(letter, "sealed", 10, 64)
+                rows[[3, 4]] = rows[[4, 3]]
+                if other:
+                    rows = tensor_of(replay(found, "8", "train"), "sealed", 10, 64)
+                letter = changed(letter, "sealed", rows)
+            return ask(name, letter)
+
+        found.post.ask = swapped
+        near(found.path(1), path(ten()(), 1))
+        (line,) = found.said
+        assert "9 is not in the sum any more: failed: a share was not sealed by the client" in line
 
 
 def tensor_of(letter: Letter, name: str, *shape: int, dtype: torch.dtype = torch.uint8) -> torch.Tensor:

@@ -211,3 +211,14 @@ def test_batchnorm_is_refused() -> None:
     module = nn.Sequential(nn.Linear(5, 6), nn.BatchNorm1d(6), nn.Linear(6, 3))
     with pytest.raises(BadSetting, match="BatchNorm"):
         simulation(FedAvg(lr=0.1), module, cohort=3, sampling="bernoulli", privacy=privacy())
+
+
+@pytest.mark.parametrize("largest", [1e-45, 1.0, 1e30, 3.3e38])
+@pytest.mark.parametrize("bound", [1e-3, 0.5])
+def test_no_update_is_longer_than_c_however_large_its_entries_are(largest: float, bound: float) -> None:
+    """The factor for entries near the largest float is so small that a float32 keeps only a few bits of it."""
+    d = torch.full((2, 10_000), largest, dtype=torch.float32)
+    d[1] = 0.0
+    cut, _ = clipped_sum(d, torch.tensor([bound], dtype=torch.float64), None)
+    wanted = min(bound, float(d[0].double().norm()))
+    assert wanted * (1 - 3e-6) <= float(cut.norm()) <= bound

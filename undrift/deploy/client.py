@@ -75,6 +75,7 @@ class Client:
     secure_bound: float = 0.0  # the largest entry of an upload that travels under masks; 0: uploads are not masked
     sums: int = 0  # fewest clients whose uploads are added up before the server sees them; 0: any, even this one's
     metrics: Metrics = field(default_factory=dict)  # for samples that it holds out
+    run_settings: str = ""  # the run's, as text
 
     def __post_init__(self) -> None:
         self.net, how = self.net.to(self.device), self.settings
@@ -105,7 +106,7 @@ class Client:
         if t < 0 or since < 0 or position < 0:
             raise Refused(f"a round, or a number of batches, below 0: {t}, {since}, {position}")
         store = Store(self.root, letter.fact("run", str), self.name)
-        summand = Summand(store.folder, self.net, self.device, self.secure_bound, self.sums)
+        summand = Summand(store.folder, self.net, self.device, self.secure_bound, self.sums, self.run_settings)
         exchange, dash, step = exchange.partition("-")
         if self.secure_bound and dash + step in AROUND and exchange in (MEASURE, TRAIN):
             return Letter(self.echo(letter), summand.answer(letter, exchange, dash + step))

@@ -1,10 +1,15 @@
 """Which keys the operator has admitted, and under which names: NAME.pub in the folder `clients` of the server's folder.
 
-A name has one key, and a key has one name. A revoked key is kept in `revoked` and never comes back.
+A name has one key, and a key has one name. A revoked key is kept in `revoked` and never comes back, also where its file does,
+as from a backup.
 """
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
+import os
+from collections.abc import Iterator
 from pathlib import Path
 
 from undrift.core.errors import BadSetting, UnknownName
@@ -15,8 +20,27 @@ ADMITTED, REVOKED = "clients", "revoked"
 
 
 def admitted(server: Path) -> dict[str, Public]:
-    """The admitted keys by name."""
-    return {file.stem: read_public(file)[0] for file in sorted((server / ADMITTED).glob("[!.]*.pub"))}
+    """The admitted keys by name, without those that were revoked."""
+    gone = revoked(server)
+    found = {file.stem: read_public(file)[0] for file in sorted((server / ADMITTED).glob("[!.]*.pub"))}
+    return {name: key for name, key in found.items() if fingerprint(key) not in gone}
+
+
+def revoked(server: Path) -> set[str]:
+    """The fingerprints of the revoked keys."""
+    return {fingerprint(read_public(file)[0]) for file in (server / REVOKED).glob("[!.]*.pub")}
+
+
+@contextlib.contextmanager
+def changing(server: Path) -> Iterator[None]:
+    """Let one command at a time look at who is admitted and change it."""
+    make_private(server / ADMITTED)
+    lock = os.open(server / ADMITTED / ".lock", os.O_RDWR | os.O_CREAT, 0o600)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(lock)
 
 
 def admit(server: Path, file: Path, name: str = "") -> tuple[str, str]:
@@ -25,29 +49,34 @@ def admit(server: Path, file: Path, name: str = "") -> tuple[str, str]:
     name = name or said
     check_name(name)
     mark = fingerprint(key)
-    for other, known in admitted(server).items():
-        if other == name and fingerprint(known) != mark:
-            raise BadSetting(
-                f"{name} has another key, {fingerprint(known)}; if it has lost that one: undrift deploy revoke {server} "
-                f"--name {name}"
-            )
-        if fingerprint(known) == mark and other != name:
-            raise BadSetting(f"this key is admitted as {other}; {name} needs a key of its own")
-    if any(fingerprint(read_public(old)[0]) == mark for old in (server / REVOKED).glob("[!.]*.pub")):
-        raise BadSetting(f"the key {mark} was revoked; {name} needs a new one: undrift deploy identity")
-    make_private(server / ADMITTED)
-    write(server / ADMITTED / f"{name}.pub", public_line(key, name))
+    with changing(server):
+        for other, known in admitted(server).items():
+            if other == name and fingerprint(known) != mark:
+                raise BadSetting(
+                    f"{name} has another key, {fingerprint(known)}; if it has lost that one: undrift deploy revoke {server} "
+                    f"--name {name}"
+                )
+            if other != name and other.lower() == name.lower():  # people, and some file systems, take them for one
+                raise BadSetting(
+                    f"{other} is admitted, and {name} differs from it by capitals alone; choose another name"
+                )
+            if fingerprint(known) == mark and other != name:
+                raise BadSetting(f"this key is admitted as {other}; {name} needs a key of its own")
+        if mark in revoked(server):
+            raise BadSetting(f"the key {mark} was revoked; {name} needs a new one: undrift deploy identity")
+        write(server / ADMITTED / f"{name}.pub", public_line(key, name))
     return name, mark
 
 
 def revoke(server: Path, name: str) -> str:
     """Take the name's key away for good, and return its fingerprint."""
     check_name(name)
-    known = admitted(server)
-    if name not in known:
-        raise UnknownName("client", name, known)
-    mark = fingerprint(known[name])
-    make_private(server / REVOKED)
-    write(server / REVOKED / f"{name}-{mark[7:15].replace('/', '_')}.pub", public_line(known[name], name))
-    (server / ADMITTED / f"{name}.pub").unlink()
+    with changing(server):
+        known = admitted(server)
+        if name not in known:
+            raise UnknownName("client", name, known)
+        mark = fingerprint(known[name])
+        make_private(server / REVOKED)
+        write(server / REVOKED / f"{name}-{mark[7:15].replace('/', '_')}.pub", public_line(known[name], name))
+        (server / ADMITTED / f"{name}.pub").unlink()
     return mark

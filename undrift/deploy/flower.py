@@ -17,9 +17,11 @@ from flwr.serverapp import Grid, ServerApp
 
 from undrift.core import stopping
 from undrift.core.errors import UndriftError, UnknownName
+from undrift.deploy import pull
 from undrift.deploy.log import say
-from undrift.deploy.messages import Encoded, Fact, Letter, Refused
+from undrift.deploy.messages import Encoded, Fact, Letter, Refused, most_bytes
 from undrift.deploy.node import build_client, check_allowed, name_of, states_of
+from undrift.deploy.pull import Pull
 from undrift.deploy.run import deploy
 from undrift.deploy.sent import write_report
 from undrift.deploy.settings import REFUSED, DeployConfig, Plan
@@ -28,6 +30,7 @@ from undrift.deploy.versions import differences, report_versions, versions_of
 
 NPY = "numpy.ndarray"  # Flower's name for a .npy file
 PAUSE = 1.0  # seconds between two looks for answers and new nodes
+AT_ONCE = 1.0  # seconds after which others are looked after, while an answer is on its way
 LOST = (ErrorCode.MESSAGE_UNAVAILABLE, ErrorCode.NODE_UNAVAILABLE)  # Flower's words for a node that did not answer
 UNBOUND = "UNDRIFT_INSECURE"  # in the environment of `deploy local --insecure`: nodes without keys say who they are
 
@@ -78,6 +81,7 @@ class GridPost:
         self.samples: dict[str, int] = {}  # numbers of samples that clients with files have reported
         self.versions = {} if plan is None else versions_of(plan)
         self.questions: dict[int, Question] = {}  # by node id
+        self.pulls: dict[str, Pull] = {}  # by message: answers on their way
         self.said: set[str] = set()  # to say each once
 
     def say_once(self, line: str) -> None:
@@ -90,7 +94,7 @@ class GridPost:
         present, now = {info.node_id: info for info in self.grid.get_nodes()}, time.monotonic()
         for node, old in [*self.questions.items()]:
             if node not in present or old.activation != present[node].last_activated_at:
-                del self.questions[node]
+                self.forget([self.questions.pop(node).message])
         queries = []
         for node in sorted(present.keys() - set(self.node.values())):
             question = self.questions.get(node)
@@ -110,20 +114,35 @@ class GridPost:
         for query, id in zip(queries, ids, strict=True):
             self.questions[query.metadata.dst_node_id].message = id or ""
         for node, asked in self.questions.items():
-            for reply in self.grid.pull_messages([asked.message]) if asked.message else ():
+            if not asked.message or (pulled := self.look(asked.message, 0, asked.again)) is None:
+                continue
+            try:
+                with pulled as replies:
+                    for reply in replies:
+                        asked.message = ""
+                        self.hear(present[node], content_of(reply, node), present.keys())
+            except Refused as error:
                 asked.message = ""
-                self.hear(present[node], reply, present.keys())
+                self.say_once(f"{present[node].name or f'node {node}'} does not say its name: {error}")
         return set(present)
 
-    def hear(self, info: NodeInfo, reply: Message, present: Set[int]) -> None:
+    def look(self, id: str, bytes_down: int, until: float) -> Pull | None:
+        """What has come as the answer to a message of so many bytes; None while it is on its way."""
+        pulled = self.pulls.pop(id, None) or Pull(self.grid, id, most_bytes(bytes_down), until)
+        if pulled.done.wait(AT_ONCE):
+            return pulled
+        self.pulls[id] = pulled
+        return None
+
+    def forget(self, ids: Iterable[str]) -> None:
+        """Look no longer for the answers to these messages."""
+        for id in ids:
+            if id in self.pulls:
+                self.pulls.pop(id).let_go()
+
+    def hear(self, info: NodeInfo, letter: Letter, present: Set[int]) -> None:
         """Take in a node that says its name, or say why not."""
-        node, known = info.node_id, info.name or f"node {info.node_id}"
-        try:
-            letter = content_of(reply, node)
-            name = letter.fact("client", str)
-        except Refused as error:
-            self.say_once(f"{known} does not say its name: {error}")
-            return
+        node, known, name = info.node_id, info.name or f"node {info.node_id}", letter.fact("client", str)
         if info.name and name != info.name:
             self.say_once(
                 f"{known} is turned away: its key was registered for {known}, and it says that it is {name!r}"
@@ -202,29 +221,44 @@ class GridPost:
                 for id in self.grid.push_messages([message]):  # one by one: Flower copies what it sends
                     waiting |= {id: name} if id else {}  # there is none where Flower could not send
         until = time.monotonic() + self.timeout
-        while waiting and time.monotonic() < until:
+        while waiting and (time.monotonic() < until or any(self.pulls[id].takes for id in waiting if id in self.pulls)):
             for id, name in [*waiting.items()]:
-                replies = list(self.grid.pull_messages([id]))
-                for _ in range(len(replies)):
-                    reply = replies.pop(0)  # nothing holds an answer but who has asked for it
+                pulled = self.look(id, letters[name].nbytes, until)
+                for answer in () if pulled is None else answers_of(pulled, self.node[name]):
                     if waiting.pop(id, None) is None:
                         self.say(f"a second answer of {name} is ignored")
-                        continue
-                    if reply.has_error() and reply.error.code in LOST:
-                        if missing[name] != "not connected" and time.monotonic() < sent[name] + self.timeout - PAUSE:
-                            missing[name] = "not connected any more"
-                        continue
-                    del missing[name]
-                    try:
-                        answer: Letter | str = content_of(reply, self.node[name])
-                    except Refused as error:
-                        answer = f"failed: {error}" if reply.has_error() else f"refused: {error}"
-                    del reply
-                    yield name, answer
+                    elif answer is not None:
+                        del missing[name]
+                        yield name, answer
+                    elif missing[name] != "not connected" and time.monotonic() < sent[name] + self.timeout - PAUSE:
+                        missing[name] = "not connected any more"
                     del answer
             if waiting:
                 time.sleep(PAUSE)
+        self.forget(waiting)
         yield from missing.items()
+
+
+def answers_of(pulled: Pull, node: int) -> Iterator[Letter | str | None]:
+    """The letters that a node has sent as the answer to a message; words where one is none, None where it was lost."""
+    try:
+        with pulled as replies:
+            while replies:
+                reply = replies.pop(0)  # nothing holds an answer but who has asked for it
+                lost = reply.has_error() and reply.error.code in LOST
+                answer = None if lost else letter_or_words(reply, node)
+                del reply
+                yield answer
+                del answer
+    except Refused as error:
+        yield f"refused: {error}"
+
+
+def letter_or_words(reply: Message, node: int) -> Letter | str:
+    try:
+        return content_of(reply, node)
+    except Refused as error:
+        return f"failed: {error}" if reply.has_error() else f"refused: {error}"
 
 
 def content_of(reply: Message, node: int) -> Letter:
@@ -243,6 +277,7 @@ def server_app() -> ServerApp:
     @app.main()
     def main(grid: Grid, context: Context) -> None:
         plan = Plan.from_flat(context.run_config)
+        pull.set_up()
         post = GridPost(grid, plan.deploy.timeout, say, plan)
         try:
             with stopping.heeded(lambda how: say(f"{how}; go on with resume=true")):

@@ -27,7 +27,7 @@ from undrift.core.errors import BadSetting
 from undrift.core.files import make_private
 from undrift.deploy import ask_fork
 from undrift.deploy.gate import HELLO, signed_headers
-from undrift.deploy.keys import Key, read_private, read_public
+from undrift.deploy.keys import Key, read_private, read_public, refuse_open
 from undrift.deploy.link import flower_environment
 from undrift.deploy.ports import free_port
 
@@ -74,6 +74,7 @@ def join(folder: Path, address: str, data: Path | None, allow: str, sums: int, s
     if not (folder / "ca.crt").exists():
         raise BadSetting(f"{folder / 'ca.crt'} is not there; it is the server's ca.crt, ask its operator for it")
     key, name = read_private(folder / "client.key"), read_public(folder / "client.pub")[1]
+    refuse_open(folder, "client.key")
     os.umask(0o077)
     states, file = folder / "states", None if data is None else data.resolve()
     words = node_words(

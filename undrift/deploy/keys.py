@@ -130,6 +130,16 @@ def refuse_to_replace(files: list[Path], force: bool) -> None:
         raise BadSetting(f"{there[0]} is there already; give another folder, or --force to replace it for good")
 
 
+def refuse_open(folder: Path, *names: str) -> None:
+    """Refuse a folder in which others may put keys of their own, and private keys in it that others can read."""
+    for path, bits, verb, wanted in (
+        (folder, 0o022, "change", "go-w"),
+        *((folder / n, 0o077, "read", "600") for n in names),
+    ):
+        if path.stat().st_mode & bits:
+            raise BadSetting(f"others on this machine can {verb} {path}; keep it to yourself: chmod {wanted} {path}")
+
+
 def new_key() -> Key:
     return ec.generate_private_key(ec.SECP384R1())
 

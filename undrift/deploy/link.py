@@ -22,14 +22,15 @@ from flwr.proto.control_pb2 import ListNodesRequest, RegisterNodeRequest, Unregi
 from flwr.proto.node_pb2 import NodeInfo
 from flwr.supercore.control import ControlHttpClient
 from flwr.supercore.primitives.asymmetric import public_key_to_bytes
+from uvicorn.protocols.http.h11_impl import H11Protocol, RequestResponseCycle
 
 from undrift.core import stopping
 from undrift.core.errors import BadSetting, UndriftError
 from undrift.core.files import make_private
 from undrift.deploy import superlink
-from undrift.deploy.clients import ADMITTED, admitted
+from undrift.deploy.clients import ADMITTED, REVOKED, admitted
 from undrift.deploy.gate import Gate
-from undrift.deploy.keys import LOOPBACK, write, write_certificate
+from undrift.deploy.keys import LOOPBACK, refuse_open, write, write_certificate
 from undrift.deploy.ports import free_port
 
 READY = "clients may join at"  # in the line that says that all is up
@@ -37,6 +38,7 @@ LINK = "link"  # name of the SuperLink's own certificate, for loopback
 LIFE = 3650  # days for which that is valid
 PATIENCE = 600.0  # seconds until the SuperLink must answer; on a busy machine it takes minutes
 LOOK = 1.0  # seconds between two looks at the folder
+HURRY = 20.0  # seconds within which a connection must make a request
 QUIET = {"FLWR_TELEMETRY_ENABLED": "0", "FLWR_DISABLE_UPDATE_CHECK": "1"}
 
 
@@ -55,6 +57,7 @@ def serve(server: Path, listen: str, say: Callable[[str], None]) -> None:
     for name in ("ca.crt", "ca.key", "server.crt", "server.key"):
         if not (server / name).exists():
             raise BadSetting(f"{server / name} is not there; make it with: undrift deploy keys {server} --host ADDRESS")
+    refuse_open(server, "ca.key", "server.key")
     os.umask(0o077)  # also for Flower's database and the run's folder
     make_private(server / ADMITTED)
     with alone(server) as lock, super_link(server, lock) as (process, address):
@@ -64,13 +67,36 @@ def serve(server: Path, listen: str, say: Callable[[str], None]) -> None:
             gate = Gate(server, f"https://{address}", say)
             config = uvicorn.Config(
                 gate, host=host.strip("[]"), port=int(port), ssl_certfile=server / "server.crt",
-                ssl_keyfile=str(server / "server.key"), lifespan="off", ws="none", access_log=False,
-                log_level="warning", proxy_headers=False, server_header=False,
+                ssl_keyfile=str(server / "server.key"), lifespan="off", ws="none", access_log=False, http=Line,
+                log_level="error", proxy_headers=False, server_header=False,
             )  # fmt: skip
             ready = f"{READY} {listen}; Flower's other APIs are on {address} alone"
             asyncio.run(attend(config, server, process, lambda: register(server, control, say), gate, say, ready))
             if process.poll() is not None:
                 raise BadSetting(f"the SuperLink ended with code {process.returncode}; its last lines say why")
+
+
+class Line(H11Protocol):
+    """A connection that is cut where no request begins for long: whoever trickles headers would hold it for ever.
+
+    h11 takes at most 64 KiB of them, and httptools, which uvicorn prefers, any number.
+    """
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self.idle: RequestResponseCycle | Line | None = (
+            None  # the request after which it was idle; itself if it was not
+        )
+        self.loop.call_later(HURRY, self.look)
+
+    def look(self) -> None:
+        """Cut it if no request has begun since the last look, and none is being answered."""
+        before, busy = self.idle, self.cycle is not None and not self.cycle.response_complete
+        self.idle = self if busy else self.cycle
+        if self.idle is before and not busy:
+            self.transport.abort()
+        elif not self.transport.is_closing():
+            self.loop.call_later(HURRY, self.look)
 
 
 class Door(uvicorn.Server):
@@ -114,8 +140,9 @@ async def attend(
 
 def state_of(server: Path) -> tuple[tuple[str, int], ...]:
     """What is in the folder that may change while the server runs."""
-    files = [server / "server.crt", server / "server.key", *sorted((server / ADMITTED).glob("[!.]*.pub"))]
-    return tuple((file.name, file.stat().st_mtime_ns) for file in files if file.exists())
+    keys = (file for folder in (ADMITTED, REVOKED) for file in sorted((server / folder).glob("[!.]*.pub")))
+    files = [server / "server.crt", server / "server.key", *keys]
+    return tuple((str(file), file.stat().st_mtime_ns) for file in files if file.exists())
 
 
 def register(server: Path, control: ControlHttpClient, say: Callable[[str], None]) -> None:

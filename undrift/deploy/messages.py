@@ -27,6 +27,7 @@ T = TypeVar("T")
 Fact = bool | int | float | str
 HEADER = 256  # most bytes of a .npy header for arrays of few dimensions
 NOT_FINITE = "it is not finite"  # why an answer is refused
+TIMES, ALWAYS = 8, 16 << 20  # most bytes of an answer: so many times those of its letter, and so many more
 MAGIC = b"\x93NUMPY\x01\x00"  # of version 1.0; two bytes with the header's length follow
 FORM = re.compile(
     rb"\{'descr': '([<>|=][a-zA-Z]\d{0,4})', 'fortran_order': (True|False), "
@@ -75,6 +76,11 @@ class Letter:
         if not math.isfinite(number):
             raise Refused(f"{name} must be a finite number, not {value!r}")
         return number
+
+
+def most_bytes(asked: int) -> int:
+    """The most bytes that an answer may have to a letter of so many bytes; most methods send up what they are sent."""
+    return TIMES * asked + ALWAYS
 
 
 def encode(tensor: Tensor) -> Encoded:

@@ -66,4 +66,5 @@ def build_client(plan: Plan, node: Mapping[str, Any]) -> Client:
     net = build_net(data, run, plan.alg, structures, run.model)
     settings, root = settings_of(run, data.sizes, device), states_of(node)
     sums, metrics = int(node.get("sums", 0)), usual_metrics(net, structures)
-    return Client(name, plan.alg, net, data, settings, device, root, plan.deploy.secure_bound, sums, metrics)
+    bound, text = plan.deploy.secure_bound, plan.told
+    return Client(name, plan.alg, net, data, settings, device, root, bound, sums, metrics, text)

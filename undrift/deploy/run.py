@@ -65,7 +65,8 @@ def deploy(
         ledger = Ledger(out / LEDGER, plan.deploy.resume) if plan.private else None
         visits = Visits(out / VISITS, last)
         say(f"{meet()} of {config.clients} clients are there; run {token}")
-        remote = Remote(post, plan.names, token, plan.deploy.min_replies, say, plan.private, plan.deploy.secure_bound)
+        least, bound = plan.deploy.min_replies, plan.deploy.secure_bound
+        remote = Remote(post, plan.names, token, least, say, plan.private, bound, plan.told)
         reported = samples if plan.site_files else None
         best = Best(next(iter(simulation.metrics), "loss"), plan.deploy.patience) if plan.scored else None
 

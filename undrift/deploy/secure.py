@@ -7,13 +7,18 @@
 
 Each letter comes in a process of its own, so that what must be remembered is in a file. The client goes from one letter to the
 next and never back, and it never opens both shares of anybody: whoever has both can take that client's masks off.
+
+Masks are those of a run's settings and of a task. A server that gives clients different ones, so that the numbers of all but one
+are known beforehand, gets a sum whose masks stay (Pasquini, Francati, Ateniese: Eluding Secure Aggregation in Federated Learning
+via Model Inconsistency. CCS 2022).
 """
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -30,12 +35,14 @@ from undrift.oracle.net import Net
 
 KEYS, SHARES, UNMASK = "-keys", "-shares", "-unmask"  # the exchanges around one whose answers are added up
 MOST = 10_000  # clients of one sum
+REQUEST = "request."  # begins the names of a task's arrays
 
 
 class Public(NamedTuple):
     """1, up: the keys of one client."""
 
     keys: Tensor  # uint8 [64]
+    settings: Tensor  # uint8 [32], a hash of the run's settings as this client has them
 
 
 class Peers(NamedTuple):
@@ -106,6 +113,14 @@ def context_of(letter: Letter, exchange: str) -> str:
     return f"{letter.fact('run', str)} {letter.fact('round', int)} {exchange}"
 
 
+def task_context(context: str, settings: bytes, arrays: Mapping[str, Encoded]) -> str:
+    """What masks are for: this sum, these settings and this task."""
+    digest = hashlib.sha256(settings)
+    for name in sorted(name for name in arrays if name.startswith(REQUEST)):
+        digest.update(f"{name} {len(arrays[name].data)} ".encode() + arrays[name].data)
+    return f"{context} {digest.hexdigest()}"
+
+
 def flat(net: Net, sent: State, more: list[float]) -> np.ndarray[Any, np.dtype[np.float64]]:
     """All numbers of an upload, without padding, and some more."""
     parts = [leaf.detach().cpu().double().flatten() for leaf in leaves(net.sent(sent))]
@@ -115,8 +130,11 @@ def flat(net: Net, sent: State, more: list[float]) -> np.ndarray[Any, np.dtype[n
 class Summand:
     """One client's part in the sums of a run."""
 
-    def __init__(self, folder: Path, net: Net, device: torch.device, bound: float, least: int) -> None:
-        """`least` is the fewest clients with whom this one will be added up."""
+    def __init__(
+        self, folder: Path, net: Net, device: torch.device, bound: float, least: int, settings: str = ""
+    ) -> None:
+        """`least` is the fewest clients with whom this one will be added up, `settings` are those of the run."""
+        self.settings = hash_settings(settings)
         self.file, self.net, self.device, self.bound = folder / "sum.json", net, device, bound
         self.least = max(LEAST, least)
 
@@ -131,7 +149,7 @@ class Summand:
     def begin(self, letter: Letter, context: str) -> Public:
         own = masks.draw_secrets()
         self.keep({"context": context, "at": KEYS, "own": [secret.hex() for secret in own]})
-        return Public(octets(masks.public_keys(own))[0])
+        return Public(octets(masks.public_keys(own))[0], octets(self.settings)[0])
 
     def share(self, letter: Letter, context: str) -> Shares:
         held, n = self.held(context, KEYS), count_of(letter)
@@ -168,7 +186,8 @@ class Summand:
         numbers = masks.to_fixed(values, self.bound, len(ids))
         peers = {ids.index(other): bytes.fromhex(held["keys"][ids.index(other)]) for other in held["with"]}
         place = ids.index(id)
-        masks.mask(numbers, own, place, {p: key for p, key in peers.items() if p != place}, context)
+        others = {p: key for p, key in peers.items() if p != place}
+        masks.mask(numbers, own, place, others, task_context(context, self.settings, letter.arrays))
         self.keep(held | {"at": UNMASK})
         return pack(Masked(torch.from_numpy(numbers.view(np.int32))), self.net)
 
@@ -205,6 +224,10 @@ class Summand:
         with replaced(self.file) as temporary:
             temporary.touch(mode=0o600)
             temporary.write_text(json.dumps(held))
+
+
+def hash_settings(settings: str) -> bytes:
+    return hashlib.sha256(f"undrift settings {settings}".encode()).digest()
 
 
 def count_of(letter: Letter) -> int:

@@ -43,7 +43,7 @@ def describe(letter: Letter, answer: Letter) -> str:
     """What an answer says to the server."""
     exchange, about = letter.fact("exchange", str), letter.facts.get("clients", 0)
     if exchange.endswith(KEYS):
-        return "sent two public keys, made for this sum; nothing about samples"
+        return "sent two public keys, made for this sum, and a hash of the run's settings; nothing about samples"
     if exchange.endswith(SHARES):
         return f"sent shares of the secrets of its masks, sealed for each of {about} clients; nothing about samples"
     if exchange.endswith(UNMASK):

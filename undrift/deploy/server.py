@@ -80,8 +80,13 @@ class Remote:
         say: Callable[[str], None],
         private: bool = False,
         secure_bound: float = 0.0,
+        settings: str = "",
     ) -> None:
-        """`secure_bound` is the largest entry of an upload whose single values the server must not see; 0: it sees them."""
+        """`secure_bound` is the largest entry of an upload whose single values the server must not see; 0: it sees them.
+
+        `settings` are the run's, which clients must have too if they are to be added up.
+        """
+        self.settings = settings
         self.post, self.names, self.token, self.say = post, names, token, say
         self.private, self.least, self.secure_bound = private, 0 if private else least, secure_bound
         self.quiet = private or secure_bound > 0  # clients send what they must and nothing else

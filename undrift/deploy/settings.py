@@ -7,9 +7,10 @@ A Flower app holds them as plain values in [tool.flwr.app.config] of its pyproje
 from __future__ import annotations
 
 import dataclasses
+import json
 import re
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any, get_type_hints
 
 from undrift.core.errors import BadSetting
@@ -95,6 +96,7 @@ class Plan:
     run: RunConfig
     alg: Any
     deploy: DeployConfig
+    told: str = field(default="", compare=False)  # the plain values that it was made of, as JSON
 
     @property
     def names(self) -> list[str]:
@@ -198,7 +200,8 @@ class Plan:
         """A plan from the plain values of a Flower app."""
         given = {n: v for n, v in flat.items() if not n.startswith("set.")}
         fields = {n[4:]: parse_value(v) if isinstance(v, str) else v for n, v in flat.items() if n.startswith("set.")}
-        return cls.of(given | {"set": fields})
+        told = json.dumps(dict(flat), sort_keys=True)
+        return dataclasses.replace(cls.of(given | {"set": fields}), told=told)
 
     def flat(self) -> dict[str, bool | int | float | str]:
         """The plain values of a Flower app."""

@@ -109,6 +109,7 @@ class Reader(BaseHTTPRequestHandler):
     """Answers GET / from this machine with the page, and everything else with an error."""
 
     server: Window
+    timeout = 10.0  # seconds that a request may take to come
 
     def do_GET(self) -> None:
         name = self.headers.get("Host", "").rpartition(":")[0]

@@ -24,9 +24,10 @@ from undrift.core.trees import Nothing, State, leaves, map_leaves
 from undrift.deploy import masks
 from undrift.deploy.client import MEASURE, TRAIN, Measured, Reply, Request
 from undrift.deploy.masks import KEY, LEAST, MARK, SEALED, SEED, mark_of, threshold
-from undrift.deploy.messages import Encoded, Letter, pack, unpack
+from undrift.deploy.messages import Encoded, Letter, Refused, pack, unpack
 from undrift.deploy.secure import (
     KEYS,
+    REQUEST,
     SHARES,
     UNMASK,
     Left,
@@ -38,7 +39,9 @@ from undrift.deploy.secure import (
     Task,
     context_of,
     empty,
+    hash_settings,
     octets,
+    task_context,
 )  # fmt: skip
 from undrift.oracle.net import Net
 from undrift.round.aggregate import MEAN
@@ -137,10 +140,7 @@ class SecureLetters:
     def find_sum(self, exchange: str, request: Request, entries: int) -> tuple[NDArray[np.float64], set[int]] | None:
         """The sum of clients' numbers, and whose it is; None if too few clients stay to the end."""
         remote, net = self.remote, self.work.net
-        empty_keys = Public(empty(2 * KEY))
-        keys = self.step(
-            exchange + KEYS, {id: {} for id in self.work.ids.tolist()}, 0, lambda a: self.open(a, empty_keys)
-        )
+        keys = self.step(exchange + KEYS, {id: {} for id in self.work.ids.tolist()}, 0, self.open_keys)
         public = {id: bytes(answer.keys.tolist()) for id, answer in keys.items()}
         place, n = {id: at for at, id in enumerate(public)}, len(public)
         if not self.enough(n, LEAST, "keys"):
@@ -151,7 +151,7 @@ class SecureLetters:
         shares = self.step(exchange + SHARES, dict.fromkeys(public, peers), n, lambda a: self.open(a, form))
         if not self.enough(m := len(shares), least, "shares"):
             return None
-        packed = {f"request.{name}": array for name, array in pack(request, net).items()}
+        packed = {f"{REQUEST}{name}": array for name, array in pack(request, net).items()}
         tasks = {}
         for id in shares:
             theirs = torch.stack([share.sealed[place[id]] for share in shares.values()])
@@ -187,9 +187,16 @@ class SecureLetters:
             return None
         masks.unmask(
             total, [*seeds.values()], {place[id]: key for id, key in gone.items()},
-            {place[id]: public[id] for id in left}, context,
+            {place[id]: public[id] for id in left}, task_context(context, hash_settings(remote.settings), packed),
         )  # fmt: skip
         return masks.to_floats(total, remote.secure_bound, n), {*left}
+
+    def open_keys(self, letter: Letter) -> Public:
+        """A client's keys; its masks come off only where it has the run's settings."""
+        found: Public = self.open(letter, Public(empty(2 * KEY), empty(MARK)))
+        if bytes(found.settings.tolist()) != hash_settings(self.remote.settings):
+            raise Refused("it was given other settings of the run, so that its masks would not come off")
+        return found
 
     def open(self, letter: Letter, form: Any) -> Any:
         return unpack(letter.arrays, form, self.work.net, torch.device("cpu"))

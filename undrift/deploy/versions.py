@@ -25,8 +25,11 @@ def versions_of(plan: Plan) -> dict[str, str]:
         Path(inspect.getfile(kind)) for kind in type(innermost(plan.alg)).__mro__ if kind.__module__ not in LIBRARY
     }
     code = hashlib.sha256(b"".join(file.read_bytes() for file in sorted(files, key=lambda file: file.name)))
-    settings = json.dumps(plan.flat(), sort_keys=True)
-    return {"undrift": __version__, "algorithm": code.hexdigest()[:16], "settings": settings}
+    return {
+        "undrift": __version__,
+        "algorithm": code.hexdigest()[:16],
+        "settings": json.dumps(plan.flat(), sort_keys=True),
+    }
 
 
 def report_versions(plan: Plan) -> dict[str, Fact]:

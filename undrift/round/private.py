@@ -156,7 +156,10 @@ def clipped_sum(d: Tensor, bound: Tensor, there: Tensor | None) -> tuple[Tensor,
     present = torch.ones_like(length) if there is None else there.double()
     factor = present * (SHORTER * bound / length.clamp(min=1e-300)).clamp(max=1.0)
     shorter = present * ((length <= bound).double() - 0.5)
-    return (d * factor.to(d.dtype)).sum(-2, dtype=torch.float64), shorter.sum(-2)
+    # A factor below the smallest normal number has few bits left, and the update would be longer than C: it is cut in two steps.
+    once = torch.where(factor < torch.finfo(d.dtype).tiny, factor.sqrt(), factor)
+    again = factor / once.clamp(min=torch.finfo(once.dtype).tiny)
+    return (d * once.to(d.dtype) * again.to(d.dtype)).sum(-2, dtype=torch.float64), shorter.sum(-2)
 
 
 def grow(nodes: Tensor, t: Tensor, fresh: Tensor) -> Tensor:
