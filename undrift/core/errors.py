@@ -21,7 +21,8 @@ MEANT = {
     "natural": "sites", "learningrate": "lr", "localepochs": "epochs", "localsteps": "steps", "batchsize": "batch",
     "numrounds": "rounds", "numclients": "clients", "clientsperround": "cohort", "participation": "cohort", "fraction": "cohort",
     "fractionfit": "cohort", "samplerate": "cohort", "bs": "batch", "data": "dataset", "cnn": "small-cnn",
-    "labelskew": "dirichlet", "dir": "dirichlet", "output": "out", "outdir": "out", "outputdir": "out", "save": "out", "savedir": "out", "logdir": "out",
+    "labelskew": "dirichlet", "dir": "dirichlet",
+    "output": "out", "outdir": "out", "outputdir": "out", "save": "out", "savedir": "out", "logdir": "out",
     "log": "track", "logger": "track", "tracker": "track", "stages": "blocks", "train": "run", "simulate": "run",
     "start": "server",
 }  # fmt: skip
