@@ -103,7 +103,7 @@ class Parser(argparse.ArgumentParser):
             return BadSetting(f"{lacks}; did you mean '{best}'?")
         if flag == "--config" and "--resume" in flags:
             return BadSetting(f"{lacks}; give the file alone: '{self.prog} {command} FILE.toml'")
-        if command in ("sweep", "tune") and flag in self._flags("run"):
+        if command in ("sweep", "tune") and flag in (*self._flags("run"), "--seeds"):
             return BadSetting(
                 f"{lacks}: its settings stand in the file; '{self.prog} suites copy demo' gives one to change"
             )
@@ -117,7 +117,7 @@ class Parser(argparse.ArgumentParser):
         meant = f"; did you mean '{best}'?" if best else ""
         if word.startswith("-") and others:
             commands = ", ".join(f"'{self.prog} {name}'" for name in others)
-            return BadSetting(f"{lacks}{meant or ';'} it is an argument of {commands}")
+            return BadSetting(f"{lacks}{meant or ';'} {flag if meant else 'it'} is an argument of {commands}")
         if best:
             return BadSetting(f"{lacks}{meant}")
         what = lacks if word.startswith("-") else f"'{self.prog} {command}' does not take {word!r}"

@@ -83,7 +83,7 @@ BAD_COMMANDS = [
     ("run --bs 32", "did you mean '--batch'"),
     ("run --data mnist", "did you mean '--dataset'"),
     ("run --output x", "did you mean '--out'"),
-    ("run --seeds 0,1,2", "did you mean '--seed'? it is an argument of 'undrift reproduce'"),
+    ("run --seeds 0,1,2", "did you mean '--seed'? --seeds is an argument of 'undrift reproduce'"),
     ("run --gpus 1", "give --device cuda"),
     ("run --no-cuda", "give --device cpu"),
     ("run --wandb", "give --track wandb"),
@@ -208,6 +208,21 @@ def test_bad_data_from_python() -> None:
     with pytest.raises(BadSetting, match="carries its own fields"):
         undrift.run(algorithm=undrift_fedavg(), set={"lr": 1.0})
     assert issubclass(BadSetting, UndriftError)
+
+
+def test_what_is_not_accepted_in_python_is_one_clear_line() -> None:
+    x, y = np.zeros((6, 5), np.float32), np.arange(6) % 3
+    few = {"clients": 2, "cohort": 1, "rounds": 1, "partition": "iid"}
+    with pytest.raises(BadData, match=r"targets are \[3\] of .* give the numbers of classes, such as y.argmax\(1\)"):
+        undrift.run(few, model=tiny_mlp(), data=(x, np.eye(3)[y], x, np.eye(3)[y]))
+    with pytest.raises(BadData, match="'undrift data add NAME FILE.npz'"):
+        undrift.run(few, model=tiny_mlp(), data="mine.npz")
+    with pytest.raises(BadSetting, match="mu is a field of methods, not a setting of the run; put it into set"):
+        undrift.run(few, mu=0.1)
+    wrong: dict[str, Any] = {"algorithm": len, "on_round": 5, "out": 5, "progress": "yes"}
+    for name, value in wrong.items():
+        with pytest.raises(BadSetting, match=f"{name} must be"):
+            undrift.run(few, **{name: value})
 
 
 def undrift_fedavg() -> Any:

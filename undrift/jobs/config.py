@@ -276,6 +276,9 @@ def from_mapping(settings: Mapping[str, Any]) -> RunConfig:
     """A RunConfig from plain values; unknown names and values of the wrong kind are errors."""
     if "sweep" in settings:
         raise BadSetting("settings with a [sweep] table are of many runs; start them with 'undrift sweep FILE.toml'")
+    for name in sorted(settings.keys() - {*TYPES, "lr"}):
+        if not closest(name, {*TYPES, "lr"}) and methods_with(name):
+            raise BadSetting(f"{name} is a field of methods, not a setting of the run; put it into set")
     check_known("setting", settings, {*TYPES, "lr"})
     settings = lr_among_fields(settings)
     fields = table_of_fields(settings.get("set", {}))
@@ -505,10 +508,14 @@ def unknown_field(algorithm: str, field: str, known: Collection[str]) -> Undrift
         return BadSetting(
             f"{field} is no field of {algorithm}, but a setting of the run: give --{field.replace('_', '-')}"
         )
-    others = [n for n in names("algorithms") for a in algorithms_of(outline_of("algorithms", n)) if has_field(a, field)]
-    if others:
+    if others := methods_with(field):
         return BadSetting(f"{algorithm} has no field {field!r}; these have it: {', '.join(others)}")
     return UnknownName(f"field of {algorithm}", field, known)
+
+
+def methods_with(field: str) -> list[str]:
+    """The algorithms that have a field."""
+    return [n for n in names("algorithms") for a in algorithms_of(outline_of("algorithms", n)) if has_field(a, field)]
 
 
 def has_field(kind: type[Any], name: str) -> bool:
