@@ -164,7 +164,7 @@ def _lead(rows: Rows) -> str:
     if gap <= 2 * error:
         return (
             f"{first.label} has the best mean, but {ahead} is not larger than twice the standard error "
-            f"of the difference ({error:.4f}), so the two cannot be told apart."
+            f"of the difference ({error:.4f}): without pairing the seeds, as p does in the table, the two cannot be told apart."
         )
     seeds = min(best.seeds, next_best.seeds)
     caution = f"; with {seeds} seeds this is an indication, not a proof" if seeds < FEW_SEEDS else ""
