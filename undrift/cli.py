@@ -13,7 +13,6 @@ import os
 import shlex
 import sys
 import time
-import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
@@ -23,7 +22,16 @@ from safetensors import SafetensorError
 from undrift import __version__
 from undrift.algorithms.checks import looks_at_single_uploads
 from undrift.core import ranks, stopping
-from undrift.core.errors import BadSetting, LostRank, UndriftError, UnknownName, closest, plain
+from undrift.core.errors import (
+    MEANT,
+    BadSetting,
+    LostRank,
+    UndriftError,
+    UnknownName,
+    closest,
+    one_line_warnings,
+    plain,
+)
 from undrift.core.names import algorithms_of, check_text, describe, names, outline_of, printable
 from undrift.core.numbered import new_folder, newest_folder
 from undrift.core.outline import outline
@@ -38,22 +46,44 @@ from undrift.pipeline import pipe_config as pipeline
 
 KINDS = ("algorithms", "methods", "datasets", "models", "partitions", "trackers")
 ON_RANKS = ("run", "dataparallel", "dp", "pipe")  # commands that torchrun may start
+DEVICES = {
+    "gpu": "cuda",
+    "gpus": "cuda",
+    "ngpus": "cuda",
+    "cuda": "cuda",
+    "usecuda": "cuda",
+    "cpu": "cpu",
+    "nocuda": "cpu",
+}  # as flags
 EVERY = 5.0  # seconds between lines of progress without a terminal
 Fields = Mapping[str, dataclasses.Field[Any]]
-Argument = tuple[str, dict[str, Any]]  # what `add_argument` takes
+Argument = tuple[str, dict[str, Any]]  # what `add_argument` takes, and under "heading" where --help lists it
 # Commands by name: function, help, arguments and other names. `command` fills it in the order in which --help lists them.
 COMMANDS: dict[str, tuple[Callable[[argparse.Namespace], int | None], str, Sequence[Argument], Sequence[str]]] = {}
 
 
+BEGIN = """to begin with:
+  undrift doctor                                   is everything there?
+  undrift sweep demo                               four methods on handwritten digits, and a report: two minutes
+  undrift run --algorithm scaffold --lr 0.05       one run, in a folder of its own below runs/
+  undrift report runs/* --out report.html          what the runs came to, as one page
+  undrift COMMAND --help                           the flags of a command"""
+
+
 class Parser(argparse.ArgumentParser):
-    """An argument parser that answers a mistake with one line, and a typo with the nearest name."""
+    """An argument parser that answers a mistake with one line, and a typo with the nearest name; --help has headings."""
 
     def error(self, message: str) -> NoReturn:
         raise BadSetting(f"{message}; try '{self.prog} --help'")
 
     def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
-        for argument in sys.argv[1:] if args is None else args:
+        given = sys.argv[1:] if args is None else list(args)
+        for argument in given:
             check_text("an argument", argument)
+        if self._subparsers and given and not given[0].startswith("-") and given[0] not in self._commands():
+            if given[0] == "help":
+                raise BadSetting(f"write '{self.prog} --help', or '{self.prog} COMMAND --help'")
+            raise UnknownName("command", given[0], self._commands())
         arguments, unknown = self.parse_known_args(args, namespace)
         if unknown:
             old = unknown[0].split("=")[0].removeprefix("--").replace("-", "_")
@@ -67,52 +97,84 @@ class Parser(argparse.ArgumentParser):
         flag, flags = word.split("=")[0], self._flags(command)
         if not word.startswith("-") and "=" in word:
             return like_hydra(word, flags)
-        best = closest(flag, flags)
-        if plain(best) == plain(flag):
-            return UnknownName(f"argument of '{self.prog} {command}'", flag, flags)
-        field = flag.lstrip("-").replace("-", "_")
+        best, field = closest(flag, flags), flag.lstrip("-").replace("-", "_")
+        lacks = f"'{self.prog} {command}' has no {flag}"
+        if best and (plain(best) == plain(flag) or plain(flag) in MEANT):
+            return BadSetting(f"{lacks}; did you mean '{best}'?")
+        if flag == "--config" and "--resume" in flags:
+            return BadSetting(f"{lacks}; give the file alone: '{self.prog} {command} FILE.toml'")
+        if command in ("sweep", "tune") and flag in (*self._flags("run"), "--seeds"):
+            return BadSetting(
+                f"{lacks}: its settings stand in the file; '{self.prog} suites copy demo' gives one to change"
+            )
+        if "--track" in flags and field in names("trackers"):
+            return BadSetting(f"{lacks}; give --track {field}")
+        if "--device" in flags and plain(flag) in DEVICES:
+            return BadSetting(f"{lacks}; give --device {DEVICES[plain(flag)]}")
         if "--algorithm" in flags and any(field in entry["fields"] for entry in list_kind("algorithms")):
             return BadSetting(f"{field} is a field of algorithms: give --set {field}=VALUE")
         others = [name for name in COMMANDS if flag in self._flags(name)]
+        meant = f"; did you mean '{best}'?" if best else ""
         if word.startswith("-") and others:
             commands = ", ".join(f"'{self.prog} {name}'" for name in others)
-            return BadSetting(f"'{self.prog} {command}' has no {flag}; it is an argument of {commands}")
-        if field in ("gpu", "cuda", "cpu") and "--device" in flags:
-            return BadSetting(f"'{self.prog} {command}' has no {flag}; give --device {field.replace('gpu', 'cuda')}")
+            return BadSetting(f"{lacks}{meant or ';'} {flag if meant else 'it'} is an argument of {commands}")
         if best:
-            return UnknownName(f"argument of '{self.prog} {command}'", flag, flags)
-        what = f"has no {flag}" if word.startswith("-") else f"does not take {word!r}"
-        return BadSetting(f"'{self.prog} {command}' {what}; try '{self.prog} {command} --help'")
+            return BadSetting(f"{lacks}{meant}")
+        what = lacks if word.startswith("-") else f"'{self.prog} {command}' does not take {word!r}"
+        return BadSetting(f"{what}; try '{self.prog} {command} --help'")
 
     def _flags(self, command: str) -> list[str]:
         return [o for a in self._subparser(command)._actions for o in a.option_strings]
 
     def _subparser(self, command: str) -> argparse.ArgumentParser:
+        return self._commands()[command]
+
+    def _commands(self) -> Mapping[str, argparse.ArgumentParser]:
         (action,) = (a for a in self._actions if isinstance(a, argparse._SubParsersAction))
-        parser: argparse.ArgumentParser = action.choices[command]
-        return parser
+        commands: Mapping[str, argparse.ArgumentParser] = action.choices
+        return commands
 
 
 def like_hydra(word: str, flags: Sequence[str]) -> UndriftError:
     """The error for NAME=VALUE without dashes."""
     name, _, value = word.partition("=")
-    flag = f"--{name.removeprefix('set.').replace('_', '-')}"
-    right = f"{flag} {value}" if flag in flags else f"--set {name.removeprefix('set.')}={value}"
+    field = name.lstrip("+~").rpartition(".")[2]
+    flag = f"--{field.replace('_', '-')}"
+    right = f"{flag} {value}" if flag in flags else f"--set {field}={value}"
     return BadSetting(f"settings are flags here: write {right}, not {word}")
 
 
 @functools.cache
 def parser() -> Parser:
-    about = "Federated and distributed training that does not drift."
-    top = Parser(prog="undrift", description=about, allow_abbrev=False)
+    top = Parser(
+        prog="undrift",
+        description="Federated and distributed training that does not drift.",
+        epilog=BEGIN,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
     top.add_argument("--version", action="version", version=f"undrift {__version__}")
     commands = top.add_subparsers(dest="command", required=True, parser_class=Parser, metavar="COMMAND")
     for name, (function, about, arguments, aliases) in COMMANDS.items():
-        sub = commands.add_parser(name, help=about, aliases=aliases, allow_abbrev=False)
+        description = f"{about[0].upper()}{about[1:]}."
+        sub = commands.add_parser(name, help=about, description=description, aliases=aliases, allow_abbrev=False)
         sub.set_defaults(function=function)
+        if len(arguments) > 15:  # a list of all flags in brackets helps nobody
+            sub.usage = f"%(prog)s {usage_of(arguments)}"
+        headings: dict[str, Any] = {"": sub}
         for argument, options in arguments:
-            sub.add_argument(argument, **options)
+            heading = str(options.get("heading", ""))
+            if heading not in headings:
+                headings[heading] = sub.add_argument_group(heading)
+            headings[heading].add_argument(argument, **{n: v for n, v in options.items() if n != "heading"})
     return top
+
+
+def usage_of(arguments: Sequence[Argument]) -> str:
+    """The usage of a command with many flags."""
+    places = [(name, o) for name, o in arguments if not name.startswith("-")]
+    shown = [f"[{o['metavar']}]" if "nargs" in o else str(o["metavar"]) for _, o in places]
+    return " ".join([*shown, "[--FLAG VALUE ...]"])
 
 
 def command(name: str, about: str, *arguments: Argument, aliases: Sequence[str] = ()) -> Callable[[Any], Any]:
@@ -142,33 +204,53 @@ def numbers(text: str) -> tuple[float, ...]:
     return tuple(map(float, words(text)))
 
 
-def make_flags(fields: Fields, types: Mapping[str, Any], choices: Mapping[str, tuple[str, ...]]) -> list[Argument]:
-    """A flag for each setting."""
-    arguments = []
+def make_flags(
+    fields: Fields, types: Mapping[str, Any], choices: Mapping[str, tuple[str, ...]], heading: str = ""
+) -> list[Argument]:
+    """A flag for each setting; `heading` is that of settings without one."""
+    flags = []
     for name, field in fields.items():
-        about, shown = str(field.metadata["help"]), "|".join(choices.get(name, (name.upper(),)))
-        if name == "set":
-            options: dict[str, Any] = {"action": "append", "metavar": "FIELD=VALUE", "help": about}
-        elif types[name] is bool:  # a switch that is on by default gets a --no- form
-            options = {"action": argparse.BooleanOptionalAction if field.default else "store_true", "help": about}
-        else:
-            options = {"type": types[name], "metavar": shown, "help": f"{about} [{field.default}]"}
-        arguments.append((f"--{name.replace('_', '-')}", {"default": None} | options))
-    return arguments
+        options = flag_of(name, field, types[name], choices.get(name, ()))
+        flags.append((f"--{name.replace('_', '-')}", options | {"heading": field.metadata["heading"] or heading}))
+    return flags
 
 
-RATE = arg("--lr", type=float, metavar="RATE", help="the same as --set lr=RATE: the learning rate of local steps")
+def flag_of(name: str, field: dataclasses.Field[Any], kind: Any, choices: Sequence[str]) -> dict[str, Any]:
+    """What `add_argument` takes for a setting. Its help ends with its default in brackets, unless it has brackets already."""
+    about, usual = str(field.metadata["help"]), field.default
+    options: dict[str, Any] = {"default": None, "help": about}
+    if name == "set":
+        return options | {"action": "append", "metavar": "FIELD=VALUE"}
+    if kind is bool:  # a switch that is on by default gets a --no- form
+        return options | {"action": argparse.BooleanOptionalAction if usual else "store_true"}
+    if "[" not in about and usual != "":
+        options["help"] = f"{about} [{usual:g}]" if kind is float else f"{about} [{usual}]"
+    shown = "NAME" if name in ("algorithm", "dataset", "model") else METAVARS[kind]
+    return options | {"type": kind, "metavar": "|".join(choices or (shown,))}
+
+
+METAVARS = {int: "N", float: "X", str: "TEXT"}
+RATE = arg(
+    "--lr",
+    type=float,
+    metavar="RATE",
+    heading=federated.WHAT,
+    help="the learning rate of local steps, the same as --set lr=RATE",
+)
 
 
 def make_arguments(settings: Any) -> list[Argument]:
     """The arguments of a command that trains: a file of settings, a flag for each setting, and the run's folder."""
     name = "ALGORITHM" if "algorithm" in settings.FIELDS else "METHOD"
+    where = f"the run's folder [a new one, runs/{name}-DATASET-seedN; the last one with --resume]"
     return [
-        path("config", "CONFIG.toml", nargs="?", help="settings; flags override them"),
+        path(
+            "config", "CONFIG.toml", nargs="?", help="a file of settings, such as a run's run.toml; flags override them"
+        ),
         *make_flags(settings.FIELDS, settings.TYPES, settings.CHOICES),
         *([] if "lr" in settings.FIELDS else [RATE]),
-        path("--out", help=f"the run's folder [a new one, runs/{name}-DATASET-seedN; the last one with --resume]"),
-        arg("--resume", action="store_true", help="go on from the folder's last checkpoint"),
+        path("--out", heading=federated.RECORD, help=where),
+        arg("--resume", action="store_true", heading=federated.RECORD, help="go on from the folder's last checkpoint"),
     ]
 
 
@@ -201,17 +283,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         if ranks.speaks():
             print("undrift: stopped", file=sys.stderr)
         return 130
-
-
-@contextlib.contextmanager
-def one_line_warnings() -> Iterator[None]:
-    """Print warnings like errors: in one line, without the place in the code."""
-    usual = warnings.formatwarning
-    warnings.formatwarning = lambda text, *more, **named: f"undrift: warning: {' '.join(str(text).split())}\n"
-    try:
-        yield
-    finally:
-        warnings.formatwarning = usual
 
 
 def stoppable(arguments: argparse.Namespace) -> bool:
@@ -253,10 +324,20 @@ def message(error: Exception) -> str:
 
 @command(
     "run",
-    "simulate one federated training run",
+    "simulate federated training: one run",
     *make_arguments(federated),
-    arg("--local", metavar="NAME", help="take the clients' part from this algorithm, with --server"),
-    arg("--server", metavar="NAME", help="take the server's part from this algorithm, with --local"),
+    arg(
+        "--local",
+        metavar="NAME",
+        heading=federated.WHAT,
+        help="instead of --algorithm, with --server: the algorithm that clients run",
+    ),
+    arg(
+        "--server",
+        metavar="NAME",
+        heading=federated.WHAT,
+        help="instead of --algorithm, with --local: the algorithm that the server runs",
+    ),
 )
 def run_command(arguments: argparse.Namespace) -> None:
     from undrift.jobs.run import run
@@ -270,21 +351,29 @@ def run_command(arguments: argparse.Namespace) -> None:
 
 @command(
     "deploy",
-    "train real clients over Flower: make keys, serve, take part, or run it all on this machine",
-    arg("action", metavar="init|local|keys|identity|admit|revoke|server|node"),
+    "train real clients over Flower: make keys, serve, take part, or run everything on this machine",
+    arg(
+        "action",
+        metavar="init|local|keys|identity|admit|revoke|server|node|status|page",
+        help="init: write the app of a federation; local: try it out, all on this machine; keys, identity, admit, revoke: the "
+        "server's keys and the clients'; server, node: serve, take part; status, page: how a run goes",
+    ),
     path(
         "place",
         nargs="?",
-        help="init: a new folder; local: for the logs; identity, node: the client's; status, page: the run's; else the server's",
+        help="the folder: init: a new one; local: for the logs; identity, node: the client's; status, page: the run's; "
+        "else the server's",
     ),
     path("--config", "FILE.toml", help="settings; flags override them"),
     arg("--host", default="127.0.0.1", help="init, keys: the server's address [127.0.0.1]"),
     arg("--insecure", action="store_true", help="local: without TLS and node authentication"),
     path(
-        "--data", "PATH", help="node: its file; local: a folder with NAME.npz for each client (both with --dataset own)"
+        "--data", "PATH", help="node: its file; local: a folder with NAME.npz for each client; both with --dataset own"
     ),
     arg(
-        "--name", default="", help="identity, revoke: the client's name; admit: another than the one in the key's file"
+        "--name",
+        default="",
+        help="identity, revoke: the client's name; admit: a name other than the one in the key's file",
     ),
     path("--key", "FILE", help="admit: the client's public key"),
     arg("--listen", default="0.0.0.0:8000", help="server: where clients may reach it [0.0.0.0:8000]"),
@@ -300,7 +389,7 @@ def run_command(arguments: argparse.Namespace) -> None:
     arg("--port", type=int, default=8765, help="page: the port on this machine [8765]"),
     arg("--renew", action="store_true", help="keys: make a new certificate of the same authority"),
     arg("--force", action="store_true", help="keys, identity: replace what is there"),
-    *make_flags(deployment.FLAGS, deployment.TYPES, federated.CHOICES),
+    *make_flags(deployment.FLAGS, deployment.TYPES, federated.CHOICES, "the server and its clients"),
     RATE,
 )
 def deploy_command(arguments: argparse.Namespace) -> None:
@@ -342,8 +431,20 @@ def pipe_command(arguments: argparse.Namespace) -> None:
 
 def read_settings(arguments: argparse.Namespace, fields: Fields) -> tuple[dict[str, Any], dict[str, Any]]:
     """Read the settings of the file, with those of --set under `set`, and of the flags, which override them."""
-    if arguments.config is not None and "=" in str(arguments.config) and not arguments.config.exists():
-        raise like_hydra(str(arguments.config), [f"--{name.replace('_', '-')}" for name in fields])
+    pairs = [pair.partition("=") for pair in arguments.set or []]
+    for field, equals, value in pairs:
+        if not equals:
+            raise BadSetting(f"--set takes FIELD=VALUE, not {field!r}")
+        if "," in value and "=" in value:
+            raise BadSetting(f"give --set once for each field, not --set {field}={value}")
+    if arguments.config is not None and not arguments.config.exists():
+        file, flags = str(arguments.config), [f"--{name.replace('_', '-')}" for name in fields]
+        if "=" in file:
+            raise like_hydra(file, flags)
+        if getattr(arguments, "resume", False):
+            raise BadSetting(f"there is no file {file}; to go on with a run give its folder: --out DIR --resume")
+        if file in names("algorithms") and "--algorithm" in flags:
+            raise BadSetting(f"there is no file {file}; write --algorithm {file}")
     config = {} if arguments.config is None else federated.from_toml(arguments.config)
     settings = {n: v for n in fields if n != "set" and (v := getattr(arguments, n)) is not None}
     name = settings.get("algorithm", settings.get("method"))
@@ -356,10 +457,7 @@ def read_settings(arguments: argparse.Namespace, fields: Fields) -> tuple[dict[s
             given = federated.table_of_fields(config["set"])
         if getattr(arguments, "lr", None) is not None:
             given["lr"] = arguments.lr
-    for pair in arguments.set or []:
-        field, equals, value = pair.partition("=")
-        if not equals:
-            raise BadSetting(f"--set takes FIELD=VALUE, not {pair!r}")
+    for field, _, value in pairs:
         if field in settings or (field == "lr" and getattr(arguments, "lr", None) is not None):
             raise BadSetting(f"--{field.replace('_', '-')} and --set {field} are the same setting; give one of them")
         given[field] = federated.parse_value(value)
@@ -445,10 +543,12 @@ def folder_of(arguments: argparse.Namespace, name: str) -> Iterator[Callable[[],
 
 @command(
     "sweep",
-    "run algorithms x settings x seeds",
-    path("file", "FILE.toml", help="or the name of a sweep that comes with the package, such as demo"),
-    path("--out", help="for the runs and the report [a new folder, runs/NAME]"),
-    arg("--processes", type=int, default=0, metavar="N", help="runs at a time [one a core; one on a GPU]"),
+    "run each algorithm with each setting and seed of a file, and report them",
+    path("file", "FILE.toml", help="a sweep's file, or the name of one that comes with the package, such as demo"),
+    path("--out", help="the folder for the runs and the report [a new one, runs/NAME]"),
+    arg(
+        "--processes", type=int, default=0, metavar="N", help="how many runs at a time [one on each core; one on a GPU]"
+    ),
     arg("--pack", action=argparse.BooleanOptionalAction, help="run jobs of equal shapes as one program [on a GPU]"),
     arg("--track", metavar="TRACK", help=str(federated.FIELDS["track"].metadata["help"])),
 )
@@ -473,7 +573,8 @@ def sweep_all(arguments: argparse.Namespace, jobs: list[Any], sweep: Mapping[str
     processes = arguments.processes or default_processes(jobs[0].config.device)
     planned = {"runs": {job.name: job.config.rounds for job in jobs}, "failed": {}}
     write_sealed(arguments.out / SWEEP, planned)
-    with progress_bar() as bar:
+    bar = progress_bar()
+    with bar if bar.console.is_terminal else contextlib.nullcontext():
         asked = sum(j.config.rounds for j in jobs)
         whole = bar.add_task(f"{len(jobs)} runs", total=asked, accuracy="")
         rounds_done: dict[str, int] = {}
@@ -501,14 +602,26 @@ def sweep_all(arguments: argparse.Namespace, jobs: list[Any], sweep: Mapping[str
 
 @command(
     "tune",
-    "pick an algorithm's settings from a sweep's grid, by successive halving on validation samples",
+    "pick each algorithm's settings from a sweep's grid, on validation samples, by successive halving",
     path("file", "FILE.toml", help="a sweep's file, or the name of one that comes with the package"),
-    path("--out", help="for NAME.toml of every algorithm, tuned.toml, and the trials [a new folder, runs/tuned-NAME]"),
-    arg("--rungs", type=numbers, default=(0.1, 0.25, 1.0), metavar="SHARES", help="of the rounds [0.1,0.25,1]"),
+    path("--out", help="the folder for tuned.toml, ALGORITHM.toml and the trials [a new one, runs/tuned-NAME]"),
+    arg(
+        "--rungs",
+        type=numbers,
+        default=(0.1, 0.25, 1.0),
+        metavar="SHARES",
+        help="shares of the rounds after which the worse settings drop out [0.1,0.25,1]",
+    ),
     arg("--keep", type=int, default=4, metavar="N", help="one in N settings goes on to the next rung [4]"),
-    arg("--validation", type=float, default=0.1, metavar="SHARE", help="of the training samples, held out [0.1]"),
-    arg("--minutes", type=float, default=0.0, help="stop after so many; the same command goes on"),
-    arg("--device", default="", metavar="auto|cpu|cuda"),
+    arg(
+        "--validation",
+        type=float,
+        default=0.1,
+        metavar="SHARE",
+        help="share of the training samples that is held out to compare on [0.1]",
+    ),
+    arg("--minutes", type=float, default=0.0, metavar="X", help="stop after so many minutes; the same command goes on"),
+    arg("--device", default="", metavar="auto|cpu|cuda", help="where to compute, in place of what the file says"),
     arg("--pack", action=argparse.BooleanOptionalAction, help="run trials of equal shapes as one program [on a GPU]"),
 )
 def tune_command(arguments: argparse.Namespace) -> int:
@@ -517,9 +630,14 @@ def tune_command(arguments: argparse.Namespace) -> int:
     options = {name: getattr(arguments, name) for name in ("rungs", "keep", "validation")}
     file, limit = sweep_file(arguments.file), seconds_of(arguments.minutes)
     with folder_of(arguments, f"tuned-{file.stem}") as say_where, stopping.within(limit) as left:
-        say_where()
+        say_once = functools.cache(say_where)  # when the work begins
+
+        def tell(text: str) -> None:
+            say_once()
+            say(text)
+
         try:
-            tune(file, arguments.out, say, arguments.pack, arguments.device, **options)
+            tune(file, arguments.out, tell, arguments.pack, arguments.device, **options)
         except stopping.Stopped:
             if left() > 0:
                 raise
@@ -532,22 +650,31 @@ def tune_command(arguments: argparse.Namespace) -> int:
 @command(
     "reproduce",
     "run what a paper's table or figure needs, and compare with the published numbers",
-    arg("suite", nargs="?", help="such as gradma-table1; --list shows all"),
-    arg("--list", action="store_true", help="list the suites"),
-    path("--out", default=Path("runs/reproduced"), help="for results, pages and unfinished runs [runs/reproduced]"),
-    arg("--columns", type=words, default=(), metavar="NAMES", help="only these columns, with commas"),
-    arg("--methods", type=words, default=(), metavar="NAMES", help="only these rows, with commas"),
-    arg("--seeds", type=int, default=0, metavar="N", help="seeds of every cell [as in the paper]"),
+    arg("suite", nargs="?", help="a table or figure, such as gradma-table1; --list shows all"),
+    arg("--list", action="store_true", help="list the tables and figures"),
+    path(
+        "--out",
+        default=Path("runs/reproduced"),
+        help="the folder for results, pages and unfinished runs [runs/reproduced]",
+    ),
+    arg("--columns", type=words, default=(), metavar="NAMES", help="only these columns, separated by commas"),
+    arg("--methods", type=words, default=(), metavar="NAMES", help="only these rows, separated by commas"),
+    arg("--seeds", type=int, default=0, metavar="N", help="how many seeds in every cell [as in the paper]"),
     arg(
         "--tune",
         default="none",
         metavar="grid|none|FILE",
-        help="pick settings from the paper's grid, or take a file's [none]",
+        help="search the paper's grid for settings, or take those of a file [none]",
     ),
-    arg("--scale", default="full", metavar="full|small", help="small: tiny runs on embedded data, to try it out"),
-    arg("--minutes", type=float, default=0.0, help="stop after so many; the same command goes on"),
-    arg("--plan", action="store_true", help="print the plan and end"),
-    arg("--device", default="", metavar="auto|cpu|cuda"),
+    arg(
+        "--scale",
+        default="full",
+        metavar="full|small",
+        help="small: tiny runs on data that come with the package, to try it out [full]",
+    ),
+    arg("--minutes", type=float, default=0.0, metavar="X", help="stop after so many minutes; the same command goes on"),
+    arg("--plan", action="store_true", help="print what would be run, and end"),
+    arg("--device", default="", metavar="auto|cpu|cuda", help="where to compute, in place of what the file says"),
     arg("--pack", action=argparse.BooleanOptionalAction, help="run cells of equal shapes as one program [on a GPU]"),
 )
 def reproduce_command(arguments: argparse.Namespace) -> int:
@@ -572,10 +699,12 @@ def reproduce_command(arguments: argparse.Namespace) -> int:
 
 @command(
     "results",
-    "write a site of the verdicts that undrift reproduce left: a page for each paper",
-    path("folders", nargs="+", help="folders with SUITE.json"),
+    "write a site of what undrift reproduce has found: a page for each paper",
+    path("folders", nargs="+", help="folders that undrift reproduce wrote"),
     path(
-        "--out", default=Path("runs/results-site"), help="for index.html and a page for each paper [runs/results-site]"
+        "--out",
+        default=Path("runs/results-site"),
+        help="the folder for index.html and a page for each paper [runs/results-site]",
     ),
 )
 def results_command(arguments: argparse.Namespace) -> None:
@@ -598,10 +727,15 @@ def seconds_of(minutes: float) -> float:
 
 @command(
     "report",
-    "write tables and plots of run folders as one HTML page",
-    path("folders", nargs="+"),
-    path("--out", "FILE.html", required=True),
-    arg("--target", type=float, metavar="ACCURACY", help="report the rounds and bytes to this accuracy"),
+    "write tables and curves of runs as one HTML page",
+    path("folders", nargs="+", help="folders of runs, or folders that hold some"),
+    path("--out", "FILE.html", required=True, help="the page to write"),
+    arg(
+        "--target",
+        type=float,
+        metavar="ACCURACY",
+        help="also say how many rounds and bytes each method took to this accuracy",
+    ),
 )
 def report_command(arguments: argparse.Namespace) -> None:
     from undrift.report.load import sweep_target
@@ -647,7 +781,11 @@ def default_settings(command: str, algorithm: str) -> dict[str, Any]:
     return usual
 
 
-@command("ls", "list runs: how far they are, their best score, the time left", path("folders", nargs="+"))
+@command(
+    "ls",
+    "list runs: how far they are, their best score, the time left",
+    path("folders", nargs="+", help="folders of runs, or folders that hold some"),
+)
 def ls_command(arguments: argparse.Namespace) -> None:
     from rich.table import Table
 
@@ -661,9 +799,9 @@ def ls_command(arguments: argparse.Namespace) -> None:
 
 @command(
     "watch",
-    "show runs in a browser as they grow; the page is for this machine and the one who knows its address",
-    path("folders", nargs="+", help="folders of runs, also of runs that are still to come"),
-    arg("--port", type=int, default=8766, help="on this machine; 0: any that is free [8766]"),
+    "show runs in a browser as they grow, on this machine only and to whoever has the address",
+    path("folders", nargs="+", help="folders of runs; they may still be empty"),
+    arg("--port", type=int, default=8766, help="the port on this machine; 0: any that is free [8766]"),
 )
 def watch_command(arguments: argparse.Namespace) -> None:
     from undrift.jobs.watch import serve
@@ -673,9 +811,9 @@ def watch_command(arguments: argparse.Namespace) -> None:
 
 @command(
     "verify",
-    "say what is damaged in run folders, and from where a run can go on",
-    path("folders", nargs="+"),
-    arg("--back", action="store_true", help="give up a damaged last checkpoint for the one before it"),
+    "say whether the files of runs are whole, and from which round a run can go on",
+    path("folders", nargs="+", help="folders of runs, or folders that hold some"),
+    arg("--back", action="store_true", help="go back to the last checkpoint that is whole, if the last one is damaged"),
 )
 def verify_command(arguments: argparse.Namespace) -> int:
     from undrift.jobs.verify import verify
@@ -691,7 +829,12 @@ def verify_command(arguments: argparse.Namespace) -> int:
     return 2 if damaged else 0
 
 
-@command("list", "list what there is", arg("kind", metavar="|".join(KINDS)), arg("--json", action="store_true"))
+@command(
+    "list",
+    "list the algorithms, methods, data sets, models, partitions or trackers",
+    arg("kind", metavar="|".join(KINDS), help="what to list"),
+    arg("--json", action="store_true", help="as JSON, with the fields of each algorithm"),
+)
 def list_command(arguments: argparse.Namespace) -> None:
     entries = list_kind(arguments.kind)
     if arguments.json:
@@ -722,13 +865,23 @@ def list_kind(kind: str) -> list[dict[str, Any]]:
 @command(
     "data",
     "list the data sets, add one of your own, prepare one, or show a partition",
-    arg("action", metavar="list|add|prepare|show"),
-    arg("name", nargs="?", default="digits", help="a data set [digits]"),
-    path("file", "FILE.npz", nargs="?", help="add: x_train, y_train, x_test and y_test, or x, y and split"),
-    arg("--partition", default="dirichlet:0.1", metavar="SPEC"),
-    arg("--clients", type=int, default=100, metavar="N"),
-    arg("--seed", type=int, default=0),
-    arg("--own-test", type=float, default=0.0, metavar="F", help="the share that clients hold out [0]"),
+    arg("action", metavar="list|add|prepare|show", help="show: which client gets which classes"),
+    arg("name", nargs="?", default="digits", help="of a data set [digits]"),
+    path(
+        "file",
+        "FILE.npz",
+        nargs="?",
+        help="add: a file with x_train, y_train, x_test and y_test, or with x, y and split",
+    ),
+    arg(
+        "--partition",
+        default="dirichlet:0.1",
+        metavar="TEXT",
+        help="show: how the samples are dealt out [dirichlet:0.1]",
+    ),
+    arg("--clients", type=int, default=100, metavar="N", help="show: among how many clients [100]"),
+    arg("--seed", type=int, default=0, metavar="N", help="show: seed of the partition [0]"),
+    arg("--own-test", type=float, default=0.0, metavar="X", help="show: the share that clients hold out [0]"),
     path("--from", "FILE", dest="source", help="prepare: the archive that shakespeare is made of"),
     path("--out", "FILE", help="prepare: where NAME.npz goes; show: a .png or .svg picture"),
 )
@@ -765,7 +918,7 @@ def data_command(arguments: argparse.Namespace) -> None:
 
 @command(
     "figures",
-    "draw a map of the selector, loss surfaces and outlined pictures, for the report",
+    "draw pictures of personal models for the report: the selector's map, loss surfaces, outlines",
     path("folders", nargs="+", help="finished runs of a personal method"),
 )
 def figures_command(arguments: argparse.Namespace) -> None:
@@ -779,11 +932,11 @@ def figures_command(arguments: argparse.Namespace) -> None:
 
 @command(
     "predict",
-    "use a run's super model on a folder of pictures",
+    "label or segment a folder of pictures with the models of a personal run",
     path("--super", required=True, help="the folder of a finished personal run"),
-    path("--in", "FOLDER", dest="pictures", help="pictures"),
+    path("--in", "FOLDER", dest="pictures", help="the pictures"),
     path("--out", "FOLDER", help="for masks, overlays and predictions.csv"),
-    arg("--gamma", type=float, metavar="GAMMA", help="another threshold than the stored one"),
+    arg("--gamma", type=float, metavar="GAMMA", help="the selector's threshold, in place of the stored one"),
     arg("--site", metavar="SITE", help="use this site's model for all: its name or number, 0 for the server's"),
     arg("--tune-gamma", action="store_true", help="first tune it on the run's validation samples, and store it"),
 )
@@ -804,9 +957,9 @@ def predict_command(arguments: argparse.Namespace) -> None:
 
 @command(
     "suites",
-    "list the sweeps, papers' tables and examples that come with the package, print one, or copy it",
-    arg("action", metavar="list|show|copy"),
-    arg("name", nargs="?", help="show, copy: such as demo"),
+    "list, print or copy the sweeps, papers' tables and examples that come with the package",
+    arg("action", metavar="list|show|copy", help="what to do"),
+    arg("name", nargs="?", help="show, copy: which, such as demo"),
     path("folder", nargs="?", default=Path("."), help="copy: where to [.]"),
 )
 def suites_command(arguments: argparse.Namespace) -> None:
@@ -844,7 +997,7 @@ def print_suites() -> None:
 
 
 @command(
-    "doctor", "say what is installed, what this machine has and which data are at hand, and test it for a few seconds"
+    "doctor", "say what is installed, what this machine has and which data it finds, and test it for a few seconds"
 )
 def doctor_command(arguments: argparse.Namespace) -> int:
     from undrift.jobs.doctor import examine
@@ -852,7 +1005,11 @@ def doctor_command(arguments: argparse.Namespace) -> int:
     return 0 if examine(say) else 1
 
 
-@command("cite", "print the BibTeX entry of an algorithm's or a method's paper", arg("name"))
+@command(
+    "cite",
+    "print the BibTeX entry of an algorithm's or a method's paper",
+    arg("name", help="such as scaffold, dsp or fedmim+gradma-s"),
+)
 def cite_command(arguments: argparse.Namespace) -> None:
     from undrift.core.papers import papers_of
 

@@ -75,7 +75,37 @@ BAD_COMMANDS = [
     ("run --set mu=0.1", "fedavg has no field 'mu'; these have it: fedprox, fedproxm, moon, moonm"),
     ("run --set rounds=3", "a setting of the run: give --rounds"),
     ("run --algorithm quantum", "known: apfl, centralized"),
-    ("frobnicate", "invalid choice"),
+    ("frobnicate", "unknown command 'frobnicate'; known: cite, data"),
+    ("train", "did you mean 'run'"),
+    ("help", "write 'undrift --help'"),
+    ("run --participation 0.1", "did you mean '--cohort'"),
+    ("run --fraction 0.1", "did you mean '--cohort'"),
+    ("run --bs 32", "did you mean '--batch'"),
+    ("run --data mnist", "did you mean '--dataset'"),
+    ("run --output x", "did you mean '--out'"),
+    ("run --seeds 0,1,2", "did you mean '--seed'? --seeds is an argument of 'undrift reproduce'"),
+    ("run --gpus 1", "give --device cuda"),
+    ("run --no-cuda", "give --device cpu"),
+    ("run --wandb", "give --track wandb"),
+    ("run --config c.toml", "give the file alone: 'undrift run FILE.toml'"),
+    ("run --dataset mine.npz", "'undrift data add NAME FILE.npz' gives it one"),
+    ("run --model cnn", "did you mean 'small-cnn'"),
+    ("run --partition dir:0.1", "did you mean 'dirichlet'"),
+    ("run --set momentum 0.9", "--set takes FIELD=VALUE, not 'momentum'"),
+    ("run --set lr=0.1,mu=0.2", "give --set once for each field"),
+    ("run --stop-at accuracy=95", "accuracy lies between 0 and 1"),
+    ("run fedavg", "write --algorithm fedavg"),
+    ("run --resume nowhere", "give its folder: --out DIR --resume"),
+    ("run swept.toml", "start them with 'undrift sweep FILE.toml'"),
+    ("run rate.toml", "did you mean 'lr'"),
+    ("run +algorithm=fedavg", "write --algorithm fedavg, not +algorithm=fedavg"),
+    ("run algorithm.mu=0.1", "write --set mu=0.1"),
+    ("sweep demo --rounds 3", "its settings stand in the file"),
+    ("tune demo --keep 1", "keep must be at least 2, not 1"),
+    ("tune demo --rungs 2", "rungs are rising shares of the rounds"),
+    ("pipe --stages 3", "did you mean '--blocks'"),
+    ("data add mine nowhere.npz", "there is no file nowhere.npz"),
+    ("data add mine one.toml", "is no .npz file; write one with numpy.savez('one.npz'"),
     ("run five.toml", "set must be a table"),
     ("dp five.toml", "set must be a table"),
     ("pipe five.toml", "set must be a table"),
@@ -114,6 +144,7 @@ def test_bad_input_is_one_clear_line_and_exit_code_2(
     (tmp_path / "unknown.toml").write_text("round = 3")
     (tmp_path / "swept.toml").write_text("[sweep]\nseds = [1]")
     (tmp_path / "one.toml").write_text("rounds = 3")
+    (tmp_path / "rate.toml").write_text("learning_rate = 0.1")
     (tmp_path / "five.toml").write_text("set = 5\n[sweep]")
     (tmp_path / "table.toml").write_text('dataset = {}\nclients = {}\n[sweep]\nelse_dataset = "digits"')
     (tmp_path / "place.toml").write_text("out = {}")
@@ -177,6 +208,21 @@ def test_bad_data_from_python() -> None:
     with pytest.raises(BadSetting, match="carries its own fields"):
         undrift.run(algorithm=undrift_fedavg(), set={"lr": 1.0})
     assert issubclass(BadSetting, UndriftError)
+
+
+def test_what_is_not_accepted_in_python_is_one_clear_line() -> None:
+    x, y = np.zeros((6, 5), np.float32), np.arange(6) % 3
+    few = {"clients": 2, "cohort": 1, "rounds": 1, "partition": "iid"}
+    with pytest.raises(BadData, match=r"targets are \[3\] of .* give the numbers of classes, such as y.argmax\(1\)"):
+        undrift.run(few, model=tiny_mlp(), data=(x, np.eye(3)[y], x, np.eye(3)[y]))
+    with pytest.raises(BadData, match="'undrift data add NAME FILE.npz'"):
+        undrift.run(few, model=tiny_mlp(), data="mine.npz")
+    with pytest.raises(BadSetting, match="mu is a field of methods, not a setting of the run; put it into set"):
+        undrift.run(few, mu=0.1)
+    wrong: dict[str, Any] = {"algorithm": len, "on_round": 5, "out": 5, "progress": "yes"}
+    for name, value in wrong.items():
+        with pytest.raises(BadSetting, match=f"{name} must be"):
+            undrift.run(few, **{name: value})
 
 
 def undrift_fedavg() -> Any:

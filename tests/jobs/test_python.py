@@ -76,6 +76,7 @@ def test_a_result_is_a_frame_a_page_and_a_cell_of_a_notebook(tmp_path: Path) -> 
     assert frame["train_loss"].tolist() == [r["train_loss"] for r in result.records]
     page = result.report(tmp_path / "page.html").read_text()
     assert page.lstrip().lower().startswith("<!doctype html") and f"{result.accuracy:.4f}" in page
+    assert repr(result).startswith("<undrift.Result: ") and "\n" not in repr(result) and len(repr(result)) < 300
     shown = result._repr_html_()
     assert shown.count("<tr>") == 3 and f"<td>{result.accuracy:.4g}</td>" in shown
     with pytest.raises(BadSetting, match="give out= to the run"):

@@ -257,7 +257,7 @@ def test_a_repeated_seed_does_not_count_twice(tmp_path: Path) -> None:
         (
             {"a": [0.79, 0.80, 0.81], "b": [0.89, 0.90, 0.91]},
             [
-                "are further apart than the seeds",
+                "differ more than the seeds of one method do",
                 "0.0707",
                 "0.0100",
                 "b is best",
@@ -269,7 +269,12 @@ def test_a_repeated_seed_does_not_count_twice(tmp_path: Path) -> None:
         # means 0.80, 0.82: deviation 0.0141; seeds 0.1; error 0.1 * sqrt(2 / 3) = 0.0816 > 0.01
         (
             {"a": [0.70, 0.80, 0.90], "b": [0.72, 0.82, 0.92]},
-            ["are not further apart than the seeds", "but its lead over a, 0.0200, is not", "0.0141", "(0.0816)"],
+            [
+                "differ no more than the seeds of one method do",
+                "but its lead over a, 0.0200, is not",
+                "0.0141",
+                "(0.0816)",
+            ],
         ),
         # The leaders' seeds agree exactly, but c shows that seeds move results by sqrt(0.02): pooled over three
         # groups sqrt(0.02 / 3) = 0.0816, error 0.0816 * sqrt(1 / 2 + 1 / 2) = 0.0816.
@@ -294,14 +299,14 @@ def test_the_verdict_says_who_forgets_most_and_who_forgets_less(tmp_path: Path) 
             extended(folder, {"forgetting": 0.9}, {"forgetting": value})
     text = verdict(group_runs(load([tmp_path])))
     assert "a forgets most: in the second half of the rounds" in text and "is 0.310 ± 0.014 below" in text
-    assert text.endswith("By more than twice the standard error of the difference less: b (0.050 ± 0.014).")
+    assert text.endswith("by more than twice the standard error of the difference: b (0.050 ± 0.014).")
     text = verdict([group for group in group_runs(load([tmp_path])) if group.algorithm != "b"])
     assert text.endswith("No other method forgets less by more than twice the standard error of the difference.")
 
 
 def test_verdict_needs_two_methods_and_keeps_tasks_apart(tmp_path: Path) -> None:
     make_run(tmp_path / "a", "fedavg", 0, [0.5])
-    said = "fedavg has 0.5000 (best accuracy (chosen on test), 1 seed); there is no other score, so nothing to compare."
+    said = "fedavg has 0.5000 (best accuracy, chosen on test; 1 seed); there is no other score, so nothing to compare."
     assert verdict(group_runs(load([tmp_path]))) == said
     make_run(tmp_path / "b", "scaffold", 0, [0.9], dataset="mnist")
     text = verdict(group_runs(load([tmp_path])))

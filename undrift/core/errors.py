@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import difflib
-from collections.abc import Iterable
+import warnings
+from collections.abc import Iterable, Iterator
 
 
 class UndriftError(Exception):
@@ -17,7 +19,12 @@ MEANT = {
     "gpu": "cuda", "acc": "accuracy", "nvidia": "cuda", "noniid": "dirichlet", "heterogeneous": "dirichlet", "homogeneous": "iid",
     "uniform": "iid", "double": "float64", "fp64": "float64", "float": "float32", "fp32": "float32", "single": "float32",
     "natural": "sites", "learningrate": "lr", "localepochs": "epochs", "localsteps": "steps", "batchsize": "batch",
-    "numrounds": "rounds", "numclients": "clients", "clientsperround": "cohort",
+    "numrounds": "rounds", "numclients": "clients", "clientsperround": "cohort", "participation": "cohort", "fraction": "cohort",
+    "fractionfit": "cohort", "samplerate": "cohort", "bs": "batch", "data": "dataset", "cnn": "small-cnn",
+    "labelskew": "dirichlet", "dir": "dirichlet",
+    "output": "out", "outdir": "out", "outputdir": "out", "save": "out", "savedir": "out", "logdir": "out",
+    "log": "track", "logger": "track", "tracker": "track", "stages": "blocks", "train": "run", "simulate": "run",
+    "start": "server",
 }  # fmt: skip
 HALF = ("float16", "fp16", "half", "bfloat16", "bf16", "amp")
 OPPOSITE = ("non", "no", "un", "in", "dis", "not", "without")  # "noniid" is not "iid"
@@ -53,8 +60,8 @@ def closest(name: str, known: Iterable[str]) -> str:
     """
     spelled = {plain(each): each for each in known}
     given = plain(name)
-    if MEANT.get(given) in spelled:
-        return spelled[MEANT[given]]
+    if plain(MEANT.get(given, given)) in spelled:
+        return spelled[plain(MEANT.get(given, given))]
     for each in difflib.get_close_matches(given, spelled, n=3, cutoff=0.72):
         if not any(given in (word + each, word + plain(spelled[each])) or each == word + given for word in OPPOSITE):
             return spelled[each]
@@ -64,6 +71,18 @@ def closest(name: str, known: Iterable[str]) -> str:
         return spelled[begun[0]]
     near = [e for e in short if sum(a != b for a, b in zip(e, given, strict=True)) == 1 or sorted(e) == sorted(given)]
     return spelled[near[0]] if len(near) == 1 and len(given) > 1 else ""
+
+
+@contextlib.contextmanager
+def one_line_warnings(whose: str = "") -> Iterator[None]:
+    """Print warnings like errors: in one line, without the place in the code, and with the run that they are about."""
+    about = f"{whose}: " if whose else ""
+    usual = warnings.formatwarning
+    warnings.formatwarning = lambda text, *more, **named: f"undrift: warning: {about}{' '.join(str(text).split())}\n"
+    try:
+        yield
+    finally:
+        warnings.formatwarning = usual
 
 
 class BadSetting(UndriftError):

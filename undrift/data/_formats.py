@@ -6,6 +6,7 @@ import gzip
 import importlib
 import math
 import pickle
+import zipfile
 import zlib
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -39,6 +40,12 @@ def read_text(path: Path) -> str:
 
 def read_arrays(path: Path) -> dict[str, NDArray[Any]]:
     """The arrays of an .npz file by name: numbers or text, one entry for each sample, in this machine's byte order."""
+    if not path.exists():
+        raise BadData(f"there is no file {path}")
+    if not zipfile.is_zipfile(path):
+        raise BadData(
+            f"{path} is no .npz file; write one with numpy.savez({path.stem + '.npz'!r}, x_train=..., y_train=...)"
+        )
     try:
         with path.open("rb") as file, np.load(file, allow_pickle=False) as archive:
             arrays = {key: archive[key] for key in archive.files}

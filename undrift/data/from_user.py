@@ -20,6 +20,7 @@ from __future__ import annotations
 import itertools
 import warnings
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -76,7 +77,7 @@ def dataset_from(data: Any) -> Dataset:
     else:
         raise BadData(
             "data must be (x_train, y_train, x_test, y_test), (train, test) or ([one part per client], test), "
-            f"not {shown(data)}"
+            f"not {shown(data)}{hint(data)}"
         )
     if not len(train[1]):
         raise BadData("there are no training samples")
@@ -316,6 +317,15 @@ def as_array(values: Any) -> NDArray[np.generic]:
         return np.asarray(values.detach().cpu().numpy() if isinstance(values, torch.Tensor) else values)
     except (ValueError, TypeError) as error:  # such as rows of different lengths
         raise BadData(f"no array can be made of {shown(values)}: {error}") from error
+
+
+def hint(data: Any) -> str:
+    """What to do with what is not accepted, if there is an easy way."""
+    if any(hasattr(each, "to_numpy") for each in (data, *(data if isinstance(data, tuple | list) else ()))):
+        return "; make arrays of them with .to_numpy()"
+    if isinstance(data, str | Path):
+        return "; give a file a name with 'undrift data add NAME FILE.npz', and then dataset=NAME"
+    return ""
 
 
 def shown(value: Any) -> str:

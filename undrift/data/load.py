@@ -73,6 +73,10 @@ def check_dataset(name: str) -> None:
     """Raise UnknownName for a data set that is neither registered nor added."""
     known, asked = [*names("datasets"), *added()], name.partition("(")[0].strip()
     if ":" not in name and asked not in known:
+        if Path(asked).suffix:
+            raise BadSetting(
+                f"{asked} is a file, and --dataset takes a name; 'undrift data add NAME FILE.npz' gives it one"
+            )
         raise UnknownName("dataset", asked, known)
 
 

@@ -9,6 +9,9 @@ from typing import Any, get_type_hints
 from undrift.core.outline import outline
 from undrift.jobs.config import (
     JOB_CHOICES,
+    RECORD,
+    STEPS,
+    WHAT,
     JobConfig,
     check_choices,
     check_numbers,
@@ -18,6 +21,7 @@ from undrift.jobs.config import (
     with_own_fields,
 )  # fmt: skip
 
+COMPRESSION = "compression"
 # Fields of the method, which --set takes too.
 OWN = ("ratio", "lam", "compressor", "block", "average_every", "lr", "momentum", "weight_decay")
 
@@ -27,13 +31,15 @@ class MethodConfig(JobConfig):
     """The settings that `undrift dataparallel` and `undrift pipe` share."""
 
     method: str = ""
-    batch: int = setting(8, "samples in a batch of each worker or replica")
-    steps: int = setting(0, "batches in a round; 0: a pass over the training samples")
-    ratio: float = setting(64.0, "R of compressed methods and --reduce def: ceil(d / R) of d numbers are sent")
-    lam: str = setting("0.3", "lambda of def, def-a and --reduce def, in [0, 1], or auto")
-    lr: float = setting(0.02, "learning rate")
-    momentum: float = setting(0.9, "of each worker or block")
-    weight_decay: float = setting(0.0, "added to the gradient")
+    batch: int = setting(8, "samples in a batch of each worker or replica", STEPS)
+    steps: int = setting(0, "batches in a round; 0: a pass over the training samples", STEPS)
+    ratio: float = setting(
+        64.0, "of compressed methods and --reduce def: one in so many numbers is sent (R)", COMPRESSION
+    )
+    lam: str = setting("0.3", "lambda of def, def-a and --reduce def: from 0 to 1, or auto", COMPRESSION)
+    lr: float = setting(0.02, "learning rate", STEPS)
+    momentum: float = setting(0.9, "momentum of each worker or block", STEPS)
+    weight_decay: float = setting(0.0, "times the parameters, added to the gradient", STEPS)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -47,13 +53,19 @@ class MethodConfig(JobConfig):
 class ParallelConfig(MethodConfig):
     """All settings of a data-parallel run. Each field is a flag."""
 
-    method: str = setting("def", "sgd, ef, saef, psync, ef21, ef21-sgdm, def or def-a")
-    workers: int = setting(0, "W (default 16; under torchrun the number of processes)")
-    compressor: str = setting("rbgs", "rbgs, randk or topk")
-    block: str = setting("flat", "flat, tensor or shuffle")
-    average_every: int = setting(0, "average saef's errors every so many iterations; 0: never")
-    statistics: int = setting(0, "batches that recompute BatchNorm's statistics before a test; 0: the workers' mean")
-    checkpoint_every: int = setting(10, "rounds between checkpoints: each holds the vectors of all workers")
+    method: str = setting("def", "how workers exchange gradients; 'undrift list methods' says more", WHAT)
+    workers: int = setting(0, "how many workers (W) [16; under torchrun the number of processes]", WHAT)
+    compressor: str = setting("rbgs", "what is sent: a random block, random numbers, or the largest", COMPRESSION)
+    block: str = setting(
+        "flat",
+        "flat: of the whole gradient; tensor: of each tensor; shuffle: all blocks in turn, in random order",
+        COMPRESSION,
+    )
+    average_every: int = setting(0, "average saef's errors every so many iterations; 0: never", COMPRESSION)
+    statistics: int = setting(
+        0, "batches that recompute BatchNorm's statistics before a test; 0: the workers' mean", RECORD
+    )
+    checkpoint_every: int = setting(10, "rounds between checkpoints: each holds the vectors of all workers", RECORD)
 
     def __post_init__(self) -> None:
         super().__post_init__()

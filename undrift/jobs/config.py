@@ -19,46 +19,69 @@ MOST = 2**31 - 1  # of a whole number
 LARGEST = 1e30  # of a number, and of what a schedule makes of the learning rate: float32 must hold it
 
 
-def setting(default: Any, about: str) -> Any:
-    """A field that is a flag too; `about` is its help."""
-    return field(default=default, metadata={"help": about})
+# The headings under which `--help` lists the flags.
+WHAT = "what is trained"
+CLIENTS = "the clients and their samples"
+STEPS = "steps and the learning rate"
+MESSAGES = "messages, and what goes wrong"
+PRIVACY = "differential privacy"
+RECORD = "scores, the run's folder, and its end"
+MACHINE = "how it is computed"
+
+
+def setting(default: Any, about: str, heading: str = "") -> Any:
+    """A field that is a flag too; `about` is its help, under a heading."""
+    return field(default=default, metadata={"help": about, "heading": heading})
 
 
 @dataclass(frozen=True)
 class JobConfig:
     """The settings of every command that trains. Each field is a flag."""
 
-    dataset: str = setting("digits", "a listed name, imagefolder:PATH, or package.module:function")
-    model: str = setting("mlp", "a listed name, or package.module:function; in blocks, an nn.Sequential")
-    rounds: int = setting(20, "T; a round is a pass over the training samples, or --steps batches")
-    seed: int = setting(0, "seed of all random numbers")
-    val_fraction: float = setting(0.0, "share of the training samples held out for validation")
-    warmup: float = setting(0.0, "rounds in which the learning rate rises from 0")
-    lr_decay: float = setting(1.0, "multiplies the rate after every round")
-    lr_drops: str = setting("", "rounds after which the rate drops, such as 120,160")
-    lr_drop: float = setting(0.1, "factor of the rate at each of --lr-drops")
-    device: str = setting("auto", "auto, cpu or cuda")
-    dtype: str = setting("float32", "float32 or float64")
+    dataset: str = setting(
+        "digits", "a name from 'undrift data list', imagefolder:PATH, or package.module:function", WHAT
+    )
+    model: str = setting("mlp", "a name from 'undrift list models', or package.module:function", WHAT)
+    rounds: int = setting(
+        20, "how long to train (T): a round is a pass over the training samples, or --steps batches", WHAT
+    )
+    seed: int = setting(0, "seed of all random numbers", WHAT)
+    val_fraction: float = setting(0.0, "share of the training samples that is held out for validation", RECORD)
+    warmup: float = setting(0.0, "rounds in which the learning rate rises from 0", STEPS)
+    lr_decay: float = setting(1.0, "factor of the learning rate after every round", STEPS)
+    lr_drops: str = setting("", "rounds after which the learning rate drops, such as 120,160", STEPS)
+    lr_drop: float = setting(0.1, "factor of the learning rate at each of --lr-drops", STEPS)
+    device: str = setting("auto", "where to compute; auto takes a GPU if there is one", MACHINE)
+    dtype: str = setting("float32", "the numbers' type", MACHINE)
     execution: str = setting(
         "auto",
-        "simulated clients or workers run stacked (as one), pool (in turn), debug (plain PyTorch), or auto (by model)",
+        "run simulated clients or workers stacked (as one), in a pool of threads, or in plain PyTorch to debug",
+        MACHINE,
     )
-    replay: bool = setting(True, "on a GPU, replay stacked rounds as CUDA graphs: much faster")
-    compile: str = setting("auto", "compile replayed rounds: auto (if the run is long enough), on or off")
+    replay: bool = setting(True, "on a GPU, replay stacked rounds as CUDA graphs, which is much faster", MACHINE)
+    compile: str = setting("auto", "compile replayed rounds; auto does so if the run is long enough", MACHINE)
     precision: str = setting(
-        "fp32", "products on a GPU: fp32, tf32 (10 bits, faster), or bf16 (convolutions with 7 bits, fastest)"
+        "fp32", "products on a GPU: fp32, tf32 (10 bits, faster), or bf16 (convolutions with 7 bits, fastest)", MACHINE
     )
-    deterministic: bool = setting(False, "make CUDA runs repeatable")
-    eval_every: int = setting(1, "rounds between evaluations")
-    checkpoint_every: int = setting(1, "rounds between checkpoints")
+    deterministic: bool = setting(False, "make runs on a GPU repeatable, bit for bit", MACHINE)
+    eval_every: int = setting(1, "rounds between tests of the model", RECORD)
+    checkpoint_every: int = setting(1, "rounds between checkpoints", RECORD)
     stop_at: str = setting(
-        "", "accuracy=0.9, loss<0.2 (any number of the record) or time=10m (s, m, h); several with commas"
+        "",
+        "when to end early: accuracy=0.9, loss<0.2 (any number of the record) or time=10m (s, m, h), with commas",
+        RECORD,
     )
     track: str = setting(
-        "", "also tell a tracker: tensorboard, wandb, mlflow, trackio, package.module:Class, or several"
+        "",
+        "also send what is recorded to tensorboard, wandb, mlflow, trackio, package.module:Class, or several",
+        RECORD,
     )
     set: dict[str, Any] = field(
-        default_factory=dict, metadata={"help": "FIELD=VALUE, a field of the algorithm or method; repeatable"}
+        default_factory=dict,
+        metadata={
+            "help": "a field of the algorithm or method, such as momentum=0.9; once for each",
+            "heading": WHAT,
+        },
     )
 
     def __post_init__(self) -> None:
@@ -123,40 +146,62 @@ def fields_of(kind: type[JobConfig]) -> dict[str, dataclasses.Field[Any]]:
 class RunConfig(JobConfig):
     """All settings of a simulated run. Each field is a flag of `undrift run`."""
 
-    algorithm: str = setting("fedavg", "a listed name, LOCAL+SERVER, or package.module:Class")
-    partition: str = setting("dirichlet:0.1", "how clients get their samples")
-    clients: int = setting(100, "N")
-    cohort: int = setting(10, "S, clients a round")
-    sampling: str = setting("fixed", "fixed: S clients; bernoulli: each with probability S/N")
-    steps: int = setting(0, "K, local steps a round (default 5 unless --epochs is given)")
-    epochs: float = setting(0.0, "E, passes over the local data a round, instead of --steps")
-    batch: int = setting(64, "B, local batch size")
-    batches: str = setting("", "persistent (with --steps) or fresh (a new shuffle each round)")
-    compress: str = setting("", "compress uploads, with error feedback: rbgs:64, randk:64, topk:64, fp16 or int8")
+    algorithm: str = setting(
+        "fedavg", "a name from 'undrift list algorithms', LOCAL+SERVER, or package.module:Class", WHAT
+    )
+    partition: str = setting(
+        "dirichlet:0.1", "how the samples are dealt out; 'undrift list partitions' shows all ways", CLIENTS
+    )
+    clients: int = setting(100, "how many clients there are (N)", CLIENTS)
+    cohort: int = setting(10, "how many of them train in a round (S)", CLIENTS)
+    sampling: str = setting("fixed", "fixed: S clients a round; bernoulli: each client with probability S/N", CLIENTS)
+    steps: int = setting(0, "local steps a round (K) [5, unless --epochs is given]", STEPS)
+    epochs: float = setting(0.0, "passes over the local samples a round (E), instead of --steps", STEPS)
+    batch: int = setting(64, "samples in a local batch (B)", STEPS)
+    batches: str = setting(
+        "",
+        "persistent: go on through the samples from round to round; fresh: shuffle anew [persistent; fresh with --epochs]",
+        STEPS,
+    )
+    compress: str = setting(
+        "", "compress what clients send, with error feedback: rbgs:64, randk:64, topk:64, fp16 or int8", MESSAGES
+    )
     aggregate: str = setting(
-        "mean", "of the clients' vectors: mean, median, trimmed:0.1, krum:2, geometric, clip:1, bound:10"
+        "mean",
+        "what the server makes of the clients' vectors: mean, median, trimmed:0.1, krum:2, geometric, clip:1 or bound:10",
+        MESSAGES,
     )
-    attack: str = setting("", "simulate hostile clients: signflip:0.2, scale:0.2:20, gauss:0.2:1 or labelflip:0.2")
-    weights: str = setting("uniform", "weights of the clients' updates: uniform or size")
-    privacy_clip: float = setting(0.0, "C, the largest norm of a client's update, for differential privacy; 0: none")
-    privacy_noise: float = setting(0.0, "sigma, with --privacy-clip: the noise on the sum is N(0, sigma^2 C^2)")
-    privacy_delta: float = setting(1e-5, "delta, for the epsilon in the records")
+    attack: str = setting(
+        "", "simulate hostile clients: signflip:0.2, scale:0.2:20, gauss:0.2:1 or labelflip:0.2", MESSAGES
+    )
+    weights: str = setting("uniform", "weigh clients' updates equally, or by their number of samples", MESSAGES)
+    privacy_clip: float = setting(0.0, "the largest norm of a client's update (C); 0: no privacy", PRIVACY)
+    privacy_noise: float = setting(
+        0.0, "sigma, with --privacy-clip: the noise on the sum is N(0, sigma^2 C^2)", PRIVACY
+    )
+    privacy_delta: float = setting(1e-5, "delta, for the epsilon in the records", PRIVACY)
     privacy_quantile: float = setting(
-        0.0, "share of updates shorter than C, which C follows from --privacy-clip on; 0: C stays"
+        0.0, "let C follow this quantile of the updates' norms, from --privacy-clip on; 0: C stays", PRIVACY
     )
-    dropout_rate: float = setting(0.0, "probability that an invited client fails to answer")
-    slow: str = setting("", "P,F: with probability P a client makes only a share F of its steps")
-    bandwidth: float = setting(0.0, "Mbit/s of each client's link, for simulated seconds; 0: no limit")
-    latency: float = setting(0.0, "seconds that each message takes, for simulated seconds")
-    own_test: float = setting(0.0, "share of each client's samples held out to test its model")
-    colour: float = setting(0.0, "strength of the client-correlated colour perturbation")
-    chunk: int = setting(0, "clients stacked at a time; 0: as many as fit in memory")
-    client_eval_every: int = setting(0, "rounds between scores on each client's samples; 0: only in the last round")
-    client_state: str = setting("auto", "place of client states: memory, disk, or auto (disk if memory is too small)")
+    dropout_rate: float = setting(0.0, "probability that an invited client fails to answer", MESSAGES)
+    slow: str = setting("", "P,F: with probability P a client makes only a share F of its steps", MESSAGES)
+    bandwidth: float = setting(
+        0.0, "Mbit/s of each client's link, for the simulated network time; 0: no limit", MESSAGES
+    )
+    latency: float = setting(0.0, "seconds that each message takes, for the simulated network time", MESSAGES)
+    own_test: float = setting(0.0, "share of each client's samples that it holds out to be tested on", CLIENTS)
+    colour: float = setting(0.0, "how much clients' pictures differ in brightness and saturation", CLIENTS)
+    chunk: int = setting(0, "clients stacked at a time; 0: as many as fit in memory", MACHINE)
+    client_eval_every: int = setting(
+        0, "rounds between scores on each client's samples; 0: only in the last round", RECORD
+    )
+    client_state: str = setting(
+        "auto", "where clients' states lie; auto takes the disk if memory is too small", MACHINE
+    )
     # A round is a few steps of a few clients, much less than a pass over all samples.
-    rounds: int = setting(100, "T; a round is --steps or --epochs of a cohort")
-    eval_every: int = setting(5, "rounds between evaluations: a round is short")
-    checkpoint_every: int = setting(50, "rounds between checkpoints: a round is short")
+    rounds: int = setting(100, "how long to train (T): in a round a cohort makes --steps or --epochs", WHAT)
+    eval_every: int = setting(5, "rounds between tests of the model", RECORD)
+    checkpoint_every: int = setting(50, "rounds between checkpoints", RECORD)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -237,6 +282,12 @@ TYPES = get_type_hints(RunConfig)
 
 def from_mapping(settings: Mapping[str, Any]) -> RunConfig:
     """A RunConfig from plain values; unknown names and values of the wrong kind are errors."""
+    if "sweep" in settings:
+        raise BadSetting("settings with a [sweep] table are of many runs; start them with 'undrift sweep FILE.toml'")
+    for name in sorted(settings.keys() - {*TYPES, "lr"}):
+        if not closest(name, {*TYPES, "lr"}) and methods_with(name):
+            raise BadSetting(f"{name} is a field of methods, not a setting of the run; put it into set")
+    check_known("setting", settings, {*TYPES, "lr"})
     settings = lr_among_fields(settings)
     fields = table_of_fields(settings.get("set", {}))
     checked = typed({n: v for n, v in settings.items() if n != "set"}, TYPES) | {"set": fields}
@@ -359,7 +410,9 @@ def parse_stop(text: str) -> dict[str, Stop]:
             number = math.nan  # refused below
         share = name.endswith(("accuracy", "dice", "c_index"))
         wrong = not name.isidentifier() or not math.isfinite(number) or (name == "time" and (below or number <= 0))
-        if wrong or (share and not (0 < number <= 1)):
+        if share and not wrong and not 0 < number <= 1:
+            raise BadSetting(f"stop_at {part!r}: {name} lies between 0 and 1, so write {name}=0.9 for 90 %")
+        if wrong:
             raise BadSetting(f"stop_at {part!r} is not understood; write accuracy=0.9, loss<0.2 or time=10m")
         stops[name] = Stop(name, number, below)
     return stops
@@ -466,10 +519,14 @@ def unknown_field(algorithm: str, field: str, known: Collection[str]) -> Undrift
         return BadSetting(
             f"{field} is no field of {algorithm}, but a setting of the run: give --{field.replace('_', '-')}"
         )
-    others = [n for n in names("algorithms") for a in algorithms_of(outline_of("algorithms", n)) if has_field(a, field)]
-    if others:
+    if others := methods_with(field):
         return BadSetting(f"{algorithm} has no field {field!r}; these have it: {', '.join(others)}")
     return UnknownName(f"field of {algorithm}", field, known)
+
+
+def methods_with(field: str) -> list[str]:
+    """The algorithms that have a field."""
+    return [n for n in names("algorithms") for a in algorithms_of(outline_of("algorithms", n)) if has_field(a, field)]
 
 
 def has_field(kind: type[Any], name: str) -> bool:

@@ -35,7 +35,7 @@ C = TypeVar("C", bound=JobConfig)
 R = TypeVar("R", bound=Run, covariant=True)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Result(Generic[C]):
     """The result of a run."""
 
@@ -72,6 +72,15 @@ class Result(Generic[C]):
         page.write([self.folder], Path(out), None, usual)
         return Path(out)
 
+    def __repr__(self) -> str:
+        """How the run ended, in one line."""
+        score = "" if self.accuracy is None else f", accuracy {self.accuracy:.4f}"
+        where = "" if self.folder is None else f", in {self.folder}"
+        return f"<undrift.Result: {self._ended()}{score}{where}>"
+
+    def _ended(self) -> str:
+        return f"{len(self.records)} rounds, stopped by {self.stopped}; the model is that of round {self.model_round}"
+
     def _repr_html_(self) -> str:
         """What a notebook shows: how the run ended, its curves, and its last scored rounds."""
         from html import escape
@@ -88,9 +97,10 @@ class Result(Generic[C]):
             "<tr>" + "".join(f"<td>{escape(as_cell(record.get(name)))}</td>" for name in shown) + "</tr>"
             for record in scored[-12:]
         )
-        about = f"{len(self.records)} rounds, stopped by {self.stopped}; the model is that of round {self.model_round}"
         head = "".join(f"<th>{name}</th>" for name in shown)
-        return f"<p>{escape(about)}</p>{picture}<table><thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table>"
+        return (
+            f"<p>{escape(self._ended())}</p>{picture}<table><thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table>"
+        )
 
     @property
     def accuracy(self) -> float | None:

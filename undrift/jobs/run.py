@@ -136,6 +136,13 @@ def opened(
         if on_round is not None:
             on_round(record)
 
+    for name, function in (("progress", progress), ("on_round", on_round)):
+        if function is not None and not callable(function):
+            raise BadSetting(f"{name} must be a function of a record, not {function!r}")
+    if out is not None and not isinstance(out, str | Path):
+        raise BadSetting(f"out must be the path of a folder, not {out!r}")
+    if not isinstance(algorithm, str | type | Worker | None):
+        raise BadSetting(f"algorithm must be a name, a class or an object of one, not {algorithm!r}")
     settings: dict[str, Any] = dict(options)
     given = lr_among_fields(read(config))
     settings = lr_among_fields(settings, given.get("set"))

@@ -16,7 +16,7 @@ import torch
 
 from undrift.algorithms.checks import check_algorithm
 from undrift.core.device import pick_device
-from undrift.core.errors import BadRunFolder, BadSetting, CannotWrite, MissingData, UndriftError
+from undrift.core.errors import BadRunFolder, BadSetting, CannotWrite, MissingData, UndriftError, one_line_warnings
 from undrift.core.names import module_of
 from undrift.data.load import check_dataset, load_dataset
 from undrift.data.partition import PARTITIONS
@@ -236,7 +236,10 @@ def _run_program(out: Path, program: list[Job], tell: Tell) -> tuple[dict[str, s
     if len(program) > 1:
         configs: list[Any] = [job.config for job in program]
         try:
-            packs.run_packed(configs, [out / job.name for job in program], [_progress(job, tell) for job in program])
+            with one_line_warnings():
+                packs.run_packed(
+                    configs, [out / job.name for job in program], [_progress(job, tell) for job in program]
+                )
         except CannotWrite as error:
             raise go_on_with_sweep(error) from error
         except Exception as error:
@@ -247,7 +250,8 @@ def _run_program(out: Path, program: list[Job], tell: Tell) -> tuple[dict[str, s
         folder, progress = RunFolder(out / job.name), _progress(job, tell)
         try:
             if not _finished(job, folder):
-                KINDS[job.kind].run(job.config, out=folder.path, resume=folder.exists(), progress=progress)
+                with one_line_warnings(job.name):
+                    KINDS[job.kind].run(job.config, out=folder.path, resume=folder.exists(), progress=progress)
             tell((job.name, job.config.rounds, job.config.rounds))
         except CannotWrite as error:  # nor could the other runs
             raise go_on_with_sweep(error) from error

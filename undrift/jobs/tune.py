@@ -104,10 +104,11 @@ def tune(
     jobs, _ = plan(file)
     seeds = sorted({job.config.seed for job in jobs}) if "seeds" in sweep else list(SEEDS)
     rungs, keep = options.get("rungs", RUNGS), options.get("keep", KEEP)
-    if not rungs or not all(0 < share <= 1 for share in rungs) or list(rungs) != sorted(set(rungs)) or keep < 2:
-        raise BadSetting(
-            f"rungs are rising shares of the rounds, such as 0.1,0.3,1, and keep is at least 2, not {rungs}, {keep}"
-        )
+    if not rungs or not all(0 < share <= 1 for share in rungs) or list(rungs) != sorted(set(rungs)):
+        shown = ",".join(f"{share:g}" for share in rungs)
+        raise BadSetting(f"rungs are rising shares of the rounds, such as 0.1,0.25,1, not {shown or 'nothing'}")
+    if keep < 2:
+        raise BadSetting(f"keep must be at least 2, not {keep}: one in so many settings goes on")
     first = jobs[0].config.seed
     varied = {**sweep.get("grid", {})}
     batch, picked = Batch(Results(out, "trials"), say, pack, device), {}

@@ -9,9 +9,21 @@ from typing import Any, get_type_hints
 from undrift.core.errors import BadSetting
 from undrift.core.outline import outline
 from undrift.dataparallel.parallel_config import MethodConfig
-from undrift.jobs.config import JOB_CHOICES, check_choices, check_numbers, fields_of, setting, typed, with_own_fields
+from undrift.jobs.config import (
+    JOB_CHOICES,
+    RECORD,
+    STEPS,
+    WHAT,
+    check_choices,
+    check_numbers,
+    fields_of,
+    setting,
+    typed,
+    with_own_fields,
+)  # fmt: skip
 from undrift.pipeline.schedule import MOST_BLOCKS, Schedule
 
+BLOCKS = "the blocks"
 STORED = ("queues", "blocks", "cuts", "micro")  # the fields under [set] in run.toml
 # Fields of the method, which --set takes too.
 OWN = (*STORED, "replicas", "reduce", "ratio", "lam", "lr", "momentum", "nesterov", "weight_decay")
@@ -21,18 +33,20 @@ OWN = (*STORED, "replicas", "reduce", "ratio", "lam", "lr", "momentum", "nestero
 class PipeConfig(MethodConfig):
     """All settings of a pipeline run. Each field is a flag of `undrift pipe`."""
 
-    method: str = setting("dsp", "how the blocks are trained")
-    queues: str = setting("", "DSP's p0,..;m0,.. such as 1,1,0;4,2,0; empty: the shortest with which no block waits")
-    blocks: int = setting(0, "K; 0: from the queues or cuts, or the number of processes, or 3")
-    cuts: str = setting("", "layers that begin a block, such as stage2,stage3; empty: balanced by measurement")
-    micro: int = setting(4, "M, micro-batches of gpipe and 1f1b")
-    replicas: int = setting(1, "D, under torchrun: processes per block, with different batches")
-    reduce: str = setting(
-        "mean", "combine replicas' gradients by mean, or def (undrift dataparallel) with --ratio, --lam"
+    method: str = setting("dsp", "how the blocks are trained", WHAT)
+    queues: str = setting("", "DSP's p0,..;m0,.. such as 1,1,0;4,2,0 [the shortest with which no block waits]", BLOCKS)
+    blocks: int = setting(
+        0, "how many blocks (K) [as --queues or --cuts say; else the number of processes, or 3]", BLOCKS
     )
-    batch: int = setting(128, "samples in a batch of each replica")
-    nesterov: bool = setting(False, "Nesterov's momentum instead of heavy ball")
-    differences: bool = setting(False, "record each block's distance from backpropagation's gradient once a round")
+    cuts: str = setting("", "layers that begin a block, such as stage2,stage3 [balanced by measurement]", BLOCKS)
+    micro: int = setting(4, "micro-batches in a batch of gpipe and 1f1b (M)", BLOCKS)
+    replicas: int = setting(1, "under torchrun: processes per block, each with batches of its own (D)", BLOCKS)
+    reduce: str = setting("mean", "combine replicas' gradients by their mean, or by DEF with --ratio and --lam", BLOCKS)
+    batch: int = setting(128, "samples in a batch of each replica", STEPS)
+    nesterov: bool = setting(False, "Nesterov's momentum instead of heavy ball", STEPS)
+    differences: bool = setting(
+        False, "record each block's distance from backpropagation's gradient once a round", RECORD
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -117,13 +117,18 @@ def _verdict(groups: list[Group]) -> str:
     if len(rows) < 2:
         ((group, spread),) = rows
         seeds = "1 seed" if spread.seeds == 1 else f"{spread.seeds} seeds"
-        score_is = f"{group.label} has {spread.mean:.4f} ({score_name(compared)}, {seeds})"
+        score_is = f"{group.label} has {spread.mean:.4f} ({_in_brackets(score_name(compared))}; {seeds})"
         return f"{score_is}; there is no other score, so nothing to compare."
     rows.sort(key=lambda row: row[1].mean, reverse=metric_of(compared).higher)
-    name = score_name(compared)
+    name = _in_brackets(score_name(compared))
     if any(spread.seeds < 2 for _, spread in rows):
         return _without_seeds(rows, name) + notes
     return f"{_apart(rows, name)} {_lead(rows)}{_forgetful(compared)}{notes}"
+
+
+def _in_brackets(name: str) -> str:
+    """The name of a score as it stands in brackets: "best accuracy, chosen on test"."""
+    return name.replace(" (", ", ").removesuffix(")")
 
 
 def _without_seeds(rows: Rows, name: str) -> str:
@@ -141,10 +146,10 @@ def _apart(rows: Rows, name: str) -> str:
     within = _pooled_deviation(rows)
     if within == 0.0:
         return f"The seeds of each method score exactly alike ({name}), so chance cannot be judged from them."
-    verb = "are further apart than" if between > within else "are not further apart than"
+    verb = "differ more than" if between > within else "differ no more than"
     return (
-        f"The methods {verb} the seeds: the standard deviation is {between:.4f} between the methods' "
-        f"means and {within:.4f} between the seeds of a method ({name})."
+        f"The methods {verb} the seeds of one method do: the standard deviation is {between:.4f} between the "
+        f"methods' means and {within:.4f} between the seeds of a method ({name})."
     )
 
 
@@ -159,7 +164,7 @@ def _lead(rows: Rows) -> str:
     if gap <= 2 * error:
         return (
             f"{first.label} has the best mean, but {ahead} is not larger than twice the standard error "
-            f"of the difference ({error:.4f}), so the two cannot be told apart."
+            f"of the difference ({error:.4f}): without pairing the seeds, as p does in the table, the two cannot be told apart."
         )
     seeds = min(best.seeds, next_best.seeds)
     caution = f"; with {seeds} seeds this is an indication, not a proof" if seeds < FEW_SEEDS else ""
@@ -198,7 +203,7 @@ def _forgetful(groups: list[Group]) -> str:
     if not less:
         return f"{text} No other method forgets less by more than twice the standard error of the difference."
     named = ", ".join(f"{group.label} ({spread.mean:.3f} ± {spread.deviation or 0.0:.3f})" for group, spread in less)
-    return f"{text} By more than twice the standard error of the difference less: {named}."
+    return f"{text} These forget less, by more than twice the standard error of the difference: {named}."
 
 
 def _forgotten(run: Run) -> float | None:

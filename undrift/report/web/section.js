@@ -167,12 +167,12 @@ function headline(section) {
   tiles.unshift(tile(metric.score, textOf(row[column]), "", groups[best].label));
   tiles[0].lastChild.prepend(swatch(best));
   tiles[0].classList.add("first");
-  const lead = next && tests.rows[tests.groups.indexOf(next[0])]?.[tests.groups.indexOf(best)];
+  const lead = next && tests.rows[tests.groups.indexOf(best)]?.[tests.groups.indexOf(next[0])]; // as in the table
   if (lead) {
     const [mean, p, seeds] = lead;
     const sure = p == null ? "" : `p ${p < 0.001 ? "< 0.001" : `= ${Number(p.toPrecision(2))}`}, ${some(seeds, "seed")}`;
     const size = Math.abs(mean).toFixed(4);
-    const ahead = mean > 0 === (metric.better === "higher"); // over the seeds of both it may be behind
+    const ahead = mean < 0 === (metric.better === "higher"); // over the seeds of both it may be behind
     const where = `${ahead ? "ahead of" : "behind"} ${groups[next[0]].label}`;
     tiles.splice(1, 0, Number(size) ? tile(where, size, "", sure) : tile(`with ${groups[next[0]].label}`, "level", "", sure));
   }
