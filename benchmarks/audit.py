@@ -30,7 +30,14 @@ import torch
 
 HERE = Path(__file__).parent
 ROOMS = HERE.parent / ".rivals"
-FRAMEWORKS = {"Flower": "flower", "fluke": "fluke", "pfl": "pfl", "NVFlare": "nvflare", "APPFL": "appfl", "FedLab": "fedlab"}
+FRAMEWORKS = {
+    "Flower": "flower",
+    "fluke": "fluke",
+    "pfl": "pfl",
+    "NVFlare": "nvflare",
+    "APPFL": "appfl",
+    "FedLab": "fedlab",
+}
 EQUAL = 1e-6
 
 
@@ -105,6 +112,17 @@ def told(finding: Finding) -> str:
     return f"{finding.framework} {finding.version}  {finding.method:28} {finding.verdict}{why}{where}"
 
 
+def table(findings: list[Finding]) -> str:
+    """The findings as docs/audit.md has them."""
+    lines = ["| framework | method | verdict | first difference |", "| --- | --- | --- | --- |"]
+    for f in findings:
+        why = f": {f.why}" if f.why else f" ({f.note})" if f.note and f.verdict.startswith("equal") else ""
+        verdict = f"**{f.verdict}**" if f.verdict in ("wrong", "does not run") else f.verdict
+        where = f"round {f.round}, {f.quantity}, {f.size:.2g}" if f.round else ""
+        lines.append(f"| {f.framework} | {f.method} | {verdict}{why} | {where} |")
+    return "\n".join(lines)
+
+
 def python_of(framework: str) -> str:
     """The Python that has a framework."""
     room = ROOMS / framework.lower() / "bin" / "python"
@@ -130,7 +148,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", choices=FRAMEWORKS, help="one framework, with this Python")
     parser.add_argument("--json", type=Path, help="write the findings to this file")
+    parser.add_argument("--table", type=Path, help="print the table of findings in this file, and run nothing")
     asked = parser.parse_args()
+    if asked.table:
+        print(table([Finding(**f) for f in json.loads(asked.table.read_text())["findings"]]))
+        return
     if asked.only:
         found = look(asked.only)
         if asked.json:

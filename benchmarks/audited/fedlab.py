@@ -10,8 +10,25 @@ from fedlab.core.standalone import StandalonePipeline
 from torch import Tensor
 
 from audited.problem import (
-    CLIENTS, LR, MODEL, Batch, Course, Local, Path, Row, Rows, Run, Server, State, course, network, ours, played, plain, vector,
-)  # fmt: skip
+    CLIENTS,
+    LR,
+    MODEL,
+    Batch,
+    Course,
+    Local,
+    Path,
+    Row,
+    Rows,
+    Run,
+    Server,
+    State,
+    course,
+    network,
+    ours,
+    plain,
+    played,
+    vector,
+)
 
 PACKAGE = "fedlab"
 
@@ -91,7 +108,7 @@ def rows() -> Rows:
     )  # fmt: skip
     yield Row(
         "Ditto", theirs("ditto", "Ditto", everybody), us("ditto", everybody), fails=True,
-        line="fedlab/contrib/algorithm/ditto.py: setup_optim returns None for self.args; get_data_loader, _train_alone do not exist",
+        line="fedlab/contrib/algorithm/ditto.py: tqdm is the module; self.args, get_data_loader and _train_alone do not exist",
     )  # fmt: skip
 
 

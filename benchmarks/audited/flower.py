@@ -14,8 +14,25 @@ from flwr.supercore.task_identity import TaskIdentity
 from torch import Tensor
 
 from audited.problem import (
-    LR, MODEL, SIZES, Batch, Course, Path, Row, Rows, Run, Server, State, course, descend, network, ours, played, put, vector,
-)  # fmt: skip
+    LR,
+    MODEL,
+    SIZES,
+    Batch,
+    Course,
+    Path,
+    Row,
+    Rows,
+    Run,
+    Server,
+    State,
+    course,
+    descend,
+    network,
+    ours,
+    played,
+    put,
+    vector,
+)
 
 PACKAGE = "flwr"
 
@@ -129,7 +146,7 @@ def rows() -> Rows:
     )  # fmt: skip
     yield Row(
         "FedProx, clients by its example", theirs("FedProx", some, as_documented, proximal_mu=1.0), us("fedprox", mu=1.0),
-        faults={"the example adds mu/2 |w - w_t|, tensor by tensor; the formula above it and the paper square the norm":
+        faults={"the example adds mu/2 times the norm of w - w_t, tensor by tensor; the formula above it and the paper square it":
                 lambda: played(some, unsquared, server_by_size)},
         line="flwr/serverapp/strategy/fedprox.py, docstring: proximal_term += (...).norm(2)",
     )  # fmt: skip
@@ -147,3 +164,12 @@ def rows() -> Rows:
     yield Row("FedYogi", theirs("FedYogi", some, **opt), us("fedyogi", **field))
     adagrad = {n: v for n, v in opt.items() if not n.startswith("beta")}
     yield Row("FedAdagrad", theirs("FedAdagrad", some, **adagrad), us("fedadagrad", **field | {"beta1": 0.0}))
+    everybody = course(everybody=True)
+    for name, settings, rule in (
+        ("FedMedian", {}, "median"),
+        ("FedTrimmedAvg", {"beta": 0.25}, "trimmed:0.25"),
+        ("Krum", {}, "krum:0"),
+        ("MultiKrum", {"num_nodes_to_select": 2}, "krum:0:2"),
+    ):
+        us_robust: Run = lambda rule=rule: ours("fedavg", {}, everybody, "size", aggregate=rule)  # type: ignore[misc]  # noqa: E731
+        yield Row(name, theirs(name, everybody, **settings), us_robust)

@@ -18,10 +18,35 @@ from fluke.utils import FederationObserver
 from torch import Tensor, nn
 
 from audited.problem import (
-    BODY, CLASSES, CLIENTS, LR, MODEL, OWN, SIZES, STEPS, Batch, Course, Local, Path, Row, Rows, Run, Server, State, average, course,
-    descend, gradient, network, ours, played, plain, problem, scaffold,
+    BODY,
+    CLASSES,
+    CLIENTS,
+    LR,
+    MODEL,
+    OWN,
+    SIZES,
+    STEPS,
+    Batch,
+    Course,
+    Local,
+    Path,
+    Row,
+    Rows,
+    Run,
+    Server,
+    State,
+    average,
+    course,
+    descend,
+    gradient,
+    network,
+    ours,
+    plain,
+    played,
+    problem,
+    scaffold,
     vector,
-)  # fmt: skip
+)
 
 PACKAGE = "fluke-fl"
 
@@ -64,12 +89,15 @@ def theirs(
         settings = {"name": blank.get_optimizer_class(), "lr": LR} | (optimizer or {})
         start = net(norm)
         loaders = [
-            FastDataLoader(x, y, num_labels=CLASSES, batch_size=min(course.batch, len(y)), shuffle=False, skip_singleton=False)
+            FastDataLoader(
+                x, y, num_labels=CLASSES, batch_size=min(course.batch, len(y)), shuffle=False, skip_singleton=False
+            )
             for x, y in problem()
         ]
         clients = [
             blank.get_client_class()(
-                index=i, train_set=loader, test_set=None, optimizer_cfg=OptimizerConfigurator(dict(settings)), loss_fn=nn.CrossEntropyLoss(),
+                index=i, train_set=loader, test_set=None, loss_fn=nn.CrossEntropyLoss(),
+                optimizer_cfg=OptimizerConfigurator(dict(settings)),
                 **({"model": copy.deepcopy(start)} if takes_model else {}),
                 **{"local_epochs": course.passes} | (client or {}),
             )
@@ -221,7 +249,7 @@ def rows() -> Rows:
     yield Row("FedProx", theirs("fedprox", "FedProx", some, {"mu": 1.0}), us("fedprox", mu=1.0))
     yield Row(
         "FedAvgM", theirs("fedavgm", "FedAVGM", some, server={"momentum": 0.6, "weighted": False}), us("fedavgm", beta1=0.6),
-        faults={"the first round's answers are thrown away: the momentum is made, as zeros, in place of being updated":
+        faults={"the first round's answers are thrown away: the momentum is set to zero in that round, not updated":
                 lambda: played(some, server=first_round_lost(0.6))},
         line="fluke/algorithms/fedavgm.py: if self.momentum_vector is None: ... else:",
     )  # fmt: skip
@@ -281,18 +309,17 @@ def rows() -> Rows:
         "pFedMe",
         theirs("pfedme", "PFedMe", full, {"k": 2}, {"beta": 0.5}, {"lamda": 2.0, "mu": 0.0}),
         us("pfedme", full, lam=2.0, inner_lr=LR, inner_steps=2, server_lr=0.5),
-        faults={"theta is pulled to itself, so lambda does nothing, and theta is sent for w: FedAvg with inner_steps times the steps":
+        faults={"theta is pulled to itself, so that lambda does nothing, and is sent for w: FedAvg with k times the steps":
                 lambda: played(full, no_envelope(2), mixing(0.5))},
         line="fluke/algorithms/pfedme.py: self.optimizer.step(self.model.parameters())",
     )  # fmt: skip
-    personal = "client.personalized_model"
     yield Row(
         "APFL", theirs("apfl", "APFL", all_of, {"lam": 0.4}, own=lambda client: client.personalized_model),
         us("apfl", all_of, own=lambda client: client.own.x, lam=0.4, keep_moments=False),
         faults={"the personal model gets no gradient; after a round it is replaced by the mixture":
                 lambda: only_mixed(all_of, 0.4)},
         line="fluke/algorithms/apfl.py: merge_models(...) copies, and local_loss.backward() ends in the copy",
-        note=f"{personal}; the server's model is equal",
+        note="the server's model is equal",
     )  # fmt: skip
     yield Row(
         "Ditto", theirs("ditto", "Ditto", all_of, {"lam": 0.5, "tau": STEPS}, own=lambda client: client.personalized_model),
@@ -331,6 +358,6 @@ def normalised(all_of: Course) -> Rows:
         yield Row(
             f"FedBN, a layer {norm + 1} levels deep", theirs("fedbn", "FedBN", all_of, shared=shared, norm=norm),
             lambda norm=norm, shared=shared: ours("fedbn", {}, all_of, shared=shared, norm=norm),
-            faults={"a normalisation layer that lies deeper than two levels is not found, and is shared as in FedAvg": as_averaged},
+            faults={"a normalisation layer deeper than two levels is not found, and is shared as in FedAvg": as_averaged},
             line="fluke/algorithms/fedbn.py: self._get_bn_keys(value, running_key=key + '.') drops running_key",
         )  # fmt: skip

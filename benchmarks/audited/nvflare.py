@@ -20,9 +20,25 @@ from nvflare.app_opt.pt.scaffold import PTScaffoldHelper
 from torch import Tensor, nn
 
 from audited.problem import (
-    CLIENTS, LR, MODEL, OWN, SOME, Batch, Course, Path, Row, Rows, Run, course, network, ours, played, scaffold, torch_adam,
+    CLIENTS,
+    LR,
+    MODEL,
+    OWN,
+    SOME,
+    Batch,
+    Course,
+    Path,
+    Row,
+    Rows,
+    Run,
+    course,
+    network,
+    ours,
+    played,
+    scaffold,
+    torch_adam,
     vector,
-)  # fmt: skip
+)
 
 PACKAGE = "nvflare"
 Client = Callable[[int, FLModel, list[Batch]], FLModel]
@@ -38,7 +54,9 @@ def arrays(module: nn.Module) -> dict[str, Any]:
     return {name: value.detach().numpy().copy() for name, value in module.state_dict().items()}
 
 
-def train(module: nn.Module, batches: list[Batch], extra: Callable[[nn.Module], Tensor | float] = lambda _: 0.0) -> None:
+def train(
+    module: nn.Module, batches: list[Batch], extra: Callable[[nn.Module], Tensor | float] = lambda _: 0.0
+) -> None:
     optimizer = torch.optim.SGD(module.parameters(), lr=LR)
     for x, y in batches:
         optimizer.zero_grad()
@@ -195,7 +213,9 @@ def rows() -> Rows:
     def us(name: str, on: Course = some, own: Any = None, **fields: Any) -> Run:
         return lambda: ours(name, fields, on, own=own)
 
-    yield Row("FedAvg", theirs(FedAvg, some), us("fedavg"), note="weights are what clients report as their steps, or equal")
+    yield Row(
+        "FedAvg", theirs(FedAvg, some), us("fedavg"), note="weights are what clients report as their steps, or equal"
+    )
     prox: Client = lambda i, given, batches: local(i, given, batches, 1.0)  # noqa: E731
     yield Row("FedProx: its loss", theirs(FedAvg, some, prox), us("fedprox", mu=1.0))
     constant = {"path": "torch.optim.lr_scheduler.ConstantLR", "args": {"factor": 1.0, "total_iters": 1}}
@@ -218,4 +238,6 @@ def rows() -> Rows:
                 lambda: played(some, *scaffold(share=CLIENTS / SOME))},
         line="nvflare/app_common/workflows/scaffold.py: crtl_aggregation_helper.get_result() is added to c as it is",
     )  # fmt: skip
-    yield Row("Ditto: its helper", ditto(everybody, 0.5), us("ditto", everybody, own=lambda client: client.own.x, lam=0.5))
+    yield Row(
+        "Ditto: its helper", ditto(everybody, 0.5), us("ditto", everybody, own=lambda client: client.own.x, lam=0.5)
+    )

@@ -24,9 +24,28 @@ from pfl.model.pytorch import PyTorchModel
 from torch import Tensor
 
 from audited.problem import (
-    CLIENTS, LR, MODEL, Batch, Course, Local, Path, Row, Rows, Run, Server, State, course, descend, gradient, network, ours,
-    played, scaffold, torch_adam, vector,
-)  # fmt: skip
+    CLIENTS,
+    LR,
+    MODEL,
+    Batch,
+    Course,
+    Local,
+    Path,
+    Row,
+    Rows,
+    Run,
+    Server,
+    State,
+    course,
+    descend,
+    gradient,
+    network,
+    ours,
+    played,
+    scaffold,
+    torch_adam,
+    vector,
+)
 
 PACKAGE = "pfl"
 
@@ -69,7 +88,10 @@ def shared_gradients() -> tuple[Local, Server]:
     _, server = scaffold()
 
     def local(memory: State, x: Tensor, i: int, batches: list[Batch]) -> Tensor:
-        c, whole = memory.get("c", torch.zeros_like(x)), (torch.cat([b[0] for b in batches]), torch.cat([b[1] for b in batches]))
+        c, whole = (
+            memory.get("c", torch.zeros_like(x)),
+            (torch.cat([b[0] for b in batches]), torch.cat([b[1] for b in batches])),
+        )
         new = -gradient(x, whole)
         c_i = new if i in memory else torch.zeros_like(x)
         memory[i], memory["moved", i] = new, new - c_i
@@ -102,7 +124,8 @@ def rows() -> Rows:
             f"SCAFFOLD, option {option}",
             theirs(SCAFFOLD, some, SCAFFOLDParams, use_gradient_as_control_variate=first, **storage),
             us("scaffold", option=option),
-            faults={sign + kept * first: lambda first=first: played(some, *(shared_gradients() if first else scaffold(sign=-1.0)))},
+            faults={sign + kept * first: lambda first=first: played(
+                some, *(shared_gradients() if first else scaffold(sign=-1.0)))},
             line="pfl/algorithm/scaffold.py: model.get_model_difference(...) is y_i - x, where c_i needs x - y_i"
             + "; without clone=True it is a view of the model's own buffer" * first,
         )  # fmt: skip

@@ -66,13 +66,19 @@ def put(module: nn.Module, x: Tensor) -> nn.Module:
 
 
 def simulation(
-    name: str, fields: dict[str, Any], everybody: bool, whole: bool, weights: str = "uniform", norm: int = 0
+    name: str,
+    fields: dict[str, Any],
+    everybody: bool,
+    whole: bool,
+    weights: str = "uniform",
+    norm: int = 0,
+    aggregate: str = "mean",
 ) -> Simulation:
     """undrift's run: three of the four clients a round or all, one pass in batches or STEPS steps of all samples."""
     clients = [(x.numpy(), y.numpy()) for x, y in problem()]
     data = federate(dataset_from((clients, clients[0])), "sites", CLIENTS, 0, torch.device("cpu"))
     plan = Plan(max(SIZES), STEPS, persistent=False) if whole else Plan(BATCH, epochs=1.0)
-    settings = Settings(CLIENTS if everybody else SOME, plan, 0, weights, 10**6, "stacked")
+    settings = Settings(CLIENTS if everybody else SOME, plan, 0, weights, 10**6, "stacked", aggregate=aggregate)
     net = Net(network(norm), dtype=torch.float64)
     return Simulation(algorithm_class(name)(**({"lr": LR} | fields)), net, data, settings, {}, torch.device("cpu"))
 
@@ -105,8 +111,11 @@ def course(everybody: bool = False, whole: bool = False) -> Course:
     for t in range(ROUNDS):
         who = run.attendance(t)
         table = run.data.table(run.settings.plan, 0, t, who.ids, run.position[who.ids])
-        rows = [index[: 1 if whole else None][torch.arange(index.shape[1]) < torch.from_numpy(count)[: 1 if whole else None, None]]
-                for index, count in zip(table.index, table.count, strict=True)]  # fmt: skip
+        shown = 1 if whole else None  # one batch of all samples, or all batches
+        rows = [
+            index[:shown][torch.arange(index.shape[1]) < torch.from_numpy(count)[:shown, None]]
+            for index, count in zip(table.index, table.count, strict=True)
+        ]
         rounds.append({int(i): (x[row], y[row]) for i, row in zip(who.ids, rows, strict=True)})
     return Course(everybody, whole, rounds)
 
@@ -120,12 +129,13 @@ def ours(
     shared: Callable[[Tensor], Tensor] = lambda x: x,
     kept: Callable[[Tensor], Tensor] = lambda x: x,
     norm: int = 0,
+    aggregate: str = "mean",
 ) -> Path:
     """undrift's models after each round; `own` takes the clients' own ones from their states.
 
     `shared` and `kept` say which part of the server's model and of the own ones is compared.
     """
-    run = simulation(name, fields, course.everybody, course.whole, weights, norm)
+    run = simulation(name, fields, course.everybody, course.whole, weights, norm, aggregate)
     models, owns = [], []
     for _ in range(ROUNDS):
         run.round()
