@@ -69,7 +69,7 @@ cuda: $(INSTALLED) ## the tests that need a GPU; writes benchmarks/results/cuda-
 golden: $(INSTALLED) ## write tests/golden anew: only for a deliberate change of results
 	UNDRIFT_WRITE_GOLDEN=1 $(BIN)/pytest -q tests/algorithms/test_all_algorithms.py -k golden
 
-rivals: $(INSTALLED) ## fluke, APPFL and NVFlare for the benchmarks, each in a virtual environment of its own in .rivals
+rivals: $(INSTALLED) ## fluke, APPFL, NVFlare, pfl and FedLab for the benchmarks and the audit, each in a virtual environment in .rivals
 	@$(BIN)/python benchmarks/rivals.py | while read name package; do \
 		$(PYTHON) -m venv .rivals/$$name && .rivals/$$name/bin/pip install --quiet --disable-pip-version-check -e . $$package; done
 

@@ -73,6 +73,9 @@ PACKAGES = {
 }
 
 
+ALSO_AUDITED = {"pfl": "pfl==0.6.0", "fedlab": "fedlab==1.3.0"}  # by audit.py; not raced, or not from a room of its own
+
+
 class Turn(NamedTuple):
     """What a rival answers to a number of rounds."""
 
@@ -448,3 +451,5 @@ if __name__ == "__main__":
     for name, package in PACKAGES.items() if len(sys.argv) == 1 else ():  # for `make rivals`
         if package.apart:
             print(name.lower(), package.installs)
+    for name, installs in ALSO_AUDITED.items() if len(sys.argv) == 1 else ():
+        print(name, installs)
