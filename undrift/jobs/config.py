@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple, TypeGuard, get_args, get_origin, get_type_hints
 
 from undrift.core.errors import BadSetting, UndriftError, UnknownName, closest
+from undrift.core.lora import parse_lora
 from undrift.core.names import algorithms_of, check_text, names, outline_of
 from undrift.core.names import parse_value as parse_value
 from undrift.core.rates import RateSchedule
@@ -29,7 +30,9 @@ class JobConfig:
     """The settings of every command that trains. Each field is a flag."""
 
     dataset: str = setting("digits", "a listed name, imagefolder:PATH, or package.module:function")
-    model: str = setting("mlp", "a listed name, or package.module:function; in blocks, an nn.Sequential")
+    model: str = setting(
+        "mlp", "a listed name, package.module:function, or hf:CONFIG.json; in blocks, an nn.Sequential"
+    )
     rounds: int = setting(20, "T; a round is a pass over the training samples, or --steps batches")
     seed: int = setting(0, "seed of all random numbers")
     val_fraction: float = setting(0.0, "share of the training samples held out for validation")
@@ -116,6 +119,7 @@ class RunConfig(JobConfig):
     """All settings of a simulated run. Each field is a flag of `undrift run`."""
 
     algorithm: str = setting("fedavg", "a listed name, LOCAL+SERVER, or package.module:Class")
+    lora: str = setting("", "train adapters alone: r=8,alpha=8,dropout=0,targets=q_proj+v_proj,train=classifier")
     partition: str = setting("dirichlet:0.1", "how clients get their samples")
     clients: int = setting(100, "N")
     cohort: int = setting(10, "S, clients a round")
@@ -163,6 +167,7 @@ class RunConfig(JobConfig):
         if not 0.0 <= self.dropout_rate < 1.0:
             raise BadSetting(f"dropout_rate must lie in [0, 1), not {self.dropout_rate}")
         parse_slow(self.slow)
+        parse_lora(self.lora)
         check_compress(self.compress)
         check_privacy(self)
         check_attacks(self.aggregate, self.attack)

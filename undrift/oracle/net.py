@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -367,7 +367,9 @@ class Net:
         loss: Loss = F.cross_entropy,
         dtype: torch.dtype = torch.float32,
         pieces: tuple[Piece, ...] = (),
+        trains: Callable[[tuple[str, ...]], Collection[str]] = tuple,
     ) -> None:
+        """`trains` chooses among the names of trainable tensors; the others stay as they are, for all clients."""
         if getattr(loss, "weight", None) is not None and getattr(loss, "reduction", "none") == "mean":
             raise BadSetting("a loss with class weights must not average by itself here; give it reduction='none'")
         self.loss = F.cross_entropy if plain_cross_entropy(loss) else loss
@@ -376,6 +378,9 @@ class Net:
         self.dtype, self.pieces = dtype, pieces  # the parts of the inputs, () if they have only one
         self.current = _Pass()
         self.original = copy.deepcopy(module).to(dtype)
+        trainable = {n: p for n, p in self.original.named_parameters() if p.requires_grad}
+        for name in trainable.keys() - set(trains(tuple(trainable))):
+            trainable[name].requires_grad_(False)
         prepared = copy.deepcopy(self.original)
         _prepare(prepared, "", self.current, module.training, set())
         if not module.training:
