@@ -417,8 +417,8 @@ def algorithm_in_a_loop(name: str, given: dict[str, Any], optimizer: torch.optim
         )
     if alg.at(1) != alg.at(0) or type(alg).trains is not Worker.trains:
         raise BadSetting(
-            f"{name} chooses what is trained, which LocalSteps has not; freeze the rest yourself (requires_grad_(False)), and take "
-            "fedavg"
+            f"{name} chooses what is trained, which LocalSteps has not; freeze the rest yourself, with requires_grad_(False), "
+            "and take fedavg"
         )
     for group in optimizer.param_groups if optimizer is not None and divides else ():
         if float(group["lr"]) != alg.lr:

@@ -39,8 +39,9 @@ from undrift.jobs.registry import algorithm_class, build_model
 from undrift.jobs.run_settings import RunSettings
 from undrift.jobs.start import begin, compiles, read
 from undrift.models._adapters import with_lora
+from undrift.models._hugging_face import predicts_next
 from undrift.oracle import segmentation
-from undrift.oracle.net import Loss, Net
+from undrift.oracle.net import IGNORED, Loss, Net
 from undrift.oracle.tasks import LOSSES, binary_accuracy, binary_loss, cox_loss
 from undrift.round.private import Privacy
 from undrift.simulate.evaluate import Metric, accuracy
@@ -284,6 +285,7 @@ def build_net(
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(stream(config.seed, Purpose.INITIAL, 1) >> 1)
             model = with_lora(model, lora)
+    check_next_tokens(model, clients)
     if structures and loss is F.cross_entropy:
         loss = segmentation.dice_loss
     if clients.task and loss is F.cross_entropy:
@@ -293,6 +295,20 @@ def build_net(
     for name, (other, outputs) in alg.networks(clients.clients).items():
         net.add_network(name, Net(build_model(other, clients.shape, outputs, config.seed), dtype=dtype))
     return net
+
+
+def check_next_tokens(model: nn.Module, clients: Federation) -> None:
+    """Refuse labels that repeat the inputs, which transformers' own loss moves by one token, and a loss here does not."""
+    shape, targets = shape_seen(clients), clients.train.targets
+    if not len(targets) or targets.shape[1:] != shape or targets.is_floating_point() or not predicts_next(model):
+        return
+    rows = torch.arange(min(len(targets), 100), device=targets.device)
+    ids = clients.train.take(rows).flatten(1)[:, : targets.shape[1]]
+    if bool(((targets[rows] == ids) | (targets[rows] == IGNORED)).all()):
+        raise BadSetting(
+            "the labels repeat the inputs; here a label is what the model is to say at its place: give inputs[:, :-1] and "
+            "labels inputs[:, 1:]"
+        )
 
 
 def shape_seen(clients: Federation) -> tuple[int, ...]:

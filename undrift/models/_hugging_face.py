@@ -90,6 +90,15 @@ def head_for(shape: tuple[int, ...], positions: int) -> str:
     )
 
 
+def predicts_next(module: nn.Module) -> bool:
+    """Whether this is one of transformers' models that predict each next token, also with adapters."""
+    kinds = [type(part) for part in module.modules()]
+    return any(
+        kind.__module__.startswith("transformers.") and kind.__name__.endswith(("ForCausalLM", "LMHeadModel"))
+        for kind in kinds
+    )
+
+
 def check_words(config: Any, classes: int, shape: tuple[int, ...]) -> None:
     """Raise BadSetting unless the model has room for the data's tokens."""
     text = config.get_text_config()

@@ -381,7 +381,8 @@ class Net:
         trainable = {n: p for n, p in self.original.named_parameters() if p.requires_grad}
         for name in trainable.keys() - set(trains(tuple(trainable))):
             trainable[name].requires_grad_(False)
-        prepared = copy.deepcopy(self.original)
+        frozen = {id(p): p for p in self.original.parameters() if not p.requires_grad}
+        prepared = copy.deepcopy(self.original, frozen)  # which may be large, and stay as they are
         _prepare(prepared, "", self.current, module.training, set())
         if not module.training:
             prepared.train()
