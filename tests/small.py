@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections import OrderedDict
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +23,7 @@ from undrift.simulate.evaluate import accuracy
 from undrift.simulate.simulation import Settings, Simulation
 
 CPU = torch.device("cpu")
+ADAPTERS = ("ffa-lora", "rolora")  # need a model with adapters
 DEEPER = ("moon", "moonm", "fedmlb", "fedmlbm", "fedper", "fedrep", "fedbabu")  # need layers before the last one
 SIZES = (3, 20, 9, 33, 5, 14)  # unequal clients
 QUICK = {"clients": 12, "cohort": 4, "steps": 2, "batch": 8, "model": "logreg", "eval_every": 3, "execution": "stacked"}
@@ -43,8 +46,40 @@ def federation(sizes: tuple[int, ...] = SIZES, **settings: Any) -> Federation:
 
 
 def tiny_mlp(seed: int = 0, features: int = 5, classes: int = 3) -> nn.Module:
+    """Two layers, named like the factors of an adapter, so that methods for adapters train it, too."""
     torch.manual_seed(seed)
-    return nn.Sequential(nn.Linear(features, 4), nn.Tanh(), nn.Linear(4, classes))
+    layers = {"lora_A": nn.Linear(features, 4), "tanh": nn.Tanh(), "lora_B": nn.Linear(4, classes)}
+    return nn.Sequential(OrderedDict(layers))
+
+
+class Adapted(nn.Module):
+    """A frozen layer with an adapter of rank 2, whose tensors are called as peft calls them; B begins as zero."""
+
+    def __init__(self, wide: int, out: int) -> None:
+        super().__init__()
+        self.base_layer = nn.Linear(wide, out).requires_grad_(False)
+        self.lora_A, self.lora_B = nn.Linear(wide, 2, bias=False), nn.Linear(2, out, bias=False)
+        nn.init.zeros_(self.lora_B.weight)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.base_layer(x) + 2.0 * self.lora_B(self.lora_A(x))
+        return out
+
+
+def adapted(seed: int = 0, features: int = 5, classes: int = 3) -> nn.Module:
+    """Two layers with adapters, and a head that is trained whole."""
+    torch.manual_seed(seed)
+    return nn.Sequential(Adapted(features, 4), nn.Tanh(), Adapted(4, 4), nn.Tanh(), nn.Linear(4, classes))
+
+
+def adapted_logreg(shape: tuple[int, ...], classes: int) -> nn.Module:
+    """A model for --model tests.small:adapted_logreg."""
+    return nn.Sequential(nn.Flatten(), Adapted(math.prod(shape), classes))
+
+
+def model_for(algorithm: str, usual: str) -> str:
+    """The model to run an algorithm with."""
+    return "tests.small:adapted_logreg" if algorithm in ADAPTERS else usual
 
 
 def simulation(
@@ -63,7 +98,7 @@ def simulation(
     plan = Plan(batch, 0 if epochs else steps, epochs, persistent=not epochs)
     chosen = Settings(cohort, plan, seed, **({"execution": "stacked"} | settings))
     fed = federation() if fed is None else fed
-    net = Net(module or tiny_mlp(), dtype=dtype)
+    net = Net(module or tiny_mlp(), dtype=dtype, pieces=fed.pieces, trains=alg.trains)
     for name, (_, outputs) in alg.networks(fed.clients).items():
         net.add_network(name, Net(tiny_mlp(1, classes=outputs), dtype=dtype))
     return Simulation(alg, net, fed, chosen, {"accuracy": accuracy}, CPU)

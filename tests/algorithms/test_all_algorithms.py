@@ -91,6 +91,8 @@ NEUTRAL: dict[str, tuple[dict[str, Any], dict[str, Any], int] | None] = {
     "fedrep": None,
     "fedbabu": None,
     "fedbn": ({}, {}, 4),  # without normalisation
+    "ffa-lora": None,  # trains a part of the model, see test_adapters.py
+    "rolora": None,
 }
 # Methods whose server's model is FedAvg's for all settings; what they leave the clients is tested in reference/test_personal.py.
 # FedNova's steps are equal here, FedExP's clients agree, and FedBN's model has no normalisation.
@@ -161,6 +163,8 @@ COSTS = {
     "fedrep": (1, 1, 1),
     "fedbabu": (1, 1, 1),
     "fedbn": (1, 1, 1),
+    "ffa-lora": (1, 1, 1),  # its model has no A
+    "rolora": (1, "factor", 1),
 }
 
 
@@ -206,7 +210,7 @@ class Problem:
     """Five clients with quadratics in four dimensions; the third takes a step less."""
 
     S, P, K = 5, 4, 3
-    layout: ClassVar[Layout] = Layout(("a.weight", "b.weight"), (torch.Size([3]), torch.Size([1])))
+    layout: ClassVar[Layout] = Layout(("lora_A.weight", "lora_B.weight"), (torch.Size([3]), torch.Size([1])))
 
     def __init__(self) -> None:
         random = torch.Generator().manual_seed(0)
@@ -309,6 +313,8 @@ def test_equals_fedavg_at_neutral_settings(name: str) -> None:
 @pytest.mark.parametrize("name", [n for n in ALGORITHMS if n not in FEDAVG_INSIDE])
 def test_differs_from_fedavg_at_its_defaults(name: str) -> None:
     ours, fedavg = path(simulation(make(name)), 4), path(simulation(FedAvg(lr=0.1)), 4)
+    if name == "ffa-lora":  # the places of B, under another A
+        fedavg = fedavg[:, -ours.shape[1] :]
     assert (ours[-1] - fedavg[-1]).norm() > 1e-6 * fedavg[-1].norm()
 
 
@@ -352,7 +358,10 @@ def test_bytes_and_gradients_are_as_its_page_says(name: str, execution: str) -> 
         else:
             models = cohort * (2 if down == "selector" else int(down))
         selectors = cohort * chooser
-        assert (record.bytes_down, record.bytes_up) == (models * model + selectors, cohort * up * model + selectors)
+        sent = model if up == "factor" else int(up) * model
+        if up == "factor":  # B, A, B
+            sent = nbytes(run.state.x[: 15 if record.round % 2 else 24])
+        assert (record.bytes_down, record.bytes_up) == (models * model + selectors, cohort * sent + selectors)
         # Mime and MimeLite take one more pass over the local data, in batches of eight.
         whole = sum(-(-SIZES[i] // 8) for i in ids) if name.startswith("mime") else 0
         assert record.gradients == cohort * 3 * gradients + whole

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import undrift
-from tests.small import CPU, path, simulation
+from tests.small import ADAPTERS, CPU, Adapted, path, simulation
 from undrift.algorithms.fedmlb import FedMLB
 from undrift.algorithms.moon import MOON
 from undrift.core.errors import BadSetting
@@ -31,9 +31,12 @@ def texts() -> Federation:
     return federate(synthetic_text.load(None, roles=3, lines=12, length=10), "sites", 3, 0, CPU)
 
 
-def small_gpt() -> nn.Module:
+def small_gpt(adapters: bool = False) -> nn.Module:
     torch.manual_seed(0)
-    return gpt.build((10,), CLASSES, depth=1, width=4, heads=2)
+    model = gpt.build((10,), CLASSES, depth=1, width=4, heads=2)
+    if adapters:
+        model.requires_grad_(False).get_submodule("layer1").register_module("qkv", Adapted(4, 12))
+    return model
 
 
 SELECTED = ("fedsm", "fedsm-extra", "ensemble")  # tested below
@@ -45,7 +48,9 @@ def test_every_method_learns_text_alone_and_stacked(name: str) -> None:
     own = {field.name for field in dataclasses.fields(kind)}
     alg = kind(lr=0.05, **({"slots": 0} if "slots" in own else {}))
     settings: dict[str, Any] = dict(cohort=1 if name == "centralized" else 2, steps=2, batch=3)
-    stacked, alone = (simulation(alg, small_gpt(), fed, execution=e, **settings) for e in ("stacked", "debug"))
+    stacked, alone = (
+        simulation(alg, small_gpt(name in ADAPTERS), fed, execution=e, **settings) for e in ("stacked", "debug")
+    )
     points = path(stacked, 2)
     assert points.isfinite().all() and (path(alone, 2) - points).norm() <= 1e-12 * points.norm()
     start = stacked.net.sent(stacked.net.start()[0], "model")

@@ -20,7 +20,7 @@ from flwr.proto.node_pb2 import NodeInfo  # noqa: E402
 from flwr.supercore.task_identity import TaskIdentity  # noqa: E402
 
 from tests.deploy.test_federation import without  # noqa: E402
-from tests.small import DEEPER  # noqa: E402
+from tests.small import DEEPER, model_for  # noqa: E402
 from undrift.core.errors import BadSetting  # noqa: E402
 from undrift.core.names import attribute, names  # noqa: E402
 from undrift.data.load import load_dataset  # noqa: E402
@@ -41,7 +41,8 @@ class Nodes:
             7919 * (clients - i): Context(
                 1,
                 1,
-                ({"name": called[i]} if called else {"partition-id": i}) | {"state-dir": str(root / str(i))},
+                ({"name": called[i]} if called else {"partition-id": i})
+                | {"state-dir": str(root / str(i)), "allow": "tests"},
                 RecordDict(),
                 config,
             )
@@ -137,7 +138,7 @@ def test_a_node_with_a_mistyped_name_is_named(tmp_path: Path, monkeypatch: pytes
 @pytest.mark.parametrize("name", [name for name in names("algorithms") if not algorithm_class(name).pools])
 def test_the_apps_equal_the_simulator(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("undrift.deploy.flower.PAUSE", 0.0)
-    model = "mlp" if name in DEEPER else "logreg"
+    model = "mlp" if name in DEEPER else model_for(name, "logreg")
     plan = planned(tmp_path / "out", algorithm=name, model=model, set={"lr": 0.05})
     serve(plan, tmp_path)
     dataset = load_dataset("digits")

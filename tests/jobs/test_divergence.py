@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file
 
 import undrift
-from tests.small import QUICK, timeless
+from tests.small import QUICK, model_for, timeless
 from tests.test_docs import ROOT, commands
 from undrift import cli
 from undrift.core.names import names
@@ -135,7 +135,7 @@ def test_defaults_learn_that_did_not(name: str) -> None:
 @pytest.mark.parametrize("name", names("algorithms"))
 def test_the_defaults_of_every_method_learn(name: str) -> None:
     own = {"own_test": 0.2} if name == "local" else {}  # the server's model stays as it was
-    result = undrift.run(algorithm=name, execution="stacked", **own)
+    result = undrift.run(algorithm=name, execution="stacked", model=model_for(name, "mlp"), **own)
     assert result.stopped == "rounds" and learned(result.records, 10)
 
 

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 import undrift
 from tests.patience import wait_for_rounds
 from tests.reliability import counted
-from tests.small import DEEPER, QUICK, timeless
+from tests.small import DEEPER, QUICK, model_for, timeless
 from undrift import cli
 from undrift.core.errors import BadRunFolder, BadSetting
 from undrift.core.names import names
@@ -38,8 +38,7 @@ DISK = "--client-state disk"
 @pytest.mark.parametrize("model", ["logreg", "gradma-nn"])
 def test_resume_is_bitwise(name: str, model: str, tmp_path: Path) -> None:
     """Stopped after any checkpoint, with lines written after it, a run goes on to the same records and model."""
-    if model == "logreg" and name in DEEPER:
-        model = "mlp"
+    model = "mlp" if model == "logreg" and name in DEEPER else model_for(name, model)
     settings = QUICK | {
         "model": model,
         "checkpoint_every": 2,
@@ -81,7 +80,7 @@ def killed_run(folder: Path, more: int, settings: list[str]) -> int:
 def check_kills(name: str, folder: Path, kills: list[int]) -> None:
     """Kill a run, resume and kill it again, after so many rounds of its 120."""
     settings = f"--algorithm {name} --clients 30 --cohort 6 --steps 2 --batch 8 --rounds 120 --checkpoint-every 7"
-    settings += " --eval-every 10 --execution stacked --model mlp"
+    settings += " --eval-every 10 --execution stacked --model " + model_for(name.split()[0], "mlp")
     whole = subprocess.run(
         [sys.executable, "-m", "undrift", "run", *settings.split(), "--out", str(folder / "whole")],
         check=False,
@@ -217,7 +216,7 @@ def test_resume_keeps_the_fields_that_are_not_named_again(tmp_path: Path) -> Non
 
 @pytest.mark.parametrize("name", names("algorithms"))
 def test_every_algorithm_goes_on_after_its_first_round(name: str, tmp_path: Path) -> None:
-    settings = QUICK | {"model": "mlp", "algorithm": name, "rounds": 1}
+    settings = QUICK | {"model": model_for(name, "mlp"), "algorithm": name, "rounds": 1}
     undrift.run(settings, out=tmp_path)
     later = undrift.run(out=tmp_path, resume=True, rounds=2)
     assert [r["train_loss"] for r in later.records] == [

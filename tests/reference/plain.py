@@ -994,6 +994,34 @@ def project(p: np.ndarray, columns: list[np.ndarray], rho: float) -> tuple[np.nd
     return length * (q + shortest), int(active.sum())
 
 
+class FFALoRA(FedAvg):
+    """Of each adapter only B moves; what is frozen in the module stays, too."""
+
+    def __init__(self, problem: Problem, weights: str = "uniform", **options: Any) -> None:
+        super().__init__(problem, weights, **options)
+        self.frozen = {n for n, p in self.module.named_parameters() if not p.requires_grad}
+
+    def fixed(self) -> set[str]:
+        return self.frozen | {n for n in self.x if "lora_A" in n.split(".")}
+
+    def gradient(self, client: int, batch: list[int]) -> None:
+        super().gradient(client, batch)
+        for name, parameter in self.module.named_parameters():
+            if name in self.fixed():
+                parameter.grad = torch.zeros_like(parameter)
+
+    def stepped(self, client: int, optimizer: torch.optim.Optimizer) -> None:
+        self.put(self.here() | {n: self.x[n] for n in self.fixed()})
+
+
+class RoLoRA(FFALoRA):
+    """B in the first round, A in the second, and so on."""
+
+    def fixed(self) -> set[str]:
+        factor = "lora_A" if self.t % 2 else "lora_B"  # t counts this round already
+        return self.frozen | {n for n in self.x if factor in n.split(".")}
+
+
 ALGORITHMS = {
     "fedavg": FedAvg, "fedprox": FedProx, "fedavgm": FedAvgM, "scaffold": Scaffold, "gradma-s": GradMAS,
     "gradma-s-compact": GradMASCompact,
@@ -1003,7 +1031,7 @@ ALGORITHMS = {
     "domo-s": DOMOS, "gradma-w": GradMAW, "gradma": GradMA, "fednova": FedNova, "fedexp": FedExP, "fedacg": FedACG,
     "diloco": DiLoCo,
     "fedvarp": FedVARP, "scaffold-m": ScaffoldM, "fedlesam": FedLESAM, "fedgamma": FedGamma, "fedspeed": FedSpeed,
-    "fedsmoo": FedSMOO,
+    "fedsmoo": FedSMOO, "ffa-lora": FFALoRA, "rolora": RoLoRA,
 }  # fmt: skip
 
 

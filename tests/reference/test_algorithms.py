@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from tests.reference import plain
+from tests.small import ADAPTERS, adapted
 from undrift.data.batches import Plan
 from undrift.data.federation import Federation, federate
 from undrift.data.from_user import dataset_from
@@ -353,6 +354,15 @@ CASES = [
     Case(
         "fedsmoo", "code, by size", dict(radius=0.3, alpha=0.3, dual="code", weight_decay=0.05), EPOCHS, "size", **FALL
     ),
+    *(
+        Case(name, *case, model="adapted", **more)
+        for name in ("ffa-lora", "rolora")
+        for case, more in (
+            (("plain", {"lr": 0.3}), {}),
+            (("by size", {"lr": 0.3, "server_lr": 0.8}, EPOCHS, "size"), FALL),
+            (("adam, decay, clip", dict(optimizer="adam", lr=0.02, weight_decay=0.1, clip=0.3), EPOCHS), {}),
+        )
+    ),
 ]
 
 
@@ -409,6 +419,8 @@ def module(kind: str) -> nn.Module:
         return nn.Sequential(nn.Flatten(), nn.Linear(64, 6), nn.Tanh(), nn.Linear(6, 10)).double()
     if kind == "tied":
         return Tied().double()
+    if kind == "adapted":
+        return adapted().double()
     if kind == "norm":
         cumulative = nn.BatchNorm1d(3, momentum=None)
         return nn.Sequential(
@@ -429,8 +441,9 @@ def simulation(case: Case, execution: str) -> Simulation:
     settings = Settings(
         case.cohort, case.plan, case.seed, case.weights, 100, how, case.chunk, sampling=case.sampling, **rates(case)
     )
-    net = Net(module(case.model), dtype=torch.float64)
-    run = Simulation(CLASSES[case.algorithm](**case.fields), net, federation(case.data)[0], settings, {}, CPU)
+    alg = CLASSES[case.algorithm](**case.fields)
+    net = Net(module(case.model), dtype=torch.float64, trains=alg.trains)
+    run = Simulation(alg, net, federation(case.data)[0], settings, {}, CPU)
     run.replays = execution == "replayed"
     return run
 
@@ -611,7 +624,8 @@ def test_the_memory_agrees_and_its_constraints_hold(case: Case) -> None:
 )
 def test_a_round_without_a_finite_answer_changes_nothing(algorithm: str, execution: str) -> None:
     """Bit for bit: model, server state, control variates, memory, counters, positions."""
-    run = simulation(Case(algorithm, "", {"slots": 5} if algorithm in ("gradma-s", "gradma") else {}), execution)
+    fields = {"slots": 5} if algorithm in ("gradma-s", "gradma") else {}
+    run = simulation(Case(algorithm, "", fields, model="adapted" if algorithm in ADAPTERS else "tanh"), execution)
     run.round()
     before = {name: t.clone() for name, t in run.tensors().items()}
     spoil(run, slice(None))

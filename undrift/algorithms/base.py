@@ -15,6 +15,7 @@ Override the functions below where that does not fit. More for personal models i
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import ClassVar, NamedTuple
 
@@ -93,6 +94,10 @@ class Worker(LocalOptimizer, Personal, ABC):
 
     sends_updates: ClassVar[bool] = True  # Up.d is the client's update d_i
     moves_alone: ClassVar[bool] = False  # True: the model moves in a round in which nobody's answer counts, too
+
+    def trains(self, names: tuple[str, ...]) -> Collection[str]:
+        """Which of the model's trainable tensors are trained; the others stay as they are, and are not sent."""
+        return names
 
     # On the server.
     def companion_init(self, x0: Tensor, clients: int) -> State:

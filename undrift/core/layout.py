@@ -14,6 +14,7 @@ from torch import Tensor
 from undrift.core.errors import BadSetting
 
 T = TypeVar("T")
+FACTORS = ("lora_A", "lora_B", "lora_embedding_A", "lora_embedding_B")  # as peft names them
 MODEL = "model"
 Vec = Annotated[Tensor, MODEL]  # marks a field that holds vectors [..., P] of the shared model
 
@@ -98,6 +99,43 @@ def normalisation(layout: Layout, like: Tensor) -> Tensor:
     named = zip(layers, layout.names, layout.shapes, strict=True)
     flat = {layer for layer, name, shape in named if name.endswith("weight") and len(shape) == 1}
     return _tensors(layout, tuple(layer in flat for layer in layers), like.dtype, like.device)
+
+
+def factor(name: str) -> str:
+    """Which factor of an adapter B A a tensor is: "A", "B", or "" if it is neither.
+
+    >>> factor("attention.q_proj.lora_A.default.weight"), factor("lora_embedding_B.default"), factor("head.weight")
+    ('A', 'B', '')
+    """
+    found = [part for part in name.split(".") if part in FACTORS]
+    return found[0][-1] if found else ""
+
+
+def check_adapters(names: Iterable[str]) -> None:
+    """Raise BadSetting unless adapters are among the tensors."""
+    if not {"A", "B"} <= {factor(name) for name in names}:
+        raise BadSetting(
+            "this method trains adapters, and the model has no tensors lora_A and lora_B; give --lora r=8, a model of peft, or "
+            "another method"
+        )
+
+
+def places_without(layout: Layout, fixed: str, like: Tensor) -> Tensor:
+    """[n] the places in the vector of all tensors but the adapters' factors A, or B; int64.
+
+    >>> shapes = (torch.Size((1, 2)), torch.Size((2, 1)), torch.Size((1,)))
+    >>> places_without(Layout(("lora_A.weight", "lora_B.weight", "bias"), shapes), "A", torch.zeros(8))
+    tensor([2, 3, 4])
+    """
+    check_adapters(layout.names)
+    return _places(layout, tuple(factor(name) != fixed for name in layout.names), like.device)
+
+
+@functools.cache
+def _places(layout: Layout, chosen: tuple[bool, ...], device: torch.device) -> Tensor:
+    starts = [part.start for part in layout.segments]
+    each = zip(starts, layout.sizes, chosen, strict=True)
+    return torch.cat([torch.arange(start, start + n, device=device) for start, n, one in each if one])
 
 
 @functools.cache

@@ -11,6 +11,7 @@ from undrift.core.errors import BadRunFolder
 from undrift.core.seals import Place, read_sealed, unseal_toml
 
 SETTINGS, ROUNDS, CHECKPOINTS, MODEL = "run.toml", "rounds.jsonl", "checkpoint", "model.safetensors"
+ADAPTER = "adapter"  # a checkpoint of peft: the adapters of a model that has some
 TABLE = "clients.table"  # what clients keep, where that is on disk
 SUPER = "super.safetensors", "super.json"  # all models of a personal method, and facts about them
 FIGURES = "figures.json"  # of these models

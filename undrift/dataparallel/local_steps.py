@@ -25,7 +25,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from undrift.algorithms.base import Algorithm, LocalSGD
+from undrift.algorithms.base import Algorithm, LocalSGD, Worker
 from undrift.algorithms.checks import looks_at_single_uploads
 from undrift.core.errors import BadRunFolder, BadSetting, UnknownName
 from undrift.core.layout import Layout
@@ -414,6 +414,11 @@ def algorithm_in_a_loop(name: str, given: dict[str, Any], optimizer: torch.optim
     if alg.personalises or alg.measures or alg.networks(islands):
         raise BadSetting(
             f"{name} {'has a first exchange' if alg.measures else 'trains more than one model'}, which LocalSteps has not"
+        )
+    if alg.at(1) != alg.at(0) or type(alg).trains is not Worker.trains:
+        raise BadSetting(
+            f"{name} chooses what is trained, which LocalSteps has not; freeze the rest yourself, with requires_grad_(False), "
+            "and take fedavg"
         )
     for group in optimizer.param_groups if optimizer is not None and divides else ():
         if float(group["lr"]) != alg.lr:

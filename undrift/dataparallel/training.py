@@ -57,7 +57,7 @@ class ParallelTraining(InMemory):
     def __init__(self, config: ParallelConfig) -> None:
         device = ranks.device_of_rank(pick_device(config.device))
         data = federation.federate(load_dataset(config.dataset), "iid", 1, config.seed, device, config.val_fraction)
-        module = build_model(config.model, data.shape, data.classes, config.seed)
+        module = build_model(config.model, data.shape, data.classes, config.seed, data.train.targets.dim() - 1)
         net = Net(module, F.cross_entropy, torch.float64 if config.dtype == "float64" else torch.float32)
         workers = Ranks() if ranks.count() > 1 else SimulatedWorkers(config.workers)
         if isinstance(workers, Ranks):

@@ -43,9 +43,12 @@ def check_allowed(run: Mapping[str, Any], node: Mapping[str, Any]) -> None:
         for value in str(run.get(setting, "")).split("+"):  # an algorithm may be two joined
             package = value.partition(":")[0]
             if ":" in value and not any(package == a or package.startswith(f"{a}.") for a in allowed):
+                hf = package == "hf"  # a config, or weights, at a path that the server chooses
+                named = "reads no files of its own choice for it" if hf else "runs only what undrift has"
+                first = f"put {value.partition('#')[0][3:]} where it starts" if hf else "install the package"
                 raise BadSetting(
-                    f"the run's {setting} is {value}, and this node runs only what undrift has; to allow it, install the "
-                    f"package and start the node with --node-config 'allow=\"{package}\"'"
+                    f"the run's {setting} is {value}, and this node {named}; to allow it, {first} "
+                    f"and start the node with --node-config 'allow=\"{package}\"'"
                 )
 
 

@@ -10,6 +10,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -426,6 +427,9 @@ class Deployment(InMemory):
 
     def model(self) -> dict[str, Tensor]:
         return self.simulation.model()
+
+    def leave(self, folder: Path, model: Mapping[str, Tensor]) -> None:
+        self.simulation.leave(folder, model)
 
     def about(self) -> dict[str, Any]:
         sites = {} if self.best is None else {"sites": list(self.remote.names)}

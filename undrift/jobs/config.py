@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple, TypeGuard, get_args, get_origin, get_type_hints
 
 from undrift.core.errors import BadSetting, UndriftError, UnknownName, closest
+from undrift.core.lora import parse_lora
 from undrift.core.names import algorithms_of, check_text, names, outline_of
 from undrift.core.names import parse_value as parse_value
 from undrift.core.rates import RateSchedule
@@ -41,7 +42,7 @@ class JobConfig:
     dataset: str = setting(
         "digits", "a name from 'undrift data list', imagefolder:PATH, or package.module:function", WHAT
     )
-    model: str = setting("mlp", "a name from 'undrift list models', or package.module:function", WHAT)
+    model: str = setting("mlp", "a name from 'undrift list models', package.module:function, or hf:CONFIG.json", WHAT)
     rounds: int = setting(
         20, "how long to train (T): a round is a pass over the training samples, or --steps batches", WHAT
     )
@@ -149,6 +150,9 @@ class RunConfig(JobConfig):
     algorithm: str = setting(
         "fedavg", "a name from 'undrift list algorithms', LOCAL+SERVER, or package.module:Class", WHAT
     )
+    lora: str = setting(
+        "", "train adapters of the model alone: r=8,alpha=8,dropout=0,targets=q_proj+v_proj,train=classifier", WHAT
+    )
     partition: str = setting(
         "dirichlet:0.1", "how the samples are dealt out; 'undrift list partitions' shows all ways", CLIENTS
     )
@@ -216,6 +220,7 @@ class RunConfig(JobConfig):
         if not 0.0 <= self.dropout_rate < 1.0:
             raise BadSetting(f"dropout_rate must lie in [0, 1), not {self.dropout_rate}")
         parse_slow(self.slow)
+        parse_lora(self.lora)
         check_compress(self.compress)
         check_privacy(self)
         check_attacks(self.aggregate, self.attack)

@@ -282,6 +282,8 @@ class Course(Generic[R, C]):
         if folder is not None and self.leaves_model and ranks.first_rank_says(last):
             self.save(folder, {"finished": False})  # a model without a checkpoint could not be resumed
             model_sum = folder.write_model(model)
+            if ranks.rank() == 0:
+                run.leave(folder.path, model)
             if extras is not None:
                 folder.write_super(*extras)
             self.save(folder, {"finished": True, "stopped": stopped, "model": model_sum})

@@ -61,6 +61,9 @@ class Run(Protocol):
     def extras(self, settings: Mapping[str, Any], records: Sequence[Mapping[str, Any]]) -> Models | None:
         """Further models and facts for the finished folder."""
 
+    def leave(self, folder: Path, model: Mapping[str, Tensor]) -> None:
+        """Write into the finished folder what belongs to the model besides its tensors."""
+
 
 class InMemory:
     """Default answers, for a run that keeps nothing but its tensors."""
@@ -85,3 +88,6 @@ class InMemory:
 
     def extras(self, settings: Mapping[str, Any], records: Sequence[Mapping[str, Any]]) -> Models | None:
         return None
+
+    def leave(self, folder: Path, model: Mapping[str, Tensor]) -> None:
+        pass

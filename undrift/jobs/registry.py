@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import inspect
 from typing import Any, get_type_hints
 
@@ -12,13 +13,20 @@ from torch import nn
 from undrift.algorithms.base import Server, Worker
 from undrift.core.errors import BadSetting, UndriftError
 from undrift.core.names import algorithms_of, attribute, call_with_options, module_of
+from undrift.core.pinned import PREFIX
 from undrift.core.streams import Purpose, stream
+from undrift.models._hugging_face import build as hugging_face
 
 
-def build_model(model: Any, shape: tuple[int, ...], classes: int, seed: int) -> nn.Module:
-    """Build a model from its name or a function of (shape, classes); the CPU draws its weights under the seed."""
+def build_model(model: Any, shape: tuple[int, ...], classes: int, seed: int, positions: int = 0) -> nn.Module:
+    """Build a model from its name or a function of (shape, classes); the CPU draws its weights under the seed.
+
+    `positions` is the number of dimensions of one target: 0 for a label, 1 for a label of each token.
+    """
     build, options = model, ""
-    if isinstance(model, str):
+    if isinstance(model, str) and model.startswith(PREFIX):
+        build = functools.partial(hugging_face, model, positions=positions)
+    elif isinstance(model, str):
         if model.startswith("object "):
             raise BadSetting(f"the run's model was {model}; give it again from Python")
         build = attribute(model) if ":" in model else module_of("models", model).build

@@ -16,6 +16,9 @@ from undrift.algorithms.base import Worker
 from undrift.core import ranks
 from undrift.core.device import pick_device
 from undrift.core.errors import BadSetting
+from undrift.core.lora import parse_lora
+from undrift.core.pinned import pinned
+from undrift.core.streams import Purpose, stream
 from undrift.data.batches import Plan
 from undrift.data.dataset import Dataset
 from undrift.data.federation import Federation, Ids, federate
@@ -35,8 +38,10 @@ from undrift.jobs.curves import Curves
 from undrift.jobs.registry import algorithm_class, build_model
 from undrift.jobs.run_settings import RunSettings
 from undrift.jobs.start import begin, compiles, read
+from undrift.models._adapters import with_lora
+from undrift.models._hugging_face import predicts_next
 from undrift.oracle import segmentation
-from undrift.oracle.net import Loss, Net
+from undrift.oracle.net import IGNORED, Loss, Net
 from undrift.oracle.tasks import LOSSES, binary_accuracy, binary_loss, cox_loss
 from undrift.round.private import Privacy
 from undrift.simulate.evaluate import Metric, accuracy
@@ -155,6 +160,9 @@ def opened(
         if "dataset" in settings:
             raise BadSetting("give dataset, a name, or data, your own, not both")
         settings["dataset"] = "object"
+    for each in (given, settings):
+        if isinstance(each.get("model"), str):
+            each["model"] = pinned(each["model"])
     for name, other in (("steps", "epochs"), ("epochs", "steps")):
         if settings.get(name):  # overrides the file's choice between the two
             given.pop(other, None)
@@ -279,16 +287,40 @@ def build_net(
             raise BadSetting(
                 f"the inputs have {len(clients.pieces)} parts, but {model} takes one; give a model of yours"
             )
-        model = build_model(model, clients.shape, clients.classes, config.seed)
+        model = build_model(model, shape_seen(clients), clients.classes, config.seed, clients.train.targets.dim() - 1)
+    if lora := parse_lora(config.lora):
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(stream(config.seed, Purpose.INITIAL, 1) >> 1)
+            model = with_lora(model, lora)
+    check_next_tokens(model, clients)
     if structures and loss is F.cross_entropy:
         loss = segmentation.dice_loss
     if clients.task and loss is F.cross_entropy:
         loss = LOSSES[clients.task]
     dtype = torch.float64 if config.dtype == "float64" else torch.float32
-    net = Net(model, loss, dtype, clients.pieces)
+    net = Net(model, loss, dtype, clients.pieces, alg.trains)
     for name, (other, outputs) in alg.networks(clients.clients).items():
         net.add_network(name, Net(build_model(other, clients.shape, outputs, config.seed), dtype=dtype))
     return net
+
+
+def check_next_tokens(model: nn.Module, clients: Federation) -> None:
+    """Refuse labels that repeat the inputs, which transformers' own loss moves by one token, and a loss here does not."""
+    shape, targets = shape_seen(clients), clients.train.targets
+    if not len(targets) or targets.shape[1:] != shape or targets.is_floating_point() or not predicts_next(model):
+        return
+    rows = torch.arange(min(len(targets), 100), device=targets.device)
+    ids = clients.train.take(rows).flatten(1)[:, : targets.shape[1]]
+    if bool(((targets[rows] == ids) | (targets[rows] == IGNORED)).all()):
+        raise BadSetting(
+            "the labels repeat the inputs; here a label is what the model is to say at its place: give inputs[:, :-1] and "
+            "labels inputs[:, 1:]"
+        )
+
+
+def shape_seen(clients: Federation) -> tuple[int, ...]:
+    """The shape of one input; of several parts, that of the first, to which the others (masks, types) belong."""
+    return clients.pieces[0].shape if clients.pieces else clients.shape
 
 
 def reference(algorithm: type[Any] | Worker) -> str:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any, NamedTuple, TypeGuard, TypeVar
 
 import torch
@@ -367,7 +367,9 @@ class Net:
         loss: Loss = F.cross_entropy,
         dtype: torch.dtype = torch.float32,
         pieces: tuple[Piece, ...] = (),
+        trains: Callable[[tuple[str, ...]], Collection[str]] = tuple,
     ) -> None:
+        """`trains` chooses among the names of trainable tensors; the others stay as they are, for all clients."""
         if getattr(loss, "weight", None) is not None and getattr(loss, "reduction", "none") == "mean":
             raise BadSetting("a loss with class weights must not average by itself here; give it reduction='none'")
         if isinstance(loss, nn.Module) and any(p.requires_grad for p in loss.parameters()):
@@ -380,7 +382,11 @@ class Net:
         self.dtype, self.pieces = dtype, pieces  # the parts of the inputs, () if they have only one
         self.current = _Pass()
         self.original = copy.deepcopy(module).to(dtype)
-        prepared = copy.deepcopy(self.original)
+        trainable = {n: p for n, p in self.original.named_parameters() if p.requires_grad}
+        for name in trainable.keys() - set(trains(tuple(trainable))):
+            trainable[name].requires_grad_(False)
+        frozen = {id(p): p for p in self.original.parameters() if not p.requires_grad}
+        prepared = copy.deepcopy(self.original, frozen)  # which may be large, and stay as they are
         _prepare(prepared, "", self.current, module.training, set())
         if not module.training:
             prepared.train()

@@ -22,9 +22,11 @@ from undrift.core import ranks
 from undrift.core.errors import BadSetting, ClientFailed
 from undrift.core.forms import plain_forms
 from undrift.core.rates import RateSchedule
+from undrift.core.run_files import ADAPTER
 from undrift.core.trees import State, map_leaves, named_leaves, nbytes
 from undrift.data.batches import Plan, Table
 from undrift.data.federation import Federation, Ids, pool
+from undrift.models._adapters import has_adapters, save_adapter
 from undrift.oracle.identity import identity
 from undrift.oracle.net import Net
 from undrift.round.accounting import Accountant
@@ -525,6 +527,11 @@ class Simulation:
     def extras(self, settings: Mapping[str, Any], records: Sequence[Mapping[str, Any]]) -> export.Models | None:
         """All models of a personal method."""
         return export.models(self, settings, records) if self.alg.personalises else None
+
+    def leave(self, folder: Path, model: Mapping[str, Tensor]) -> None:
+        """The adapter of a model of peft, as peft saves it."""
+        if has_adapters(self.net.original):
+            save_adapter(self.net.original, model, folder / ADAPTER)
 
     def close(self) -> None:
         self.clients.close()
