@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, get_type_hints
 
+from undrift.core.errors import BadSetting
 from undrift.core.outline import outline
 from undrift.jobs.config import (
     JOB_CHOICES,
@@ -19,7 +20,7 @@ from undrift.jobs.config import (
 )  # fmt: skip
 
 # Fields of the method, which --set takes too.
-OWN = ("ratio", "lam", "compressor", "block", "average_every", "lr", "momentum", "weight_decay")
+OWN = ("ratio", "lam", "compressor", "block", "average_every", "lr", "momentum", "weight_decay", "momentum2", "epsilon")
 
 
 @dataclass(frozen=True)
@@ -32,7 +33,7 @@ class MethodConfig(JobConfig):
     ratio: float = setting(64.0, "R of compressed methods and --reduce def: ceil(d / R) of d numbers are sent")
     lam: str = setting("0.3", "lambda of def, def-a and --reduce def, in [0, 1], or auto")
     lr: float = setting(0.02, "learning rate")
-    momentum: float = setting(0.9, "of each worker or block")
+    momentum: float = setting(0.9, "of each worker or block; beta_1 of adamw and def-adamw")
     weight_decay: float = setting(0.0, "added to the gradient")
 
     def __post_init__(self) -> None:
@@ -47,17 +48,21 @@ class MethodConfig(JobConfig):
 class ParallelConfig(MethodConfig):
     """All settings of a data-parallel run. Each field is a flag."""
 
-    method: str = setting("def", "sgd, ef, saef, psync, ef21, ef21-sgdm, def or def-a")
+    method: str = setting("def", "sgd, adamw, ef, saef, psync, ef21, ef21-sgdm, def, def-a or def-adamw")
     workers: int = setting(0, "W (default 16; under torchrun the number of processes)")
     compressor: str = setting("rbgs", "rbgs, randk or topk")
     block: str = setting("flat", "flat, tensor or shuffle")
+    momentum2: float = setting(0.999, "beta_2 of adamw and def-adamw")
+    epsilon: float = setting(1e-8, "of adamw and def-adamw")
     average_every: int = setting(0, "average saef's errors every so many iterations; 0: never")
     statistics: int = setting(0, "batches that recompute BatchNorm's statistics before a test; 0: the workers' mean")
     checkpoint_every: int = setting(10, "rounds between checkpoints: each holds the vectors of all workers")
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_numbers(self, least=dict(workers=0, average_every=0, statistics=0))
+        check_numbers(self, least=dict(workers=0, average_every=0, statistics=0), not_negative=("epsilon",))
+        if "adamw" in self.method and not (self.momentum < 1.0 and 0.0 <= self.momentum2 < 1.0):
+            raise BadSetting(f"{self.method} needs momenta of less than 1, not {self.momentum} and {self.momentum2}")
         check_choices(self, CHOICES)
         from undrift.compress import make_compressor
         from undrift.dataparallel.methods import make_method
