@@ -12,7 +12,6 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.utils import checkpoint
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from undrift.algorithms.base import Algorithm
@@ -117,30 +116,6 @@ def blame_model(work: LocalWork) -> Iterator[None]:
         raise BadSetting(f"the model failed on samples of shape {shape}: {type(error).__name__}: {error}") from error
 
 
-@contextlib.contextmanager
-def no_checkpoints() -> Iterator[None]:
-    """Refuse a model that computes activations again: that pass would not see the vectors in place of its parameters."""
-    names = "CheckpointFunction", "_checkpoint_without_reentrant_generator"
-    before = {name: getattr(checkpoint, name) for name in names}
-
-    class Refused:
-        def __init__(self, *_: Any) -> None:
-            raise BadSetting(
-                "the model uses gradient checkpointing, which clients' vectors in place of parameters do not allow; turn it "
-                "off, and take fewer clients at a time (--chunk) or smaller batches to save memory"
-            )
-
-        apply = __init__
-
-    try:
-        for name in names:
-            setattr(checkpoint, name, Refused)
-        yield
-    finally:
-        for name in names:
-            setattr(checkpoint, name, before[name])
-
-
 def check_repeatable(net: Net, x: Tensor, buffers: Tensor, work: LocalWork) -> None:
     """Refuse a model that draws random numbers outside our streams: its runs could not be seeded."""
 
@@ -149,7 +124,7 @@ def check_repeatable(net: Net, x: Tensor, buffers: Tensor, work: LocalWork) -> N
         oracle.buffers = buffers
         return oracle.grad(x)
 
-    with blame_model(work), no_checkpoints():
+    with blame_model(work):
         first, second = gradient(), gradient()
     if (first - second).norm() > 0.01 * first.norm():  # a GPU's sums may differ in their last digits, a mask in many
         raise BadSetting(
@@ -229,6 +204,8 @@ def choose(
     stacked = Stacked(chunk or clients_at_a_time(load, device, len(work.ids)))
     if name == "stacked":
         return stacked
+    if any(each.checkpoints for each in (net, *net.networks.values())):
+        name = "pool"  # stacked clients cannot compute activations again
     # Two or so vectors of a thread fit in its core's own cache.
     group = max(1, CACHE // (len(x) * x.element_size())) if stacks_in_a_thread(net) else 1
     pool = Pool(device, group)
