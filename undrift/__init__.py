@@ -9,7 +9,7 @@ from undrift.core.version import __version__
 if TYPE_CHECKING:
     from undrift.data.dataset import Dataset
     from undrift.dataparallel.local_steps import LocalSteps
-    from undrift.dataparallel.optimizer import DEF, EF, EF21, EF21SGDM, SAEF, PSync
+    from undrift.dataparallel.optimizer import DEF, EF, EF21, EF21SGDM, SAEF, DEFAdamW, PSync
     from undrift.jobs.config import RunConfig
     from undrift.jobs.course import Result
     from undrift.jobs.curves import Curves
@@ -27,11 +27,13 @@ else:
             "SuperModel": "undrift.personal.supermodel",
             "rounds": "undrift.jobs.run",
             "run": "undrift.jobs.run",
-            **dict.fromkeys(("DEF", "EF", "EF21", "EF21SGDM", "PSync", "SAEF"), "undrift.dataparallel.optimizer"),
+            **dict.fromkeys(
+                ("DEF", "DEFAdamW", "EF", "EF21", "EF21SGDM", "PSync", "SAEF"), "undrift.dataparallel.optimizer"
+            ),
         },
     )
 
 __all__ = [
-    "DEF", "EF", "EF21", "EF21SGDM", "SAEF", "Curves", "Dataset", "LocalSteps", "PSync", "Result", "RunConfig", "SuperModel",
-    "UndriftError", "__version__", "rounds", "run",
+    "DEF", "EF", "EF21", "EF21SGDM", "SAEF", "Curves", "DEFAdamW", "Dataset", "LocalSteps", "PSync", "Result", "RunConfig",
+    "SuperModel", "UndriftError", "__version__", "rounds", "run",
 ]  # fmt: skip

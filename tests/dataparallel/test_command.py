@@ -46,10 +46,12 @@ def test_what_is_compiled_is_the_iteration_as_written(monkeypatch: pytest.Monkey
     assert not torch.equal(plain.z[0], plain.z[1])
 
 
-@pytest.mark.parametrize("name", ["sgd", "ef", "saef", "psync", "ef21", "ef21-sgdm", "def", "def-a"])
+@pytest.mark.parametrize(
+    "name", ["sgd", "adamw", "ef", "saef", "psync", "ef21", "ef21-sgdm", "def", "def-a", "def-adamw"]
+)
 def test_stacked_workers_equal_workers_in_turn(name: str) -> None:
     """Also with BatchNorm, whose statistics are each worker's own, dropout and samples that are cropped."""
-    how = OWN | {"method": name}
+    how = OWN | {"method": name, "epsilon": 1e-3}  # a bias before BatchNorm has rounding for a gradient
     stacked, turns = (trained(execution=e, **how) for e in ("stacked", "pool"))
     replayed = trained(execution="stacked", replay=True, **how)
     assert all(torch.equal(tensor, replayed.model[key]) for key, tensor in stacked.model.items())
@@ -79,7 +81,8 @@ def test_every_method_learns_and_methods_differ() -> None:
         losses = [r["train_loss"] for r in result.records]
         assert name.startswith("ef21") or losses[-1] < 0.8 * losses[0], name  # with RBGS it does not converge
     last = {name: result.records[-1]["loss"] for name, result in results.items()}
-    assert len(set(last.values())) == len(names)
+    assert last.pop("ef21-sgdm") == last["ef21"], "without momentum they are one"
+    assert len(set(last.values())) == len(names) - 1
     assert results["def-a"].records[-1]["x_loss"] == last["def-a"], "DEF-A's model is x"
     assert (
         results["def"].records[-1]["x_loss"] == last["def-a"] and results["def-a"].records[-1]["y_loss"] == last["def"]

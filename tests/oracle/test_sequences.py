@@ -19,6 +19,7 @@ from undrift.algorithms.fedavg import FedAvg
 from undrift.core.errors import BadSetting
 from undrift.data.federation import Federation, federate
 from undrift.data.from_user import dataset_from
+from undrift.jobs.registry import algorithm_class
 from undrift.oracle.net import IGNORED, Context, DropoutInFunctions, Net, attention_weights
 from undrift.simulate import evaluate
 from undrift.simulate.evaluate import accuracy, means, sample_scores, weights_of
@@ -195,20 +196,82 @@ def test_what_cannot_be_read_is_refused() -> None:
         net(*net.start(), torch.zeros(1, 2), None)
 
 
+class Layered(nn.Module):
+    """Layers with batch norm, dropout as a layer, as a function and inside attention; what is checkpointed is computed again."""
+
+    blocks = ("table", "first", "second", "head")
+
+    def __init__(self, how: str = "", p: float = 0.3) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.table, self.head = nn.Embedding(VOCABULARY, 4), nn.Linear(4, VOCABULARY)
+        self.first, self.second = Middle(how, p), Middle(how, p)
+
+    def forward(self, x: Tensor) -> Any:
+        return self.head(self.second(self.first(self.table(x))))
+
+
+class Middle(nn.Module):
+    def __init__(self, how: str, p: float) -> None:
+        super().__init__()
+        self.how, self.p, self.calls = how, p, 0
+        self.qkv, self.norm, self.drop = nn.Linear(4, 12), nn.BatchNorm1d(4), nn.Dropout(p)
+
+    def forward(self, h: Tensor) -> Tensor:
+        if self.how in ("reentrant", "other"):
+            return checkpoint(self.compute, h, use_reentrant=self.how == "reentrant")
+        if self.how == "nested":
+            return checkpoint(lambda h: checkpoint(self.compute, h, use_reentrant=False), h, use_reentrant=False)
+        return self.compute(h)
+
+    def compute(self, h: Tensor) -> Tensor:
+        self.calls += 1
+        p = self.p if self.training else 0.0
+        q, k, v = self.qkv(self.drop(h)).chunk(3, -1)
+        seen = F.scaled_dot_product_attention(q, k, v, dropout_p=p, is_causal=True)
+        return h + F.dropout(self.norm(seen.mT).mT, p, self.training)
+
+
 @pytest.mark.filterwarnings("ignore:None of the inputs")  # in evaluation
+@pytest.mark.parametrize(
+    ("name", "how"),
+    [("fedavg", "reentrant"), ("fedavg", "other"), ("fedavg", "nested"), ("fedmlb", "other"), ("moon", "reentrant")],
+)
+def test_checkpoints_compute_the_same_again(name: str, how: str) -> None:
+    """Bit for bit, with masks, statistics and padding; MOON and FedMLB ask at several points before they differentiate."""
+    alg = algorithm_class(name)(lr=0.1)
+
+    def after(how: str, **settings: Any) -> tuple[Tensor, Tensor]:
+        found = simulation(alg, Layered(how), texts(ignored=True), batch=4, cohort=2, steps=2, **settings)
+        return path(found, 2), found.state.buffers
+
+    plain, again = after("", execution="debug"), after(how, execution="debug")
+    assert all(torch.equal(a, b) for a, b in zip(plain, again, strict=True))
+    if how == "other" and name == "fedavg":
+        assert all(torch.equal(a, b) for a, b in zip(again, after(how, execution="auto"), strict=True)), "clients in turn"
+
+
+def test_what_is_checkpointed_is_computed_again_and_kept_nowhere() -> None:
+    calls, saved = {}, {}
+    for how in ("", "other"):
+        net = Net(Layered(how), dtype=torch.float64)
+        x, buffers = net.start()
+        x.requires_grad_()
+        packed: list[Tensor] = []
+        with torch.autograd.graph.saved_tensors_hooks(lambda t, kept=packed: kept.append(t) or t, lambda t: t):
+            outputs, _ = net(x, buffers, torch.zeros(2, T, dtype=torch.int64), Context(None, torch.tensor(3)))
+        outputs.sum().backward()
+        calls[how], saved[how] = net.module(True).first.calls, len(packed)  # type: ignore[union-attr]
+        assert net.checkpoints == (how == "other") and x.grad is not None and x.grad.norm() > 0
+    assert calls == {"": 1, "other": 2} and saved["other"] < saved[""] / 2
+
+
+@pytest.mark.filterwarnings("ignore:None of the inputs")
 @pytest.mark.parametrize("reentrant", [True, False])
-def test_gradient_checkpointing_is_refused(reentrant: bool) -> None:
-    """With reentrant checkpoints the gradients would be those of the module's own parameters."""
-
-    class Checkpointed(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.table, self.head = nn.Embedding(VOCABULARY, 4), nn.Linear(4, VOCABULARY)
-
-        def forward(self, x: Tensor) -> Any:
-            return checkpoint(self.head, self.table(x), use_reentrant=reentrant)
-
-    with pytest.raises(BadSetting, match="uses gradient checkpointing.*turn it off"):
-        run(Checkpointed(), execution="debug")
-    assert run(Attention()).isfinite().all(), "what was put in its place is gone"
-    assert checkpoint(torch.neg, torch.ones(1, requires_grad=True), use_reentrant=reentrant).item() == -1
+def test_checkpoints_outside_of_passes_are_pytorchs(reentrant: bool) -> None:
+    with pytest.raises(BadSetting, match="stacked clients cannot compute activations again.*--execution pool"):
+        run(Layered("reentrant" if reentrant else "other"), execution="stacked")
+    assert run(Attention()).isfinite().all()
+    x = torch.ones(1, requires_grad=True)
+    checkpoint(torch.exp, x, use_reentrant=reentrant).backward()
+    assert x.grad is not None and x.grad.item() == pytest.approx(math.e)

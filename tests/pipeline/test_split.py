@@ -15,7 +15,15 @@ from torch import Tensor, nn
 from undrift.core.errors import BadSetting
 from undrift.models import resnet20
 from undrift.pipeline import DSP
-from undrift.pipeline.split import ModelPart, balance_model, cut_model, layer_times, layers_of, min_max_cuts
+from undrift.pipeline.split import (
+    ModelPart,
+    balance_model,
+    cut_model,
+    layer_times,
+    layers_of,
+    min_max_cuts,
+    shared_parameters,
+)
 
 
 def whole_state(part: ModelPart) -> dict[str, Tensor]:
@@ -129,7 +137,8 @@ def test_what_cannot_be_cut_is_refused() -> None:
         cut_model(nn.Linear(2, 2), cuts=[1])
     shared = nn.Linear(3, 3)
     with pytest.raises(BadSetting, match="layer 2 shares a tensor"):
-        cut_model(nn.Sequential(shared, nn.ReLU(), shared), cuts=[1])
+        cut_model(nn.Sequential(nn.ReLU(), shared, shared), cuts=[1, 2])
+    assert shared_parameters(cut_model(nn.Sequential(shared, nn.ReLU(), shared), cuts=[1])) == [*shared.parameters()]
     assert len(cut_model(nn.Sequential(shared, nn.ReLU(), shared, nn.ReLU()), cuts=[3])) == 2
     with pytest.raises(BadSetting, match="2 layers cannot be cut into 3"):
         balance_model(

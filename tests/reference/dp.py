@@ -163,3 +163,54 @@ def sgd(x: Tensor, gradient: Gradient, workers: int, steps: int, lr: float, mome
         x = x - lr * m
         xs.append(x)
     return xs
+
+
+def error_feedback_adamw(
+    lam: float, x: Tensor, gradient: Gradient, mask: Mask, workers: int, steps: int, lr: float, betas: tuple[float, float],
+    eps: float, decay: float,
+) -> tuple[list[Tensor], list[Tensor]]:  # fmt: skip
+    """DEF around AdamW: the paths of x and of y = x - mean e. The gradient is without weight decay."""
+    m, v, e = ([torch.zeros_like(x)] * workers for _ in range(3))
+    xs, ys = [], []
+    for t in range(steps):
+        kept = []
+        for k in range(workers):
+            z = x - lam * e[k]
+            g = gradient(t, k, z)
+            m[k] = betas[0] * m[k] + (1 - betas[0]) * g
+            v[k] = betas[1] * v[k] + (1 - betas[1]) * g * g
+            mean, square = m[k] / (1 - betas[0] ** (t + 1)), v[k] / (1 - betas[1] ** (t + 1))
+            p = lr * (mean / (torch.sqrt(square) + eps) + decay * z) + e[k]
+            kept.append(torch.where(mask(t, p), p, 0.0))
+            e[k] = p - kept[k]
+        x = x - sum(kept) / workers
+        xs.append(x)
+        ys.append(x - sum(e) / workers)
+    return xs, ys
+
+
+def local_adamw(
+    x0: Tensor, gradient: Gradient, mask: Mask, workers: int, steps: int, lr: float, betas: tuple[float, float], eps: float,
+    decay: float,
+) -> list[Tensor]:  # fmt: skip
+    """CSEA around torch.optim.AdamW: local models take its steps, and the kept part of what they moved is averaged.
+
+    Returns the path of the mean of the local models.
+    """
+    x = [x0.clone().requires_grad_() for _ in range(workers)]
+    optimizers = [torch.optim.AdamW([each], lr, betas, eps, decay) for each in x]
+    e, means = [torch.zeros_like(x0)] * workers, []
+    for t in range(steps):
+        for k in range(workers):
+            before = x[k].detach().clone()
+            x[k].grad = gradient(t, k, before)
+            optimizers[k].step()
+            e[k] = e[k] + x[k].detach() - before
+        kept = [torch.where(mask(t, e[k]), e[k], 0.0) for k in range(workers)]
+        synced = sum(kept) / workers
+        with torch.no_grad():
+            for k in range(workers):
+                x[k] += synced - kept[k]
+                e[k] = e[k] - kept[k]
+        means.append(sum(each.detach() for each in x) / workers)
+    return means

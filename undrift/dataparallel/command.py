@@ -81,5 +81,5 @@ def resolve(config: ParallelConfig) -> ParallelConfig:
     if isinstance(method, Detached) and not isinstance(method.lam, str):
         lam = format_number(method.lam)
     workers = config.workers or (processes if processes > 1 else 16)
-    ratio = 1.0 if config.method == "sgd" else config.ratio
+    ratio = 1.0 if config.method in ("sgd", "adamw") else config.ratio
     return replace(config, workers=workers, execution=execution, lam=lam, ratio=ratio)

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -38,7 +38,10 @@ class GroupRates(NamedTuple):
 
     part: slice
     lr: float  # eta
-    momentum: float  # mu
+    momentum: float  # mu; beta_1 of AdamW
+    momentum2: float = 0.999  # beta_2 of AdamW
+    epsilon: float = 1e-8  # of AdamW
+    decay: float = 0.0  # the weight decay beside AdamW's step; elsewhere it belongs to the gradient
 
 
 Rates = Sequence[GroupRates]
@@ -62,6 +65,7 @@ class Detached:
     average_every: int = 0  # average the errors every so many iterations (SAEF's tau); 0: never
 
     own: ClassVar[tuple[str, ...]] = ("m", "e", "products")  # differ between workers; x does not
+    decoupled: ClassVar[bool] = False  # whether weight decay is beside the gradient
 
     def check(self, compressor: Compressor) -> None:
         if self.lam == "auto":
@@ -70,21 +74,25 @@ class Detached:
         elif not isinstance(self.lam, int | float) or not 0.0 <= self.lam <= 1.0:
             raise BadSetting(f"lam must lie in [0, 1] or be 'auto', not {self.lam!r}; 0.3 is the paper's")
 
-    def start(self, x: Tensor, workers: Workers) -> Errors:
+    def start(self, x: Tensor, workers: Workers) -> Any:
         zeros = x.new_zeros(*workers.lead, len(x))
         return Errors(x, zeros, zeros.clone(), x.new_zeros(*workers.lead, 2))
 
+    def feed(self, state: Any, g: Tensor, rate: GroupRates, t: int, s: slice) -> None:
+        """Feed a stretch of the gradients to the momenta and the errors, which become p_k."""
+        torch.add(g[..., s], state.m[..., s], alpha=rate.momentum, out=state.m[..., s])  # m_k <- mu m_k + g_k
+        state.e[..., s].add_(state.m[..., s], alpha=rate.lr)  # p_k = eta m_k + e_k, stored in e_k
+
     def step(
-        self, state: Errors, g: Tensor, rates: Rates, t: int, C: Compressor, workers: Workers, early: Fill = skip
+        self, state: Any, g: Tensor, rates: Rates, t: int, C: Compressor, workers: Workers, early: Fill = skip
     ) -> None:
         """One iteration with the gradients g [..., d] at z_k; `early` takes stretches of z_k known before the end."""
-        x, m, e, products = state
+        x, e, products = state.x, state.e, state.products
 
         def feed(stretches: Sequence[slice]) -> None:
-            for part, lr, momentum in rates:
-                for s in overlaps(part, stretches):
-                    torch.add(g[..., s], m[..., s], alpha=momentum, out=m[..., s])  # m_k <- mu m_k + g_k
-                    e[..., s].add_(m[..., s], alpha=lr)  # p_k = eta m_k + e_k, stored in e_k
+            for rate in rates:
+                for s in overlaps(rate.part, stretches):
+                    self.feed(state, g, rate, t, s)
 
         def feed_rest(stretches: Sequence[slice]) -> None:
             feed(stretches)
@@ -100,24 +108,23 @@ class Detached:
         if self.average_every and (t + 1) % self.average_every == 0:
             e.copy_(workers.mean(e.clone()))  # e_k <- mean_j e_j
 
-    def point(self, state: Errors, out: Tensor, part: slice = ALL) -> Tensor:
+    def point(self, state: Any, out: Tensor, part: slice = ALL) -> Tensor:
         """Write z_k = x - lambda e_k [..., d], or a part of it, to `out`."""
         x, e = state.x[part], state.e[..., part]
         if self.lam == "auto":
             return torch.addcmul(x, e, self.estimate(state), value=-1.0, out=out)
         return torch.sub(x, e, alpha=float(self.lam), out=out)
 
-    def estimate(self, state: Errors) -> Tensor:
+    def estimate(self, state: Any) -> Tensor:
         """[..., 1] lambda = <mean p, p_k> / |p_k|^2, which minimises |mean e - lambda e_k| on the blocks."""
         along, square = state.products.split(1, -1)
         return torch.where(square > 0, along / square, 0.0).clamp(0.0, 1.0)
 
-    def model(self, state: Errors, workers: Workers, which: str = "") -> Tensor:
+    def model(self, state: Any, workers: Workers, which: str = "") -> Tensor:
         """The model [d]: x, or y = x - mean_k e_k, which costs one exchange of d numbers."""
-        if (which or self.returns) == "x":
-            return state.x
-        return state.x - workers.mean(state.e.clone())
+        x: Tensor = state.x
+        return x if (which or self.returns) == "x" else x - workers.mean(state.e.clone())
 
-    def facts(self, state: Errors) -> dict[str, Tensor]:
+    def facts(self, state: Any) -> dict[str, Tensor]:
         """Numbers for the record."""
         return {"lambda": self.estimate(state).mean()} if self.lam == "auto" else {}

@@ -53,13 +53,14 @@ class EF21SGDMMethod(SGDMethod):
             v.copy_(g)
             mean_h.copy_(workers.mean(g))
         else:
-            for part, _, mu in rates:
+            for rate in rates:
+                part, mu = rate.part, rate.momentum
                 v[..., part].mul_(mu).add_(g[..., part], alpha=1 - mu)
             q = g.copy_(v).sub_(h).clone()
             C.exchange(g, t, workers).add_to(mean_h)  # h <- h + mean_k q_k; g keeps what C dropped
             h.add_(q.sub_(g))  # q_k = C(v_k - h_k);  h_k <- h_k + q_k
-        for part, lr, _ in rates:
-            x[part].sub_(mean_h[part], alpha=lr)
+        for rate in rates:
+            x[rate.part].sub_(mean_h[rate.part], alpha=rate.lr)
 
 
 METHOD = EF21SGDMMethod()

@@ -5,13 +5,15 @@ from __future__ import annotations
 from dataclasses import replace
 
 from undrift.core.errors import BadSetting, UnknownName
-from undrift.dataparallel import def_, ef, ef21, ef21_sgdm, psync, saef, sgd
+from undrift.dataparallel import adamw, def_, def_adamw, ef, ef21, ef21_sgdm, psync, saef, sgd
 from undrift.dataparallel.def_ import Detached
+from undrift.dataparallel.def_adamw import DetachedAdamW
 from undrift.dataparallel.sgd import SGDMethod
 
 Method = Detached | SGDMethod
 METHODS: dict[str, Method] = {
     "sgd": sgd.METHOD,
+    "adamw": adamw.METHOD,
     "ef": ef.METHOD,
     "saef": saef.METHOD,
     "psync": psync.METHOD,
@@ -19,9 +21,11 @@ METHODS: dict[str, Method] = {
     "ef21-sgdm": ef21_sgdm.METHOD,
     "def": Detached(returns="y"),
     "def-a": Detached(returns="x"),
+    "def-adamw": DetachedAdamW(returns="y"),
 }
 FILES = {
     "sgd": sgd,
+    "adamw": adamw,
     "ef": ef,
     "saef": saef,
     "psync": psync,
@@ -29,11 +33,12 @@ FILES = {
     "ef21-sgdm": ef21_sgdm,
     "def": def_,
     "def-a": def_,
+    "def-adamw": def_adamw,
 }
 
 
 def make_method(name: str, lam: str, average_every: int) -> Method:
-    """Build a method; `lam` is for DEF and DEF-A, `average_every` for SAEF."""
+    """Build a method; `lam` is for DEF, DEF-A and DEF-AdamW, `average_every` for SAEF."""
     if name not in METHODS:
         raise UnknownName("method", name, METHODS)
     if average_every and name != "saef":

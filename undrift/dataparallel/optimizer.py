@@ -1,4 +1,4 @@
-"""Compressed data-parallel training as a torch.optim.Optimizer: DEF, EF, SAEF, PSync, EF21 and EF21SGDM.
+"""Compressed data-parallel training as a torch.optim.Optimizer: DEF, DEFAdamW, EF, SAEF, PSync, EF21 and EF21SGDM.
 
 Each rank computes the gradients of its own batch. `step()` exchanges a block of numbers instead of all and moves the
 parameters to the point of the next gradient, which is not the model itself: see `evaluating`.
@@ -22,6 +22,7 @@ from undrift.compress import gaps, make_compressor, overlaps, skip
 from undrift.core.errors import BadRunFolder, BadSetting, UnknownName
 from undrift.dataparallel import ef, ef21, ef21_sgdm, psync, saef
 from undrift.dataparallel.def_ import Detached, GroupRates
+from undrift.dataparallel.def_adamw import DetachedAdamW
 from undrift.dataparallel.sgd import SGDMethod
 from undrift.dataparallel.workers import Ranks
 
@@ -30,7 +31,7 @@ POINTS = {"def": "y", "def-a": "x"}  # the names of `evaluating`
 
 
 class CompressedOptimizer(torch.optim.Optimizer):
-    """The base of the six optimisers, each of which names its method."""
+    """The base of the optimisers, each of which names its method."""
 
     method: Detached | SGDMethod
     flat: Flat  # the parameters, complete after the base class's constructor
@@ -50,12 +51,26 @@ class CompressedOptimizer(torch.optim.Optimizer):
         group: dist.ProcessGroup | None = None,
     ) -> None:
         rates = {"lr": lr, "momentum": momentum, "weight_decay": weight_decay}
+        self.build(model, rates, ratio, compressor, block, seed, params, group)
+
+    def build(
+        self,
+        model: nn.Module | Iterable[Any],
+        rates: dict[str, Any],
+        ratio: float,
+        compressor: str,
+        block: str,
+        seed: int,
+        params: Iterable[Any] | None,
+        group: dist.ProcessGroup | None,
+    ) -> None:
+        """Set everything up; `rates` are the defaults of the parameter groups."""
         for name, value in rates.items():
-            if not 0.0 <= value < float("inf"):
+            if name != "betas" and not 0.0 <= value < float("inf"):
                 raise BadSetting(f"{name} must be a number of at least 0, not {value}")
         if params is None:
             params = [p for p in model.parameters() if p.requires_grad] if isinstance(model, nn.Module) else model
-        super().__init__(params, dict(rates))
+        torch.optim.Optimizer.__init__(self, params, dict(rates))
         self.workers = Ranks(group)
         names = {id(p): n for n, p in model.named_parameters()} if isinstance(model, nn.Module) else {}
         self.flat = Flat.from_parameters([p for g in self.param_groups for p in g["params"]])
@@ -109,9 +124,12 @@ class CompressedOptimizer(torch.optim.Optimizer):
         rates, begin = [], 0
         for g in self.param_groups:
             end = begin + sum(p.numel() for p in g["params"])
-            rates.append(GroupRates(slice(begin, end), float(g["lr"]), float(g["momentum"])))
+            rates.append(self.group_rates(g, slice(begin, end)))
             begin = end
         return rates
+
+    def group_rates(self, g: dict[str, Any], part: slice) -> GroupRates:
+        return GroupRates(part, float(g["lr"]), float(g["momentum"]))
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
@@ -127,7 +145,8 @@ class CompressedOptimizer(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        g = self.flat.gradients([float(g["weight_decay"]) for g in self.param_groups for _ in g["params"]])
+        decays = [float(g["weight_decay"]) for g in self.param_groups for _ in g["params"]]
+        g = self.flat.gradients([0.0] * len(decays) if self.method.decoupled else decays)
         if self.t == 0:
             self.check_own_gradients(g)
             if self.search is not None:
@@ -383,6 +402,71 @@ class DEF(CompressedOptimizer):
     ) -> None:
         self.method = Detached(lam, "y")
         super().__init__(model, lr, momentum, weight_decay, ratio, compressor, block, seed, params=params, group=group)
+
+
+class DEFAdamW(CompressedOptimizer):
+    """DEF around AdamW (undrift/dataparallel/def_adamw.py): each rank makes AdamW's step from its own gradients.
+
+    `betas`, `eps` and `weight_decay` are torch.optim.AdamW's, the rest is DEF's.
+
+    >>> model = nn.Linear(4, 2)
+    >>> optimizer = DEFAdamW(model, lr=1e-3, ratio=4)
+    >>> model(torch.ones(1, 4)).sum().backward()
+    >>> optimizer.step()
+    """
+
+    def __init__(
+        self,
+        model: nn.Module | Iterable[Any],
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.01,
+        ratio: float = 64,
+        lam: float | str = 0.3,
+        compressor: str = "rbgs",
+        block: str = "flat",
+        seed: int = 0,
+        *,
+        params: Iterable[Any] | None = None,
+        group: dist.ProcessGroup | None = None,
+    ) -> None:
+        if len(betas) != 2 or not all(0.0 <= beta < 1.0 for beta in betas):
+            raise BadSetting(f"betas must be two numbers of at least 0 and less than 1, not {betas}")
+        self.method = DetachedAdamW(lam, "y")
+        rates = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
+        self.build(model, rates, ratio, compressor, block, seed, params, group)
+
+    @property
+    def rates(self) -> list[GroupRates]:
+        """Parameters without a gradient have stretches of their own: their weights do not decay."""
+        rates: list[GroupRates] = []
+        for g in self.param_groups:
+            for p in g["params"]:
+                rate = self.group_rates(g, slice(0, p.numel()))
+                rates.append(rate if p.grad is not None else rate._replace(decay=0.0))
+        return joined(rates)
+
+    def group_rates(self, g: dict[str, Any], part: slice) -> GroupRates:
+        beta1, beta2 = g["betas"]
+        return GroupRates(part, float(g["lr"]), beta1, beta2, float(g["eps"]), float(g["weight_decay"]))
+
+
+def joined(rates: Iterable[GroupRates]) -> list[GroupRates]:
+    """Stretches one behind the other, each given by its length; neighbours with the same rates become one.
+
+    >>> rates = [GroupRates(slice(0, 2), 0.1, 0.9), GroupRates(slice(0, 3), 0.1, 0.9), GroupRates(slice(0, 1), 0.2, 0.9)]
+    >>> [(rate.part, rate.lr) for rate in joined(rates)]
+    [(slice(0, 5, None), 0.1), (slice(5, 6, None), 0.2)]
+    """
+    found: list[GroupRates] = []
+    for rate in rates:
+        begin = found[-1].part.stop if found else 0
+        if found and found[-1][1:] == rate[1:]:
+            found[-1] = rate._replace(part=slice(found[-1].part.start, begin + rate.part.stop))
+        else:
+            found.append(rate._replace(part=slice(begin, begin + rate.part.stop)))
+    return found
 
 
 class EF(CompressedOptimizer):

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, get_type_hints
 
+from undrift.core.errors import BadSetting
 from undrift.core.outline import outline
 from undrift.jobs.config import (
     JOB_CHOICES,
@@ -23,7 +24,7 @@ from undrift.jobs.config import (
 
 COMPRESSION = "compression"
 # Fields of the method, which --set takes too.
-OWN = ("ratio", "lam", "compressor", "block", "average_every", "lr", "momentum", "weight_decay")
+OWN = ("ratio", "lam", "compressor", "block", "average_every", "lr", "momentum", "weight_decay", "momentum2", "epsilon")
 
 
 @dataclass(frozen=True)
@@ -38,7 +39,7 @@ class MethodConfig(JobConfig):
     )
     lam: str = setting("0.3", "lambda of def, def-a and --reduce def: from 0 to 1, or auto", COMPRESSION)
     lr: float = setting(0.02, "learning rate", STEPS)
-    momentum: float = setting(0.9, "momentum of each worker or block", STEPS)
+    momentum: float = setting(0.9, "momentum of each worker or block; first beta of adamw and def-adamw", STEPS)
     weight_decay: float = setting(0.0, "times the parameters, added to the gradient", STEPS)
 
     def __post_init__(self) -> None:
@@ -61,6 +62,8 @@ class ParallelConfig(MethodConfig):
         "flat: of the whole gradient; tensor: of each tensor; shuffle: all blocks in turn, in random order",
         COMPRESSION,
     )
+    momentum2: float = setting(0.999, "second beta of adamw and def-adamw", STEPS)
+    epsilon: float = setting(1e-8, "epsilon of adamw and def-adamw", STEPS)
     average_every: int = setting(0, "average saef's errors every so many iterations; 0: never", COMPRESSION)
     statistics: int = setting(
         0, "batches that recompute BatchNorm's statistics before a test; 0: the workers' mean", RECORD
@@ -69,7 +72,9 @@ class ParallelConfig(MethodConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_numbers(self, least=dict(workers=0, average_every=0, statistics=0))
+        check_numbers(self, least=dict(workers=0, average_every=0, statistics=0), not_negative=("epsilon",))
+        if "adamw" in self.method and not (self.momentum < 1.0 and 0.0 <= self.momentum2 < 1.0):
+            raise BadSetting(f"{self.method} needs momenta of less than 1, not {self.momentum} and {self.momentum2}")
         check_choices(self, CHOICES)
         from undrift.compress import make_compressor
         from undrift.dataparallel.methods import make_method

@@ -28,6 +28,7 @@ class SGDMethod:
 
     own: ClassVar[tuple[str, ...]] = ()
     returns: ClassVar[str] = "x"
+    decoupled: ClassVar[bool] = False
 
     def check(self, compressor: Compressor) -> None:
         """Accept any compressor."""
@@ -53,9 +54,9 @@ class SGDMethod:
 
 def descend(x: Tensor, m: Tensor, g: Tensor, rates: Rates) -> None:
     """m <- mu m + g;   x <- x - eta m."""
-    for part, lr, momentum in rates:
-        m[part].mul_(momentum).add_(g[part])
-        x[part].sub_(m[part], alpha=lr)
+    for rate in rates:
+        m[rate.part].mul_(rate.momentum).add_(g[rate.part])
+        x[rate.part].sub_(m[rate.part], alpha=rate.lr)
 
 
 METHOD = SGDMethod()

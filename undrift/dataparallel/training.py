@@ -152,8 +152,9 @@ class ParallelTraining(InMemory):
         for n in range(self.steps):
             iteration = self.t * self.steps + n
             g, loss = self.gradients(iteration)
-            g.add_(self.z, alpha=self.config.weight_decay)
-            rates = GroupRates(slice(0, g.shape[-1]), self.rate(n), self.config.momentum)
+            rates = self.rates(n, slice(0, g.shape[-1]))
+            if not self.method.decoupled:
+                g.add_(self.z, alpha=self.config.weight_decay)
             self.method.step(self.vectors, g, [rates], iteration, self.compressor, self.workers)
             self.method.point(self.vectors, self.z)
             losses += loss.double().mean()
@@ -166,6 +167,10 @@ class ParallelTraining(InMemory):
         numbers = {"train_loss": train_loss} | scores | facts
         workers = self.workers.count
         return write_record(self.t, began, numbers, workers, bytes_up=sent, gradients=self.steps * workers)
+
+    def rates(self, n: int, part: slice) -> GroupRates:
+        config = self.config
+        return GroupRates(part, self.rate(n), config.momentum, config.momentum2, config.epsilon, config.weight_decay)
 
     def rate(self, n: int) -> float:
         """The learning rate of iteration n of this round."""

@@ -30,6 +30,8 @@ from undrift.core.layout import MODEL, Layout
 from undrift.core.pieces import Piece, part
 from undrift.core.streams import mix
 from undrift.core.trees import map_tagged
+from undrift.oracle import checkpoints
+from undrift.oracle.checkpoints import inside
 from undrift.oracle.segmentation import dice_loss, soft_dice_loss
 
 T = TypeVar("T")
@@ -408,6 +410,9 @@ class Net:
         self._local = threading.local()
         # Whether the model has code of its own, which may call dropout as a function.
         self.own_code = any(not type(m).__module__.startswith(("torch.nn.", "undrift.")) for m in prepared.modules())
+        if self.own_code:
+            checkpoints.install()
+        self.checkpoints = False  # whether a pass has had gradient checkpoints in it
         self._training = prepared
         self._evaluation = _copy_sharing_tensors(prepared, self.current).eval()
 
@@ -470,26 +475,57 @@ class Net:
         self, x: Tensor, buffers: Tensor, context: Context | None, stacked: bool, use: Callable[[nn.Module], Any]
     ) -> tuple[Any, Tensor]:
         """The result of `use` on the module with the tensors of x and the buffers, and the buffers after the pass."""
-        self.current.context, self.current.stacked = context, stacked
-        self.current.statistics, self.current.drops = {}, 0
+        self.current.drops = 0
         tensors = self.layout.split(x) | self.buffer_layout.split(buffers)
-        named = {f"module.{name}": tensor for name, tensor in tensors.items()}
         holder, half = _Holder(self.module(context is not None)), half_precision(x.device)
+        outputs, statistics = self._pass(holder, tensors, context, stacked, half, use)
+        if half:
+            outputs = tree_map_only(Tensor, lambda t: t.to(self.dtype), outputs)
+        if context is None or not self.buffer_layout.names:
+            return outputs, buffers
+        new = tensors | statistics  # unused and frozen layers keep their old ones
+        return outputs, torch.cat([new[n].reshape(-1) for n in self.buffer_layout.names])
+
+    def _pass(
+        self,
+        holder: _Holder,
+        tensors: dict[str, Tensor],
+        context: Context | None,
+        stacked: bool,
+        half: bool,
+        use: Callable[[nn.Module], Any],
+    ) -> tuple[Any, dict[str, Tensor]]:
+        """The result of `use` on the module with these tensors, and BatchNorm's new statistics."""
+        current, named = self.current, {f"module.{name}": tensor for name, tensor in tensors.items()}
+        before = inside.again
+        current.context, current.stacked, current.statistics = context, stacked, {}
+
+        def again(part: Callable[..., Any]) -> Callable[..., Any]:
+            """A part of the model that runs in this pass as it is now, also after its end: for checkpoints."""
+            if stacked:
+                raise BadSetting(
+                    "stacked clients cannot compute activations again; turn the model's gradient checkpointing off, or let "
+                    "clients take turns (--execution pool), which needs less memory too"
+                )
+            self.checkpoints, drops = True, current.drops
+
+            def run(*inputs: Any, **others: Any) -> Any:
+                current.drops = drops
+                return self._pass(holder, tensors, context, stacked, half, lambda module: part(*inputs, **others))[0]
+
+            return run
+
+        inside.again = again
         try:
             with contextlib.ExitStack() as modes:
                 if half:
                     modes.enter_context(Promotion())
                 if self.own_code:
-                    modes.enter_context(DropoutInFunctions(self.current, context))
-                outputs = functional_call(holder, named, (use,))
+                    modes.enter_context(DropoutInFunctions(current, context))
+                return functional_call(holder, named, (use,)), current.statistics
         finally:
-            self.current.context, self.current.stacked = None, False
-        if half:
-            outputs = tree_map_only(Tensor, lambda t: t.to(self.dtype), outputs)
-        if context is None or not self.buffer_layout.names:
-            return outputs, buffers
-        new = tensors | self.current.statistics  # unused and frozen layers keep their old ones
-        return outputs, torch.cat([new[n].reshape(-1) for n in self.buffer_layout.names])
+            inside.again = before
+            current.context, current.stacked = None, False
 
     def __call__(
         self, x: Tensor, buffers: Tensor, inputs: Tensor, context: Context | None, stacked: bool = False

@@ -12,7 +12,7 @@ The loss gradient is taken at the last block's output in its forward. A block wi
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -25,6 +25,7 @@ from undrift.core.streams import Purpose, stream
 Loss = Callable[[Tensor, Tensor], Tensor]
 MakeOptimizer = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 Rate = Callable[[int], float]  # what multiplies the learning rates of all parameter groups for a batch
+TIED = "tied_optimizer."  # prefix of its state, which is stored once, with the first block
 NUMBER = ":number"  # suffix of optimiser state that is a plain number
 
 
@@ -40,11 +41,21 @@ class PipelineBlock:
         loss: Loss | None = None,
         rate: Rate | None = None,
         seed: int = 0,
+        tied: Sequence[nn.Parameter] = (),
+        late: bool = False,
     ) -> None:
         self.module, self.k, self.m, self.loss, self.rate, self.seed = module, k, m, loss, rate, seed
         self.make_optimizer = optimizer
         self.trained = [p for p in module.parameters() if p.requires_grad]
-        self.optimizer = optimizer(self.trained) if self.trained else None
+        self.tied, self.late = (
+            list(tied),
+            late,
+        )  # what another block trains too; whether updates wait for `end_timestamp`
+        self.own = [p for p in self.trained if all(p is not other for other in tied)]
+        self.optimizer = optimizer(self.own) if self.own else None
+        self.tied_optimizer = optimizer(self.tied) if self.tied else None
+        self.tied_gradients: dict[int, list[Tensor]] = {}  # of batches whose other half is to come
+        self.waiting_update: int | None = None  # the batch whose gradients wait for the end of the timestamp
         self.inputs: dict[int, Tensor] = {}  # M_k: the inputs of batches before their backward
         self.graphs: dict[int, tuple[Tensor, Tensor]] = {}  # if m = 0: input, and output or loss, with their graph
         self.loss_errors: dict[int, Tensor] = {}  # in the last block with m > 0: the loss gradient at the output
@@ -92,7 +103,14 @@ class PipelineBlock:
             self.optimizer.zero_grad()
         if out.requires_grad:  # false in a first block without parameters
             torch.autograd.backward(out, error)
-        self.update(n)
+        if self.tied:
+            self.tied_gradients[n] = [torch.zeros_like(p) if p.grad is None else p.grad for p in self.tied]
+            for p in self.tied:
+                p.grad = None
+        if self.late:
+            self.waiting_update = n
+        else:
+            self.update(n)
         return h.grad
 
     def replay(self, n: int) -> tuple[Tensor, Tensor]:
@@ -107,6 +125,28 @@ class PipelineBlock:
         self.reduce()
         if self.optimizer is not None:
             self.step(self.optimizer, n)
+
+    def square(self) -> float:
+        """The squared norm of the gradients that wait for the end of the timestamp."""
+        grads = [p.grad for p in self.own if p.grad is not None] if self.waiting_update is not None else []
+        return sum_of_squares(grads)
+
+    def end_timestamp(self, factor: float) -> None:
+        """The update that has waited, with a factor of its gradients."""
+        if self.waiting_update is not None:
+            scale_gradients([p.grad for p in self.own if p.grad is not None], factor)
+            self.update(self.waiting_update)
+        self.waiting_update = None
+
+    def update_tied(self, n: int, gradients: Sequence[Tensor], factor: float) -> None:
+        """One step of what the first and the last block share, with the sum of both gradients of batch n."""
+        assert self.tied_optimizer is not None
+        for p, gradient in zip(self.tied, gradients, strict=True):
+            p.grad = gradient
+        scale_gradients(gradients, factor)
+        self.step(self.tied_optimizer, n)
+        for p in self.tied:
+            p.grad = None
 
     def step(self, optimizer: torch.optim.Optimizer, n: int) -> None:
         """One step of an optimiser at batch n's rate, which is a factor of each group's own."""
@@ -149,17 +189,21 @@ class PipelineBlock:
 
     def stored_tensors(self) -> list[Tensor]:
         """The tensors of batches under way: inputs and loss gradients."""
-        return [*self.inputs.values(), *self.loss_errors.values(), *(h for h, _ in self.graphs.values())]
+        halves = [gradient for each in self.tied_gradients.values() for gradient in each]
+        return [*self.inputs.values(), *self.loss_errors.values(), *(h for h, _ in self.graphs.values()), *halves]
 
     def release(self) -> None:
         """Drop the optimiser, which may keep a connection to other ranks open."""
-        self.optimizer, self.reduce = None, lambda: None
+        self.optimizer, self.tied_optimizer, self.reduce = None, None, lambda: None
         del self.make_optimizer
 
     def tensors(self) -> dict[str, Tensor]:
         """The block's state between two timestamps."""
         named = {f"module.{name}": tensor for name, tensor in self.module.state_dict().items()}
         named |= optimizer_tensors(self.optimizer, "optimizer.")
+        if self.k == 0:
+            named |= optimizer_tensors(self.tied_optimizer, TIED)
+        named |= {f"tied_gradient.{n}.{i}": g for n, each in self.tied_gradients.items() for i, g in enumerate(each)}
         named |= {f"input.{n}": tensor for n, tensor in self.inputs.items()}
         return named | {f"loss_error.{n}": tensor for n, tensor in self.loss_errors.items()}
 
@@ -167,8 +211,30 @@ class PipelineBlock:
         """Load what `tensors` returned."""
         self.module.load_state_dict(strip_prefix("module.", tensors))
         restore_optimizer(self.optimizer, strip_prefix("optimizer.", tensors))
+        restore_optimizer(self.tied_optimizer, strip_prefix(TIED, tensors))
+        self.tied_gradients = {}
+        for name, gradient in strip_prefix("tied_gradient.", tensors).items():
+            self.tied_gradients.setdefault(int(name.partition(".")[0]), []).append(gradient)
         self.inputs = by_batch("input.", tensors)
         self.loss_errors = by_batch("loss_error.", tensors)
+
+
+def sum_of_squares(tensors: Sequence[Tensor]) -> float:
+    return sum(float(t.double().square().sum()) for t in tensors)
+
+
+def scale_gradients(gradients: Sequence[Tensor], factor: float) -> None:
+    if factor != 1.0 and gradients:
+        torch._foreach_mul_(list(gradients), factor)
+
+
+def clip_factor(square: float, clip: float) -> float:
+    """What makes a vector with this squared norm as long as `clip` at most, as clip_grad_norm_ does; 0 does not clip.
+
+    >>> clip_factor(0.25, 1.0), round(clip_factor(4.0, 1.0), 3)
+    (1.0, 0.5)
+    """
+    return min(1.0, clip / (square**0.5 + 1e-6)) if clip else 1.0
 
 
 def strip_prefix(prefix: str, tensors: dict[str, Tensor]) -> dict[str, Tensor]:

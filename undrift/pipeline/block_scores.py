@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from undrift.oracle.net import IGNORED
+from undrift.oracle.net import IGNORED, classes_first
 from undrift.pipeline.block import Loss, PipelineBlock
 
 
@@ -19,6 +19,7 @@ def mean_cross_entropy(outputs: Tensor, targets: Tensor) -> Tensor:
     >>> mean_cross_entropy(torch.zeros(2, 4), torch.tensor([-100, -100]))
     tensor(0.)
     """
+    outputs = classes_first(outputs, targets)
     if targets.is_floating_point():
         return F.cross_entropy(outputs, targets)
     return F.cross_entropy(outputs, targets, reduction="sum") / (targets != IGNORED).sum().clamp(min=1)
@@ -41,8 +42,9 @@ class ScoreSums:
         if not count:
             return
         sums = {"loss": self.loss(outputs, targets).double() * count}
-        if outputs.dim() == 2 and targets.dim() == 1 and not targets.is_floating_point():
-            sums["accuracy"] = ((outputs.argmax(1) == targets) & (targets != self.ignored)).sum().double()
+        if outputs.dim() == targets.dim() + 1 and targets.dim() in (1, 2) and not targets.is_floating_point():
+            right = (classes_first(outputs, targets).argmax(1) == targets) & (targets != self.ignored)
+            sums["accuracy"] = right.sum().double() * len(targets) / targets.numel()
         self.samples += count
         self.sums = {name: self.sums.get(name, 0.0) + value for name, value in sums.items()}
 

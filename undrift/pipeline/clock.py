@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -19,11 +19,27 @@ class Clock:
     t: int = 0
     fed: int = 0  # batches since then
     first: int = 0  # the number of the first of them
+    rows: dict[int, int] = field(default_factory=dict)  # of the batches under way, as far as they are known
 
     def work(self, k: int) -> BlockWork:
         """The work of block k now, by batch number."""
         batches = self.schedule.work(k, self.t, self.fed)
         return BlockWork(*(None if n is None else self.first + n for n in batches))
+
+    def feed(self, *parts: Tensor | None) -> int:
+        """The number of a new batch, with what is known of its samples."""
+        n = self.first + self.fed
+        self.rows = {older: rows for older, rows in self.rows.items() if older >= self.oldest}
+        for part in parts:
+            if part is not None:
+                self.rows[n] = len(part)
+        self.fed += 1
+        return n
+
+    @property
+    def oldest(self) -> int:
+        """The first batch that has not passed all blocks."""
+        return self.first + max(0, self.t - self.schedule.backward_lag[0])
 
     @property
     def idle(self) -> bool:
@@ -36,7 +52,9 @@ class Clock:
 
     def tensors(self) -> dict[str, Tensor]:
         queues = torch.tensor([self.schedule.p, self.schedule.m])
-        return {"clock": torch.tensor([self.t, self.fed, self.first]), "queues": queues}
+        found = {"clock": torch.tensor([self.t, self.fed, self.first]), "queues": queues}
+        rows = {n: count for n, count in self.rows.items() if n >= self.oldest}
+        return found | ({"rows": torch.tensor([*rows.items()])} if len({*rows.values()}) > 1 else {})
 
     def restore(self, tensors: dict[str, Tensor]) -> None:
         """Load `tensors`, and refuse those of other queues, whose batches are in other places."""
@@ -51,3 +69,4 @@ class Clock:
                 f"{self.schedule.blocks} with {self.schedule}; build it with those of the state"
             )
         self.t, self.fed, self.first = tensors["clock"].tolist()
+        self.rows = dict(tensors["rows"].tolist()) if "rows" in tensors else {}

@@ -21,7 +21,7 @@ from undrift.pipeline.micro import MicroBatches
 from undrift.pipeline.processes import Processes
 from undrift.pipeline.schedule import Schedule
 from undrift.pipeline.simulator import Simulator
-from undrift.pipeline.split import ModelPart
+from undrift.pipeline.split import ModelPart, shared_parameters
 
 Engine = Simulator | Processes | MicroBatches
 Joint = Callable[[list[nn.Parameter], Group], torch.optim.Optimizer]  # for a block's replicas and their group
@@ -71,24 +71,36 @@ def build_engine(
     device: torch.device,
     replicas: int = 1,
     joint: Joint | None = None,
+    clip: float = 0.0,
 ) -> Simulator | Processes:
     """Build all blocks in this process, or this rank's block under torchrun.
 
     Gradients are averaged over a block's replicas, unless `joint` makes an optimiser that communicates by itself.
     """
-    count = len(parts)
+    count, tied = len(parts), shared_parameters(parts)
+    if tied and (kind is not PipelineBlock or replicas > 1 or joint is not None):
+        raise BadSetting(
+            f"the first and the last block share parameters {list(tied[0].shape)}, for which only bp-k, fr and dsp without "
+            "replicas make one update; give each block its own (for gpt: tied=false)"
+        )
     grid = Grid.make(count, replicas) if ranks.count() > 1 else None
     if grid is not None and grid.d:
         seed = stream(seed, Purpose.DROPOUT, grid.d)  # every replica draws its own masks
     if grid is not None and joint is not None:
         optimizer = functools.partial(_in_group, joint, grid.twins)
+    late = bool(tied or clip)
+    if grid is not None and late:
+        grid.join(bool(tied), bool(clip))
     blocks = [
-        kind(part.module, k, schedule.m[k], optimizer, loss if k == count - 1 else None, rate, seed)
+        kind(
+            part.module, k, schedule.m[k], optimizer, loss if k == count - 1 else None, rate, seed,
+            tied if k in (0, count - 1) else (), late,
+        )
         for k, part in enumerate(parts)
         if grid is None or k == grid.k
-    ]
+    ]  # fmt: skip
     if grid is None:
-        return Simulator(blocks, schedule, device)
+        return Simulator(blocks, schedule, device, clip)
     if replicas > 1 and joint is None:
         blocks[0].reduce = lambda: average_gradients(blocks[0].trained, grid)
-    return Processes(blocks[0], schedule, grid, device)
+    return Processes(blocks[0], schedule, grid, device, clip)

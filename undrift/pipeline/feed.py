@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 
 import torch
@@ -10,6 +11,7 @@ from torch import Tensor
 from undrift.core.errors import BadSetting
 from undrift.core.streams import Purpose, fold, stream
 from undrift.data.federation import Federation, Split
+from undrift.simulate.evaluate import MOST_OUTPUTS
 
 EVALUATION_BATCH = 1000  # samples
 
@@ -51,7 +53,9 @@ class Feed:
         """The test samples in order, or those for validation."""
         split = self.data.train if validation else self.data.test
         rows = torch.from_numpy(self.data.validation) if validation else torch.arange(len(split))
-        for part in rows.to(self.data.members.device).split(EVALUATION_BATCH):
+        labels = math.prod(split.targets.shape[1:])  # where a model has outputs for each of them
+        most = min(EVALUATION_BATCH, MOST_OUTPUTS // (labels * self.data.classes)) if labels > 1 else EVALUATION_BATCH
+        for part in rows.to(self.data.members.device).split(max(1, most)):
             x = self.data.transform(split.take(part), self.dtype) if inputs else None
             yield x, self.targets(split, part) if targets else None
 

@@ -25,6 +25,8 @@ class Grid:
     activations: Any  # the K processes of the replica
     gradients: Any  # the same processes
     twins: Any  # the D processes that hold block k
+    ends: Any = None  # the first and the last process, if these share parameters
+    everyone: Any = None  # all processes, if they bound the length of their gradients together
 
     @classmethod
     def make(cls, blocks: int, replicas: int = 1) -> Grid:
@@ -43,13 +45,21 @@ class Grid:
         d, k = divmod(rank, blocks)
         return cls(blocks, replicas, k, d, activations[d], gradients[d], twins[k])
 
+    def join(self, ends: bool, everyone: bool) -> None:
+        """Create further groups for blocks without replicas; all processes must call this."""
+        last = self.blocks - 1
+        self.ends = dist.new_group([0, last], timeout=ranks.SILENCE) if ends else None
+        self.everyone = dist.new_group(timeout=ranks.SILENCE) if everyone else None
+        if self.k not in (0, last):
+            self.ends = None
+
     def rank_of(self, k: int) -> int:
         """The rank of this replica's block k."""
         return self.d * self.blocks + k
 
     def cut(self) -> None:
         """Close the connections, so that neighbours stop waiting: gloo closes a group when nothing refers to it."""
-        for name in ("activations", "gradients", "twins"):
+        for name in ("activations", "gradients", "twins", "ends", "everyone"):
             group = getattr(self, name)
             setattr(self, name, None)
             if group is not None:

@@ -8,7 +8,7 @@ a pending receive blocks the sends of its communicator.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -45,20 +45,26 @@ class Outbox:
     def __init__(self, to: int, group: Group, cap: int) -> None:
         self.to, self.group, self.cap = to, group, cap
         self.under_way: list[tuple[Any, Tensor]] = []
+        self.header: tuple[Any, Tensor] | None = None  # under way
         self.form: MessageForm | None = None
+        self.rows: int | None = None  # of the batch with this form
         self.bytes = 0
 
-    def send(self, n: int, tensor: Tensor, announce: bool = False) -> None:
-        """Send a batch's tensor; with `announce` its shape goes before the first one."""
+    def send(self, n: int, tensor: Tensor, announce: bool = False, rows: int | None = None) -> None:
+        """Send the tensor of a batch with so many samples; with `announce` its shape goes before the first one."""
         tensor = tensor.contiguous()
         form = tuple(tensor.shape), tensor.dtype
         if announce and self.form is None:
-            self.form = form
-            send_form(tensor, self.to, self.group)
-        if announce and self.form is not None and self.form != form:
+            self.form, self.rows = form, rows
+            header = header_of(tensor)
+            with (
+                translate_errors()
+            ):  # without waiting: the neighbour may wait for this process at the end of a timestamp
+                self.header = dist.isend(header, self.to, self.group, SHAPE_TAG), header
+        if announce and self.form is not None and resized(self.form, self.rows, rows) != form:
             raise BadSetting(
-                f"all batches must have the same shape, but {form[0]} came after {self.form[0]}; "
-                "leave out a last short batch (drop_last=True)"
+                f"all batches must have the same shape but for their number of samples, and what blocks hand on rows for each "
+                f"sample; but {form[0]} came after {self.form[0]}"
             )
         with translate_errors():
             self.under_way.append((dist.isend(tensor, self.to, self.group, n % TAGS), tensor))
@@ -69,12 +75,15 @@ class Outbox:
     def finish(self) -> None:
         """Wait until all messages are delivered."""
         with translate_errors():
+            if self.header is not None:
+                self.header[0].wait()
+            self.header = None
             while self.under_way:
                 self.under_way.pop(0)[0].wait()
 
     def cut(self) -> None:
         """Drop everything that keeps the connection open."""
-        self.under_way, self.group = [], None
+        self.under_way, self.header, self.group = [], None, None
 
 
 class Inbox:
@@ -86,6 +95,7 @@ class Inbox:
         self.received: dict[int, Tensor] = {}  # and not yet taken
         self.next = 0  # the first batch for which no receive is posted
         self.form: MessageForm | None = None
+        self.rows: int | None = None  # of the batch with this form
 
     def post(self, last: int, form: Callable[[int], MessageForm], depth: int | None = None) -> None:
         """Post receives for batches up to `last`, which are certain to come."""
@@ -116,19 +126,35 @@ class Inbox:
         """Drop everything that keeps the connection open."""
         self.posted, self.group = {}, None
 
-    def announced_form(self, n: int) -> MessageForm:
-        """The form of the neighbour's messages, received before the first one."""
+    def announced_form(self, n: int, rows: Mapping[int, int]) -> MessageForm:
+        """The form of the neighbour's message for batch n; that of the first one is received before it."""
         if self.form is None:
-            self.form = receive_form(self.source, self.group, self.device)
-        return self.form
+            self.form, self.rows = receive_form(self.source, self.group, self.device), rows.get(n)
+        return resized(self.form, self.rows, rows.get(n))
 
 
-def send_form(tensor: Tensor, to: int, group: Group) -> None:
+def resized(form: MessageForm, rows: int | None, wanted: int | None) -> MessageForm:
+    """The form for a batch of other size; what is not known is the same.
+
+    >>> resized(((8, 3), torch.float32), 4, 1)
+    ((2, 3), torch.float32)
+    """
+    (first, *rest), dtype = form
+    if rows is None or wanted is None or rows == wanted or first % rows:
+        return form
+    return (first // rows * wanted, *rest), dtype
+
+
+def header_of(tensor: Tensor) -> Tensor:
     if tensor.dim() > LONGEST or tensor.dtype not in DTYPES:
         raise BadSetting(f"a block cannot send {tensor.dtype} of {tensor.dim()} dimensions")
     header = [DTYPES.index(tensor.dtype), tensor.dim(), *tensor.shape, *[0] * (LONGEST - tensor.dim())]
+    return torch.tensor(header, device=tensor.device)
+
+
+def send_form(tensor: Tensor, to: int, group: Group) -> None:
     with translate_errors():
-        dist.send(torch.tensor(header, device=tensor.device), to, group, SHAPE_TAG)
+        dist.send(header_of(tensor), to, group, SHAPE_TAG)
 
 
 def receive_form(source: int, group: Group, device: torch.device) -> MessageForm:

@@ -29,6 +29,10 @@ class MicroBatches:
         self.evaluate, self.model = engine.evaluate, engine.model
         self.tensors, self.restore = engine.tensors, engine.restore
         self.blocks = engine.blocks if isinstance(engine, Simulator) else [engine.block]
+        if any(block.tied for block in self.blocks):
+            raise BadSetting(
+                f"{kind} makes no joint update of what the first and the last block share; use dsp, fr or bp-k"
+            )
         self.differences: dict[int, float] = {}
         self.bytes_up = self.bytes_down = 0
         self.count = engine.schedule.blocks

@@ -15,12 +15,29 @@ from torch import Tensor
 
 from undrift.core import ranks
 from undrift.core.errors import BadSetting, LostRank
-from undrift.pipeline.block import PipelineBlock, by_batch, copy_tensors, count_bytes
+from undrift.pipeline.block import (
+    TIED,
+    PipelineBlock,
+    by_batch,
+    clip_factor,
+    copy_tensors,
+    count_bytes,
+    sum_of_squares,
+)
 from undrift.pipeline.block_scores import ScoreSums, evaluation
 from undrift.pipeline.clock import Clock
 from undrift.pipeline.difference import Probe
 from undrift.pipeline.grid import Grid
-from undrift.pipeline.links import Inbox, LostNeighbour, MessageForm, Outbox, receive_whole, send_whole
+from undrift.pipeline.links import (
+    Inbox,
+    LostNeighbour,
+    MessageForm,
+    Outbox,
+    receive_whole,
+    resized,
+    send_whole,
+    translate_errors,
+)
 from undrift.pipeline.schedule import Schedule
 
 Batch = tuple[Tensor | None, Tensor | None]  # inputs and targets, where this rank needs them
@@ -29,8 +46,10 @@ Batch = tuple[Tensor | None, Tensor | None]  # inputs and targets, where this ra
 class Processes:
     """This rank's block and its links. All ranks must call the same methods in the same order."""
 
-    def __init__(self, block: PipelineBlock, schedule: Schedule, grid: Grid, device: torch.device) -> None:
-        self.block, self.schedule, self.grid, self.device = block, schedule, grid, device
+    def __init__(
+        self, block: PipelineBlock, schedule: Schedule, grid: Grid, device: torch.device, clip: float = 0.0
+    ) -> None:
+        self.block, self.schedule, self.grid, self.device, self.clip = block, schedule, grid, device, clip
         self.k, self.clock = grid.k, Clock(schedule)
         k, first, last = self.k, grid.k == 0, grid.k == schedule.blocks - 1
         self.arriving = self.errors = None
@@ -52,7 +71,7 @@ class Processes:
 
     def step(self, inputs: Tensor | None, targets: Tensor | None, probe: bool = False) -> Tensor | None:
         """Feed a batch for one timestamp. The first rank uses the inputs, the last one the targets and has the loss."""
-        n = self.clock.first + self.clock.fed
+        n = self.clock.feed(inputs, targets)
         last = self.outputs is None
         if self.arriving is None or last:
             self.waiting[n] = (  # copies: the caller may overwrite the tensors before they are used
@@ -61,7 +80,6 @@ class Processes:
             )
         if probe:
             self.probed.add(n)
-        self.clock.fed += 1
         with self.guard():
             return self.tick()
 
@@ -84,8 +102,34 @@ class Processes:
         self.measure()
         if work.backward is not None:
             self.backward(work.backward)
+        if self.block.late:
+            self.end_timestamp()
         self.clock.t += 1
         return loss
+
+    def end_timestamp(self) -> None:
+        """The block's update, with what the first and the last one share, and with gradients of bounded length.
+
+        To share, these two exchange gradients, and to bound lengths all blocks exchange one number.
+        """
+        n, joint = self.clock.work(0).backward, list[Tensor]()
+        if self.block.tied and n is not None:
+            joint = self.block.tied_gradients.pop(n)
+            flat = torch.cat([gradient.reshape(-1) for gradient in joint])
+            with translate_errors():
+                dist.all_reduce(flat, group=self.grid.ends)
+            joint = [part.view_as(g) for part, g in zip(flat.split([g.numel() for g in joint]), joint, strict=True)]
+        factor = 1.0
+        if self.clip:
+            square = self.block.square() + (sum_of_squares(joint) if self.k == 0 else 0.0)
+            own = torch.tensor([square], dtype=torch.float64, device=self.device)
+            each = [torch.empty_like(own) for _ in range(self.schedule.blocks)]
+            with translate_errors():
+                dist.all_gather(each, own, group=self.grid.everyone)
+            factor = clip_factor(sum(float(one) for one in each), self.clip)
+        self.block.end_timestamp(factor)
+        if n is not None and joint:
+            self.block.update_tied(n, joint, factor)
 
     @property
     def newest(self) -> int:
@@ -95,23 +139,27 @@ class Processes:
     def forward(self, n: int) -> Tensor | None:
         inputs, target = self.waiting.pop(n, (None, None))
         if self.arriving is not None:
-            self.arriving.post(self.newest, self.arriving.announced_form)
+            self.arriving.post(self.newest, self.activation_form)
             inputs = self.arriving.take(n)
-            self.arriving.post(self.newest, self.arriving.announced_form)
+            self.arriving.post(self.newest, self.activation_form)
         assert inputs is not None, "the first block is given the inputs"
         if n in self.probed:
             self.probes[n] = Probe(self.block, n, inputs, target)
         out, loss = self.block.forward(n, inputs, target)
         if self.outputs is not None and self.errors is not None:
-            self.errors.form = tuple(out.shape), out.dtype
+            self.errors.form, self.errors.rows = (tuple(out.shape), out.dtype), self.clock.rows.get(n)
             self.errors.post(self.newest, self.error_form)
-            self.outputs.send(n, out, announce=True)
+            self.outputs.send(n, out, announce=True, rows=self.clock.rows.get(n))
         return loss
+
+    def activation_form(self, n: int) -> MessageForm:
+        assert self.arriving is not None
+        return self.arriving.announced_form(n, self.clock.rows)
 
     def error_form(self, n: int) -> MessageForm:
         """An error gradient has the form of this block's output; for a probed batch BP's comes with it."""
         assert self.errors is not None and self.errors.form is not None
-        shape, dtype = self.errors.form
+        shape, dtype = resized(self.errors.form, self.errors.rows, self.clock.rows.get(n))
         return ((2, *shape) if n in self.probed else shape), dtype
 
     def backward(self, n: int) -> None:
@@ -155,7 +203,7 @@ class Processes:
             return
         if self.arriving is not None:
             sent = min(t - self.schedule.forward_lag[self.k - 1], clock.fed - 1)
-            self.arriving.drain(clock.first + sent, self.arriving.announced_form)
+            self.arriving.drain(clock.first + sent, self.activation_form)
         if self.errors is not None:
             sent = min(t - self.schedule.backward_lag[self.k + 1], clock.fed - 1)
             self.errors.drain(clock.first + sent, self.error_form)
@@ -221,6 +269,7 @@ class Processes:
             raise BadSetting("messages are under way; load the state into a new pipeline, before its first step")
         self.clock.restore(tensors)
         own = copy_tensors(self.prefix, tensors, self.device)
+        own |= {TIED + name: t for name, t in copy_tensors(f"block0.{TIED}", tensors, self.device).items()}
         self.block.restore(own)
         arriving, targets = by_batch("arriving.", own), by_batch("target.", own)
         clock, lags = self.clock, self.schedule

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from undrift.pipeline.block import PipelineBlock, by_batch, copy_tensors, count_bytes
+from undrift.pipeline.block import PipelineBlock, by_batch, clip_factor, copy_tensors, count_bytes, sum_of_squares
 from undrift.pipeline.block_scores import ScoreSums, evaluation
 from undrift.pipeline.clock import Clock
 from undrift.pipeline.difference import Probe
@@ -29,8 +29,11 @@ class Parcel(NamedTuple):
 class Simulator:
     """Blocks with queues between them. `step` feeds one batch, `flush` runs all batches through."""
 
-    def __init__(self, blocks: Sequence[PipelineBlock], schedule: Schedule, device: torch.device) -> None:
+    def __init__(
+        self, blocks: Sequence[PipelineBlock], schedule: Schedule, device: torch.device, clip: float = 0.0
+    ) -> None:
         assert len(blocks) == schedule.blocks
+        self.clip = clip  # the longest gradient of all blocks in a timestamp; 0: any
         self.blocks, self.schedule, self.device = list(blocks), schedule, device
         self.clock = Clock(schedule)
         count = len(blocks)
@@ -47,13 +50,12 @@ class Simulator:
 
     def step(self, inputs: Tensor, targets: Tensor, probe: bool = False) -> Tensor | None:
         """Feed a batch and do one timestamp; the loss of the batch that the last block forwarded, if any."""
-        n = self.clock.first + self.clock.fed
+        n = self.clock.feed(inputs, targets)
         # copies: the caller may overwrite the tensors before they are used
         self.arriving[0][n] = self.parcel(inputs.to(self.device, copy=True))
         self.targets[n] = self.parcel(targets.to(self.device, copy=True))
         if probe:
             self.probed.add(n)
-        self.clock.fed += 1
         return self.tick()
 
     def flush(self) -> list[Tensor]:
@@ -76,12 +78,31 @@ class Simulator:
             n = self.clock.work(k).backward
             if n is not None:
                 self.backward(k, n)
+        if any(block.late for block in self.blocks):
+            self.end_timestamp()
         if self.streams and loss is not None:  # the caller reads it
             current = torch.cuda.current_stream(self.device)
             current.wait_stream(self.streams[-1])
             loss.record_stream(current)
         self.clock.t += 1
         return loss
+
+    def end_timestamp(self) -> None:
+        """The updates of all blocks, with what the first and the last one share, and with gradients of bounded length."""
+        self.synchronise()
+        first, last = self.blocks[0], self.blocks[-1]
+        n, joint = self.clock.work(0).backward, list[Tensor]()
+        if first.tied and n is not None:
+            halves = first.tied_gradients.pop(n), last.tied_gradients.pop(n)
+            joint = [a + b for a, b in zip(*halves, strict=True)]
+        squares = [block.square() for block in self.blocks] if self.clip else [0.0]
+        squares[0] += sum_of_squares(joint) if self.clip else 0.0
+        factor = clip_factor(sum(squares), self.clip)
+        for block in self.blocks:
+            block.end_timestamp(factor)
+        if n is not None and joint:
+            first.update_tied(n, joint, factor)
+        self.synchronise()
 
     def forward_order(self) -> Iterable[int]:
         return range(len(self.blocks))

@@ -7,24 +7,46 @@ import statistics
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from undrift.core import ranks
 from undrift.core.errors import BadSetting
-from undrift.oracle.net import only_runs_its_parts
+from undrift.core.pieces import Piece
+from undrift.oracle.net import call, logits_of, only_runs_its_parts
 from undrift.pipeline.block import Loss
 
 Model = nn.Module | Sequence[nn.Module]
 Cuts = Sequence[int | str] | None
 
 
+class Stretch(nn.Sequential):
+    """Layers of a block. The first block's may take inputs of several parts, the last one's return `logits`."""
+
+    pieces: tuple[Piece, ...] = ()  # of the inputs, joined in one tensor
+    last = False
+
+    def forward(self, h: Tensor) -> Tensor:
+        out: Any = h
+        for number, layer in enumerate(self):
+            out = call(layer, self.pieces if number == 0 else (), out)
+        if self.last:
+            return logits_of(out)
+        if not isinstance(out, Tensor):
+            raise BadSetting(
+                f"a block hands a {type(out).__name__} on to the next one, and it must be one tensor; cut elsewhere, or let "
+                "the layer before the cut return a tensor"
+            )
+        return out
+
+
 @dataclass(frozen=True)
 class ModelPart:
     """A stretch of a model's layers as a module of its own."""
 
-    module: nn.Sequential
+    module: Stretch
     layers: tuple[str, ...]  # each layer's name in the whole model
 
     def whole_name(self, name: str) -> str:
@@ -66,7 +88,7 @@ def cut_model(model: Model, cuts: Cuts = None) -> list[ModelPart]:
     if not isinstance(model, nn.Module):
         if cuts is not None:
             raise BadSetting("a list of modules is cut already; give it without cuts, or one model with cuts")
-        return [ModelPart(nn.Sequential(module), (str(k),)) for k, module in enumerate(model)]
+        return as_blocks([[(str(k), module)] for k, module in enumerate(model)])
     if isinstance(cuts, str | int):
         raise BadSetting(f"cuts is a list of layers, such as [{cuts!r}], not {cuts!r}")
     layers = layers_of(model)
@@ -82,19 +104,34 @@ def cut_model(model: Model, cuts: Cuts = None) -> list[ModelPart]:
             places.append(int(cut))
     if places != sorted(set(places)) or (places and not (places[0] > 0 and places[-1] < len(layers))):
         raise BadSetting(f"cuts must rise and lie between 1 and {len(layers) - 1}, not {places}")
-    _refuse_shared(layers, places)
     pairs = itertools.pairwise([0, *places, len(layers)])
-    return [ModelPart(nn.Sequential(*(layer for _, layer in layers[a:b])), tuple(names[a:b])) for a, b in pairs]
+    return as_blocks([layers[a:b] for a, b in pairs])
 
 
-def _refuse_shared(layers: list[tuple[str, nn.Module]], places: list[int]) -> None:
-    """Refuse a tensor in two blocks, which would train two copies of it."""
+def as_blocks(blocks: Sequence[Sequence[tuple[str, nn.Module]]]) -> list[ModelPart]:
+    """Named layers by block as the parts of a model; only the first and the last block may share parameters."""
     owner: dict[int, int] = {}
-    for i, (name, layer) in enumerate(layers):
-        block = sum(i >= place for place in places)
-        for tensor in (*layer.parameters(), *layer.buffers()):
-            if owner.setdefault(id(tensor), block) != block:
-                raise BadSetting(f"layer {name} shares a tensor with an earlier block; keep both in one block")
+    ends = {0, len(blocks) - 1}
+    for k, layers in enumerate(blocks):
+        for name, layer in layers:
+            for tensor in (*layer.parameters(), *layer.buffers()):
+                other = owner.setdefault(id(tensor), k)
+                if other != k and ({other, k} != ends or not isinstance(tensor, nn.Parameter)):
+                    raise BadSetting(
+                        f"layer {name} shares a tensor with an earlier block; keep both in one block (the first and the last "
+                        "block may share parameters)"
+                    )
+    parts = [ModelPart(Stretch(*(layer for _, layer in b)), tuple(name for name, _ in b)) for b in blocks]
+    parts[-1].module.last = True
+    return parts
+
+
+def shared_parameters(parts: Sequence[ModelPart]) -> list[nn.Parameter]:
+    """The trained parameters that the first and the last block share."""
+    if len(parts) < 2:
+        return []
+    first, last = ({id(p): p for p in part.module.parameters() if p.requires_grad} for part in (parts[0], parts[-1]))
+    return [p for name, p in first.items() if name in last]
 
 
 @dataclass(frozen=True)
@@ -178,7 +215,7 @@ def layer_times(
                 began = _now(h)
                 out = layer(h)
                 if i == len(layers) - 1:
-                    out = loss(out, target)
+                    out = loss(logits_of(out), target)
                 forward[i].append(_now(out) - began)
                 kept.append((h, out))
                 h = out

@@ -10,7 +10,6 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.utils import checkpoint
 
 from undrift.core.errors import BadData, BadSetting, UndriftError
 from undrift.oracle.net import IGNORED, Net, classes_first
@@ -42,30 +41,6 @@ def blame_model(work: LocalWork) -> Iterator[None]:
         raise BadSetting(f"the model failed on samples of shape {shape}: {type(error).__name__}: {error}") from error
 
 
-@contextlib.contextmanager
-def no_checkpoints() -> Iterator[None]:
-    """Refuse a model that computes activations again: that pass would not see the vectors in place of its parameters."""
-    names = "CheckpointFunction", "_checkpoint_without_reentrant_generator"
-    before = {name: getattr(checkpoint, name) for name in names}
-
-    class Refused:
-        def __init__(self, *_: Any) -> None:
-            raise BadSetting(
-                "the model uses gradient checkpointing, which clients' vectors in place of parameters do not allow; turn it "
-                "off, and take fewer clients at a time (--chunk) or smaller batches to save memory"
-            )
-
-        apply = __init__
-
-    try:
-        for name in names:
-            setattr(checkpoint, name, Refused)
-        yield
-    finally:
-        for name in names:
-            setattr(checkpoint, name, before[name])
-
-
 def check_repeatable(net: Net, x: Tensor, buffers: Tensor, work: LocalWork) -> None:
     """Refuse a model that draws random numbers outside our streams, or keeps what one client leaves for the next."""
 
@@ -74,7 +49,7 @@ def check_repeatable(net: Net, x: Tensor, buffers: Tensor, work: LocalWork) -> N
         oracle.buffers = buffers
         return oracle.grad(x), net(x, buffers, oracle.batch.inputs[:1], None)[0]
 
-    with blame_model(work), no_checkpoints():
+    with blame_model(work):
         first, shared = passes(), net.shared_buffers()  # after a first pass, which may fill a cache
         before = {name: buffer.clone() for name, buffer in shared.items()}
         second = passes()

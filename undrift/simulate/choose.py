@@ -122,6 +122,8 @@ def choose(
     stacked = Stacked(chunk or clients_at_a_time(load, device, len(work.ids)))
     if name == "stacked":
         return stacked
+    if any(each.checkpoints for each in (net, *net.networks.values())):
+        name = "pool"  # stacked clients cannot compute activations again
     # Two or so vectors of a thread fit in its core's own cache.
     group = max(1, CACHE // (len(x) * x.element_size())) if stacks_in_a_thread(net) else 1
     pool = Pool(device, group)
