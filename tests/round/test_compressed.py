@@ -31,15 +31,16 @@ from undrift.simulate.here import AskHere, Stacked
 from undrift.simulate.personal_scores import personal_models
 
 ROUNDS, SIZE = 6, 39  # of tests.small's network
-SPECS = ["rbgs:5", "randk:5", "topk:5", "fp16", "int8"]
+SPECS = ["rbgs:5", "randk:5", "topk:5", "fp16", "int8", "int4"]
 
 
 def compressed(spec: str, t: int, p: Tensor) -> Tensor:
     if spec == "fp16":
         return p.half().double()
-    if spec == "int8":
-        scale = float((p.abs().max() / 127).float())
-        return (p / scale).round().clamp(-127, 127) * scale
+    if spec in ("int8", "int4"):
+        most = {"int8": 127, "int4": 7}[spec]
+        scale = float((p.abs().max() / most).float())
+        return (p / scale).round().clamp(-most, most) * scale
     mask = {"rbgs": plain.block_mask([SIZE], 5, 0), "randk": plain.random_mask([SIZE], 5, 0)}
     return torch.where(mask.get(spec.partition(":")[0], plain.top_mask([SIZE], 5))(t, p), p, 0.0)
 
@@ -229,6 +230,19 @@ def test_each_block_of_eight_bits_has_a_scale_of_its_own() -> None:
     assert uplink.scales(p, MODEL)[0].isnan()
 
 
+def test_two_entries_of_four_bits_travel_in_a_byte() -> None:
+    """An odd number of entries in blocks of 256: each is off by half of its block's scale at most."""
+    uplink = Uplink("int4", 0, Net(nn.Linear(601, 1, bias=False)), Nothing())
+    p = torch.cat([torch.linspace(-1e-3, 1e-3, 256), torch.zeros(256), torch.linspace(-50, 50, 89)])
+    scales = uplink.scales(p, MODEL)
+    sent = uplink.pack(p, MODEL, torch.zeros(0), scales, 0)
+    assert (sent.dtype, sent.shape, scales.shape) == (torch.uint8, (301,), (3,))
+    back = uplink.unpack(sent, MODEL, torch.zeros(0), scales, 0)[:601]
+    apart = (back - p).abs()
+    assert 0 < apart[:256].max() <= 1e-3 / 14 * 1.001 and 1 < apart[512:].max() <= 50 / 14 * 1.001
+    assert not back[256:512].any() and back[-1] == scales[-1] * 7
+
+
 def test_bytes_are_those_of_what_travels() -> None:
     b = 8  # ceil(39 / 5)
     for spec, each in (
@@ -238,6 +252,7 @@ def test_bytes_are_those_of_what_travels() -> None:
         ("topk:5", b * (8 + 4)),
         ("fp16", 39 * 2),
         ("int8", 39 + 4),
+        ("int4", 20 + 4),
     ):
         record = simulation(Scaffold(lr=0.1), cohort=3, compress=spec).round()
         assert record.bytes_up == 3 * 2 * each, spec
@@ -277,7 +292,7 @@ def test_on_the_command_line(tmp_path: Any, capsys: pytest.CaptureFixture[str]) 
 def test_mistakes_are_explained() -> None:
     with pytest.raises(UnknownName, match="did you mean 'rbgs'"):
         from_mapping({"compress": "rgbs:64"})
-    for text in ("rbgs", "rbgs:0.5", "topk:many", "fp16:2", "int8:2"):
+    for text in ("rbgs", "rbgs:0.5", "topk:many", "fp16:2", "int8:2", "int4:2"):
         with pytest.raises(BadSetting, match="compress takes rbgs:R"):
             from_mapping({"compress": text})
 
