@@ -44,6 +44,11 @@ class Uplink:
             None if self.half or self.most else make_compressor(name, "flat", float(ratio), seed, [entries])
         )
 
+    @property
+    def linear(self) -> bool:
+        """Whether what travels can be added up as it is."""
+        return isinstance(self.compressor, SharedPlaces)
+
     def places(self, p: Tensor, tag: str) -> Tensor:
         """What has to be said about the places of the kept entries."""
         if not tag and p.shape[-1] == self.layout.size:
@@ -195,8 +200,10 @@ def upload_form(alg: Algorithm, net: Net, clients: int) -> State:
     return first
 
 
-def check_summed(alg: Algorithm) -> None:
-    """Refuse a method whose server looks at single uploads: in each of them most is missing."""
+def check_compressed(alg: Algorithm) -> None:
+    """Refuse a method whose uploads are small already, or whose server looks at single ones: in each most is missing."""
+    if not alg.whole_uploads:
+        raise BadSetting(f"{type(alg).__name__} sends only a part of the model's entries by itself; leave compress out")
     if looks_at_single_uploads(alg):
         raise BadSetting(
             f"{type(alg).__name__} looks at each client's upload by itself, and in a compressed one most entries are "

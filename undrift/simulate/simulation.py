@@ -29,7 +29,7 @@ from undrift.round.accounting import Accountant
 from undrift.round.aggregate import MEAN, parse_rule
 from undrift.round.attack import attack_keys, flip_labels, make_attackers, parse_attack
 from undrift.round.clients import new_clients
-from undrift.round.compressed import Uplink, check_summed, upload_form, wrap
+from undrift.round.compressed import Uplink, check_compressed, upload_form, wrap
 from undrift.round.order import Ask, Cost, Nobody, ServerState, first_state, play, send_down
 from undrift.round.private import Privacy, Private, Source, check_private, make_accountant
 from undrift.round.record import RoundRecord, write_record
@@ -142,7 +142,7 @@ class Simulation:
         self.device, self.remote = device, remote
         self.uplink: Uplink | None = None
         if settings.compress:
-            check_summed(alg)
+            check_compressed(alg)
             self.uplink = Uplink(settings.compress, settings.seed, net, upload_form(alg, net, data.clients))
         self.rule, self.attackers = parse_rule(settings.aggregate), None
         if self.rule is not None:
