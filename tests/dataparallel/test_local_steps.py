@@ -159,6 +159,21 @@ def spoilt(rank: int) -> dict[str, Any]:
     return {"x": vector(model), "told": [str(w.message) for w in told]}
 
 
+def wrapped_later(rank: int) -> bool:
+    """A framework's DDP around the model changes nothing: each island's gradients are its own."""
+    model, optimizer, outer = made("diloco")
+    ddp = DistributedDataParallel(model)
+    points = []
+    for _ in range(ROUNDS * EVERY):
+        inputs, targets = samples(rank)
+        optimizer.zero_grad()
+        F.cross_entropy(ddp(inputs), targets).backward()
+        optimizer.step()
+        if outer.step():
+            points.append(vector(model))
+    return torch.equal(torch.stack(points), walk("diloco", rank)["points"])
+
+
 def disagreements(rank: int) -> dict[str, str]:
     model = network()
     return {
@@ -175,6 +190,7 @@ def on_rank(rank: int, folder: Path, port: int) -> None:
     dist.init_process_group("gloo", rank=rank, world_size=2)
     found: dict[str, Any] = {name: walk(name, rank) for name in CASES}
     found |= {"resumed": resumed(rank, folder), "spoilt": spoilt(rank), "disagreements": disagreements(rank)}
+    found["wrapped"] = wrapped_later(rank)
     torch.save(found, folder / f"{rank}.pt")
     dist.destroy_process_group()
 
@@ -269,6 +285,10 @@ def test_another_number_of_islands_goes_on_after_an_exchange(folder: Path, on_ra
         streaming[2].load_state_dict(torch.load(folder / f"streaming-diloco-{2 * EVERY + 1}.pt"))
     assert torch.equal(vector(streaming[0]), on_ranks[0]["streaming-diloco"]["points"][1])
     assert learn(*streaming, 0) is False
+
+
+def test_a_ddp_that_comes_later_averages_no_gradients(on_ranks: list[dict[str, Any]]) -> None:
+    assert all(found["wrapped"] for found in on_ranks)
 
 
 def test_an_island_that_is_not_finite_is_left_out(on_ranks: list[dict[str, Any]]) -> None:

@@ -1,7 +1,7 @@
 """Streaming DiLoCo: DiLoCo whose model is exchanged in fragments, in turn, which arrive while the clients go on training.
 
 Douillard, Donchev, Rush, Kale, Charles, Garrett, Teston, Lacey, McIlroy, Shen, Ramé, Szlam, Ranzato, Barham: Streaming DiLoCo
-with overlapping communication: Towards a Distributed Free Lunch. 2025, Algorithm 2.
+with overlapping communication: Towards a Distributed Free Lunch. 2025.
 
 Differs: a fragment is a stretch of the model's vector, all of one length, and not every third layer; what is sent is not
 quantised. A client that was not in the round before begins from the server's model; in the paper all are in every round.
@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import ClassVar, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from undrift.algorithms.base import Average, Cohort, GradientOracle, LocalData, LocalSGD, State, Vec, Work
@@ -60,7 +61,7 @@ class Fragments(LocalSGD):
         return returning * once + (invited - returning) * nbytes(down)
 
     def client_init(self, down: Down, ids: Tensor, buffers: Tensor) -> Client:
-        return self.Client(down.x, down.turn)
+        return self.Client(down.x, torch.full_like(down.turn, -1.0))  # it was in no round
 
     def local_start(self, down: Down, client: Client, local: LocalData) -> Work:
         work: Work = super().local_start(down, client, local)
@@ -70,21 +71,19 @@ class Fragments(LocalSGD):
         return super().local_step(down, client, self.arrive(down, client, work, work.k == self.delay), oracle)
 
     def arrive(self, down: Down, client: Client, work: Work, now: Tensor) -> Work:
-        """Line 14: theta_m,p = alpha theta_m,p + (1 - alpha) theta_p, for the fragment of the round before."""
+        """Mix in the fragment of the round before: theta_m,p <- alpha theta_m,p + (1 - alpha) theta_p."""
         here = self.of_turn(down.turn - 1, work.x) & (client.turn == down.turn) & (down.turn > 0) & now
         return work._replace(x=torch.where(here, self.alpha * work.x + (1 - self.alpha) * down.x, work.x))
 
     def local_end(self, down: Down, client: Client, work: Work) -> tuple[Up, Client]:
         x = self.arrive(down, client, work, work.k <= self.delay).x  # at the latest when the round is over
-        return self.Up(self.cut(down.x - x, down.turn)), self.Client(x, down.turn + 1)  # line 8
+        return self.Up(self.cut(down.x - x, down.turn)), self.Client(x, down.turn + 1)
 
     def gather(self, companion: Companion, up: Up, cohort: Cohort) -> tuple[Tensor, State]:
         here = self.of_turn(companion.turn, companion.m)
-        d = self.spread(mean(up.d, cohort.weight), companion.m)  # line 9
+        d = self.spread(mean(up.d, cohort.weight), companion.m)
         m = torch.where(here, self.beta * companion.m + d, companion.m)
-        step = torch.where(
-            here, d + self.beta * m, torch.zeros_like(m)
-        )  # line 13, Nesterov's momentum of this fragment
+        step = torch.where(here, d + self.beta * m, torch.zeros_like(m))  # Nesterov's momentum of this fragment
         return step, self.Companion(m, companion.turn + 1)
 
     # Fragments: stretches of b entries of a vector [..., P].
@@ -100,9 +99,13 @@ class Fragments(LocalSGD):
     def cut(self, x: Tensor, turn: Tensor) -> Tensor:
         """[..., b] the fragment of this turn [..., 1]; zeros after the vector's end."""
         *lead, entries = x.shape
-        places = turn % self.fragments * self.length(x) + torch.arange(self.length(x), device=x.device)
-        found = x.take_along_dim(places.clamp(max=entries - 1).long(), len(lead))
-        return torch.where(places < entries, found, torch.zeros_like(found))
+        every = F.pad(x, (0, self.fragments * self.length(x) - entries))
+        now = (turn % self.fragments).long().unsqueeze(len(lead))
+        return (
+            every.unflatten(len(lead), (self.fragments, self.length(x)))
+            .take_along_dim(now, len(lead))
+            .squeeze(len(lead))
+        )
 
     def spread(self, d: Tensor, x: Tensor) -> Tensor:
         """[..., P] as long as x, in which every fragment is d."""

@@ -31,6 +31,7 @@ from undrift.algorithms.checks import looks_at_single_uploads
 from undrift.core.errors import BadRunFolder, BadSetting, UnknownName
 from undrift.core.layout import Layout
 from undrift.core.trees import Nothing, State, leaves, map_leaves
+from undrift.dataparallel.optimizer import keep_gradients_of_active
 from undrift.dataparallel.workers import Ranks
 from undrift.jobs.config import check_compress
 from undrift.jobs.registry import algorithm_class
@@ -189,6 +190,8 @@ class LocalSteps:
         self.rounds, self.k = 0, 0  # exchanges so far, and steps since the last one
         self.corrected = self.evaluates = False
         self.shift: Tensor | None = None
+        # Until the first step: a framework may put DDP around the model, whose means of gradients are not wanted.
+        self.search: Any = model.register_forward_pre_hook(keep_gradients_of_active)
         self.open()
 
     # The user's calls.
@@ -224,6 +227,7 @@ class LocalSteps:
         if not (self.plain or self.corrected):
             kind = type(self.alg).__name__
             raise BadSetting(f"{kind} corrects gradients: call correct() between backward() and optimizer.step()")
+        self.search.remove()
         x, self.buffers = self.read()
         if self.shift is not None:
             x = x + self.shift
