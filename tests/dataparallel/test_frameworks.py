@@ -30,5 +30,5 @@ def test_islands_in_a_framework(name: str, tmp_path: Path) -> None:
     assert found, printed
     exchanges, sent, accuracy = int(found[1]), int(found[2]), float(found[3])
     assert accuracy > 0.85 and abs(exchanges - STEPS / 20) <= 1
-    each = PARAMETERS * 4 if name != "with_accelerate" else -(-PARAMETERS // 2) + -(-PARAMETERS // 256) * 4
+    each = -(-PARAMETERS // 8) * 8 * 4 if name != "with_accelerate" else -(-PARAMETERS // 2) + -(-PARAMETERS // 256) * 4
     assert sent == exchanges * 2 * (each + 4)

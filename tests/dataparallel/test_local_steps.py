@@ -51,6 +51,7 @@ CASES: dict[str, Case] = {
     "diloco int8": (dict(lr=0.05), ADAMW),
     "scaffold int4": (dict(lr=0.1), SGD),
     "streaming-diloco": (dict(lr=0.05, fragments=2, delay=1, alpha=0.3), ADAMW),
+    "sparseloco": (dict(lr=0.05, ratio=3.0, chunk=16), ADAMW),
     "streaming-diloco at once": (dict(lr=0.05, fragments=3, delay=0, alpha=0.0), ADAMW),
 }
 
@@ -247,6 +248,7 @@ def test_compressed_bytes_are_those_of_what_travels(on_ranks: list[dict[str, Any
         ("fedavgm fp16", 39 * 2),
         ("diloco int8", 39 + 4),
         ("scaffold int4", 2 * (20 + 4)),
+        ("sparseloco", 3 * (6 * 2 + 2 + 4 * 8)),
     ):
         assert {found[name]["sent"] for found in on_ranks} == {ROUNDS * (2 * each + flag)}, name
     for name, each, times in (("streaming-diloco", 20 * 8, 4), ("streaming-diloco at once", 14 * 8, 6)):

@@ -156,8 +156,10 @@ def cell_of(
 
 def cost_of_links(suite: Suite, cell: Cell, lines: Sequence[Line]) -> dict[str, Any]:
     """Bytes of all messages of a run, and how long they would take: each client has a link, and all send at the same time."""
-    total = cell.bytes_times * sum(line["bytes"] for line in lines) / len(lines)
-    each = total / int(cell.settings["clients"])
+    clients = int(cell.settings["clients"])
+    times = clients * int(cell.settings["steps"]) if cell.synchronous else 1
+    total = times * sum(line["bytes"] for line in lines) / len(lines)
+    each = total / clients
     return {"bytes": total, "network_seconds": {f"{speed:g}": each * 8 / (speed * 1e6) for speed in suite.links}}
 
 

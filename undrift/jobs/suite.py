@@ -26,7 +26,7 @@ KEYS = (
 )  # fmt: skip
 PLACES = ("title", "settings", "set", "score", "stand_in", "small")
 COLUMN = (*PLACES, "rungs", "seeds", "tuned_in")
-ROW = (*PLACES, "algorithm", "method", "grid", "tuned_as", "columns", "bytes_times")
+ROW = (*PLACES, "algorithm", "method", "grid", "tuned_as", "columns", "synchronous")
 # What takes the place of data that are not at hand.
 NOISE = {
     "mnist": "noise(side=28, channels=1)",
@@ -74,7 +74,7 @@ class Cell:
     missing: str = ""  # the data set that is not at hand, in whose place there is noise
     stand_in: str = ""  # why its data are not the paper's
     seeds: int | None = None  # at most so many
-    bytes_times: float = 1.0  # what its messages would be times those of the run
+    synchronous: bool = False  # True: all clients would send in every step, where one of them makes all steps here
 
     def config(self, seed: int, fields: Mapping[str, Any], **settings: Any) -> JobConfig:
         """The settings of a run of this cell."""
@@ -214,7 +214,7 @@ def _cell(content: Mapping[str, Any], column: str, row: str, small: Mapping[str,
     return Cell(
         column, row, command, settings, fields, grid, Score(**(score | {"field": text})),
         str(method.get("tuned_as", row)), str(place.get("tuned_in", column)), fixed, tuple(rungs), stand_in=stand_in,
-        seeds=place.get("seeds"), bytes_times=float(method.get("bytes_times", 1.0)),
+        seeds=place.get("seeds"), synchronous=bool(method.get("synchronous", False)),
     )  # fmt: skip
 
 
