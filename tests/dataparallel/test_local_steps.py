@@ -20,7 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 import undrift
 from tests.dataparallel.cases import refused, vector
 from tests.small import federation, path, simulation
-from undrift.core.errors import BadSetting, UndriftError, UnknownName
+from undrift.core.errors import BadSetting, LostRank, UndriftError, UnknownName
 from undrift.core.names import names
 from undrift.dataparallel.local_steps import LocalSteps
 from undrift.jobs.registry import algorithm_class
@@ -313,6 +313,64 @@ def test_islands_that_disagree_are_told(on_ranks: list[dict[str, Any]]) -> None:
         assert "disagree on every: it is 3 on rank 0 and 4 on rank 1" in told["every"]
         assert "disagree on lr: it is 0.1 on rank 0 and 1.1 on rank 1" in told["lr"]
         assert "give LocalSteps the model without DDP" in told["ddp"]
+
+
+def left_alone(rank: int, folder: Path, port: int) -> None:
+    """Rank 1 ends in the second round; rank 0 is told at the next exchange, which for fragments is under way."""
+    torch.set_num_threads(1)
+    signal.alarm(120)
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "GLOO_SOCKET_IFNAME": "lo"}
+    dist.init_process_group("gloo", rank=rank, world_size=2)
+    islands = [made("diloco"), made("streaming-diloco")]
+    told = []
+    for number in range(3 * EVERY):
+        if rank == 1 and number == EVERY + 2:
+            os._exit(0)
+        for island in list(islands):
+            try:
+                learn(*island, rank)
+            except LostRank as error:
+                told.append(str(error))
+                islands.remove(island)
+    (folder / "told").write_text("\n".join(told))
+
+
+def test_a_lost_rank_is_told_at_the_next_exchange(tmp_path: Path) -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    torch.multiprocessing.spawn(left_alone, (tmp_path, port), nprocs=2)
+    told = (tmp_path / "told").read_text().splitlines()
+    assert len(told) == 2 and all("rank 0 lost touch with the other 1" in line for line in told)
+
+
+def test_muloco_is_diloco_around_torchs_muon() -> None:
+    """Muon on matrices and AdamW on the rest, against plain loops with torch.optim.SGD's Nesterov as the outer optimizer."""
+
+    def inner(model: nn.Module) -> list[torch.optim.Optimizer]:
+        matrices, rest = ([p for p in model.parameters() if (p.dim() > 1) == many] for many in (True, False))
+        return [torch.optim.Muon(matrices, 0.02, momentum=0.9), torch.optim.AdamW(rest, 0.01)]
+
+    ours, plain = network(), network()
+    outer = LocalSteps(ours, "diloco", every=EVERY, set={"server_lr": 0.7, "beta1": 0.9})
+    optimizers, theirs = inner(ours), inner(plain)
+    x = [nn.Parameter(p.detach().clone()) for p in plain.parameters()]
+    nesterov = torch.optim.SGD(x, 0.7, momentum=0.9, nesterov=True)
+    inputs, targets = samples(0)
+    for number in range(ROUNDS * EVERY):
+        for model, steps in ((ours, optimizers), (plain, theirs)):
+            model.zero_grad()
+            F.cross_entropy(model(inputs), targets).backward()
+            for optimizer in steps:
+                optimizer.step()
+        if number % EVERY == EVERY - 1:
+            for start, p in zip(x, plain.parameters(), strict=True):
+                start.grad = start.detach() - p.detach()
+            nesterov.step()
+            nn.utils.vector_to_parameters(nn.utils.parameters_to_vector(x), plain.parameters())
+        assert outer.step() == (number % EVERY == EVERY - 1)
+    assert (vector(ours) - vector(plain)).norm() < 1e-10 * vector(plain).norm()
+    assert (vector(ours) - vector(network())).norm() > 1e-2
 
 
 def test_mistakes_are_explained() -> None:
