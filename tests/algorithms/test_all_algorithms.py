@@ -79,6 +79,12 @@ NEUTRAL: dict[str, tuple[dict[str, Any], dict[str, Any], int] | None] = {
     "fedexp": ({"eps": 1e9}, {}, 4),
     "fedacg": ({"lam": 0.0, "beta": 0.0}, {}, 4),
     "diloco": ({"beta1": 0.0, "server_lr": 1.0, "optimizer": "sgd"}, {}, 4),
+    "streaming-diloco": (
+        {"fragments": 1, "delay": 0, "alpha": 0.0, "beta": 0.0, "server_lr": 1.0, "optimizer": "sgd"},
+        {},
+        4,
+    ),
+    "sparseloco": ({"ratio": 1.0, "bits": 0, "optimizer": "sgd"}, {}, 4),
     "fedvarp": ({}, {"cohort": 6}, 4),
     "scaffold-m": ({"beta": 1.0}, {}, 1),
     "fedlesam": ({"radius": 0.0}, {}, 4),
@@ -151,6 +157,8 @@ COSTS = {
     "fedexp": (1, 1, 1),
     "fedacg": (1, 1, 1),
     "diloco": (1, 1, 1),
+    "streaming-diloco": ("fragment", None, 1),
+    "sparseloco": (1, None, 1),
     "fedvarp": (1, 1, 1),
     "scaffold-m": (2, 2, 1),
     "fedlesam": (1, 1, 1),
@@ -166,6 +174,8 @@ COSTS = {
     "ffa-lora": (1, 1, 1),  # its model has no A
     "rolora": (1, "factor", 1),
 }
+# Bytes that a client sends instead: a fragment; a place, four levels and a byte for the bins of one entry of 40.
+SENT_UP = {"streaming-diloco": 10 * 8, "sparseloco": 2 + 4 * 8 + 1}
 
 
 def make(name: str, **fields: Any) -> Any:
@@ -355,13 +365,21 @@ def test_bytes_and_gradients_are_as_its_page_says(name: str, execution: str) -> 
             models = 6
         elif down == "inferred":  # one model, and another one to those who missed the round before
             models = 4 + (len(ids - before) if before else 0)
+        elif down == "fragment":
+            models = 0
         else:
             models = cohort * (2 if down == "selector" else int(down))
-        selectors = cohort * chooser
-        sent = model if up == "factor" else int(up) * model
-        if up == "factor":  # B, A, B
-            sent = nbytes(run.state.x[: 15 if record.round % 2 else 24])
-        assert (record.bytes_down, record.bytes_up) == (models * model + selectors, cohort * sent + selectors)
+        sent_down, sent_up = models * model + cohort * chooser, cohort * chooser
+        if down == "fragment":  # a quarter of 39 numbers and a count; to those who missed the round before all
+            missed = len(ids - before) if before else 0
+            sent_down = cohort * (10 * 8 + 8) + missed * (model - 10 * 8)
+        if name in SENT_UP:
+            sent_up = cohort * SENT_UP[name]
+        elif up == "factor":  # B, A, B
+            sent_up += cohort * nbytes(run.state.x[: 15 if record.round % 2 else 24])
+        else:
+            sent_up += cohort * int(up) * model
+        assert (record.bytes_down, record.bytes_up) == (sent_down, sent_up)
         # Mime and MimeLite take one more pass over the local data, in batches of eight.
         whole = sum(-(-SIZES[i] // 8) for i in ids) if name.startswith("mime") else 0
         assert record.gradients == cohort * 3 * gradients + whole

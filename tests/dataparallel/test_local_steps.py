@@ -20,7 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 import undrift
 from tests.dataparallel.cases import refused, vector
 from tests.small import federation, path, simulation
-from undrift.core.errors import BadSetting, UndriftError, UnknownName
+from undrift.core.errors import BadSetting, LostRank, UndriftError, UnknownName
 from undrift.core.names import names
 from undrift.dataparallel.local_steps import LocalSteps
 from undrift.jobs.registry import algorithm_class
@@ -44,7 +44,25 @@ CASES: dict[str, Case] = {
     "gradma-s": (dict(lr=0.1, slots=2), SGD),
     "fedadam": (dict(lr=0.1), SGD),
     "fedavg norm": (dict(lr=0.1), SGD),
+    "fedavg topk:5": (dict(lr=0.1), SGD),
+    "fedavg rbgs:5": (dict(lr=0.1), SGD),
+    "scaffold randk:3": (dict(lr=0.1), SGD),
+    "fedavgm fp16": (dict(lr=0.1), HEAVY),
+    "diloco int8": (dict(lr=0.05), ADAMW),
+    "scaffold int4": (dict(lr=0.1), SGD),
+    "streaming-diloco": (dict(lr=0.05, fragments=2, delay=1, alpha=0.3), ADAMW),
+    "sparseloco": (dict(lr=0.05, ratio=3.0, chunk=16), ADAMW),
+    "streaming-diloco at once": (dict(lr=0.05, fragments=3, delay=0, alpha=0.0), ADAMW),
 }
+
+
+def rounds(name: str) -> int:
+    """So many that every fragment has been exchanged twice."""
+    return max(ROUNDS, 2 * int(CASES[name][0].get("fragments", 1)))
+
+
+def compression(name: str) -> str:
+    return next((word for word in name.split()[1:] if ":" in word or word[-1].isdigit()), "")
 
 
 def network(normed: bool = False) -> nn.Module:
@@ -75,7 +93,9 @@ def made(name: str) -> tuple[nn.Module, torch.optim.Optimizer, LocalSteps]:
     model = network("norm" in name)
     optimizer = local_optimizer(model, given["lr"], how)
     clears = {"optimizer": optimizer} if fresh(name) else {}
-    return model, optimizer, undrift.LocalSteps(model, name.split()[0], every=EVERY, set=given, **clears)
+    every = EVERY * int(given.get("fragments", 1))
+    how_sent: dict[str, Any] = {"compress": compression(name)} | clears
+    return model, optimizer, undrift.LocalSteps(model, name.split()[0], every, given, **how_sent)
 
 
 def learn(
@@ -94,7 +114,7 @@ def walk(name: str, rank: int) -> dict[str, Any]:
     """The server's model after each round, and that of the module itself."""
     model, optimizer, outer = made(name)
     points, told = [], []
-    for _ in range(ROUNDS * EVERY):
+    for _ in range(rounds(name) * EVERY + outer.alg.late):
         told.append(learn(model, optimizer, outer, rank, correct=not outer.plain or rank == 0))
         if told[-1]:
             with outer.evaluating():
@@ -107,8 +127,8 @@ def walk(name: str, rank: int) -> dict[str, Any]:
 def resumed(rank: int, folder: Path) -> dict[str, Any]:
     """From a checkpoint in the middle of a round, and right after one, against never having stopped."""
     found = {}
-    for name in ("scaffold", "fedmim", "diloco"):
-        for stop in (EVERY + 2, 2 * EVERY):
+    for name in ("scaffold", "fedmim", "diloco", "scaffold int4", "streaming-diloco"):
+        for stop in (EVERY + 2, 2 * EVERY, 2 * EVERY + 1):  # a fragment is under way after 2 * EVERY steps
             model, optimizer, outer = made(name)
             for _ in range(stop):
                 learn(model, optimizer, outer, rank)
@@ -122,7 +142,9 @@ def resumed(rank: int, folder: Path) -> dict[str, Any]:
             for _ in range(EVERY):
                 learn(model, optimizer, outer, rank)
                 learn(other, again, going, rank)
-            found[f"{name} {stop}"] = torch.equal(vector(model), vector(other)) and bool(vector(other).any())
+            with outer.evaluating(), going.evaluating():
+                served = torch.equal(vector(model), vector(other))
+            found[f"{name} {stop}"] = served and torch.equal(vector(model), vector(other)) and bool(vector(other).any())
     return found
 
 
@@ -136,6 +158,21 @@ def spoilt(rank: int) -> dict[str, Any]:
                 next(model.parameters()).data.fill_(float("nan"))
             learn(model, optimizer, outer, rank)
     return {"x": vector(model), "told": [str(w.message) for w in told]}
+
+
+def wrapped_later(rank: int) -> bool:
+    """A framework's DDP around the model changes nothing: each island's gradients are its own."""
+    model, optimizer, outer = made("diloco")
+    ddp = DistributedDataParallel(model)
+    points = []
+    for _ in range(ROUNDS * EVERY):
+        inputs, targets = samples(rank)
+        optimizer.zero_grad()
+        F.cross_entropy(ddp(inputs), targets).backward()
+        optimizer.step()
+        if outer.step():
+            points.append(vector(model))
+    return torch.equal(torch.stack(points), walk("diloco", rank)["points"])
 
 
 def disagreements(rank: int) -> dict[str, str]:
@@ -154,6 +191,7 @@ def on_rank(rank: int, folder: Path, port: int) -> None:
     dist.init_process_group("gloo", rank=rank, world_size=2)
     found: dict[str, Any] = {name: walk(name, rank) for name in CASES}
     found |= {"resumed": resumed(rank, folder), "spoilt": spoilt(rank), "disagreements": disagreements(rank)}
+    found["wrapped"] = wrapped_later(rank)
     torch.save(found, folder / f"{rank}.pt")
     dist.destroy_process_group()
 
@@ -178,13 +216,15 @@ def test_two_islands_are_two_clients(name: str, on_ranks: list[dict[str, Any]]) 
     given, how = CASES[name]
     keeps = {"keep_moments": True} if how and not fresh(name) else {}
     alg = algorithm_class(name.split()[0])(**(given | how | keeps))
-    run = simulation(alg, network("norm" in name), federation(SIZES), cohort=2, steps=EVERY, batch=20)
-    expected = path(run, ROUNDS)
+    sent = compression(name)
+    run = simulation(alg, network("norm" in name), federation(SIZES), cohort=2, steps=EVERY, batch=20, compress=sent)
+    expected = path(run, rounds(name))
     start = vector(network("norm" in name))
     assert (expected[0] - start).norm() > 1e-2 * start.norm()
     for found in on_ranks:
         mine = found[name]
-        assert mine["told"] == ([False] * (EVERY - 1) + [True]) * ROUNDS
+        late = run.alg.late
+        assert mine["told"] == [False] * late + ([False] * (EVERY - 1) + [True]) * rounds(name)
         assert (mine["points"] - expected).norm() < 1e-10 * expected.norm()
         if "norm" in name:
             statistics = torch.cat([b.flatten().double() for b in mine["statistics"]])
@@ -198,9 +238,26 @@ def test_bytes_are_those_of_a_mean_or_of_all_answers(on_ranks: list[dict[str, An
         assert found["scaffold"]["sent"] == ROUNDS * (2 * 2 * 40 * 8 + 2 * 8)
 
 
+def test_compressed_bytes_are_those_of_what_travels(on_ranks: list[dict[str, Any]]) -> None:
+    """Of 39 numbers; block and scattered entries that both draw are a mean, the others' own ones go to all."""
+    flag = 2 * 8
+    for name, each in (
+        ("fedavg topk:5", 8 * (8 + 4)),
+        ("fedavg rbgs:5", 8 * 8),
+        ("scaffold randk:3", 2 * 13 * 8),
+        ("fedavgm fp16", 39 * 2),
+        ("diloco int8", 39 + 4),
+        ("scaffold int4", 2 * (20 + 4)),
+        ("sparseloco", 3 * (6 * 2 + 2 + 4 * 8)),
+    ):
+        assert {found[name]["sent"] for found in on_ranks} == {ROUNDS * (2 * each + flag)}, name
+    for name, each, times in (("streaming-diloco", 20 * 8, 4), ("streaming-diloco at once", 14 * 8, 6)):
+        assert {found[name]["sent"] for found in on_ranks} == {times * (2 * each + flag)}, name
+
+
 def test_checkpoints_in_and_after_a_round(on_ranks: list[dict[str, Any]]) -> None:
     for found in on_ranks:
-        assert len(found["resumed"]) == 6 and all(found["resumed"].values()), found["resumed"]
+        assert len(found["resumed"]) == 15 and all(found["resumed"].values()), found["resumed"]
 
 
 def test_another_number_of_islands_goes_on_after_an_exchange(folder: Path, on_ranks: list[dict[str, Any]]) -> None:
@@ -221,6 +278,19 @@ def test_another_number_of_islands_goes_on_after_an_exchange(folder: Path, on_ra
             with_one[2].load_state_dict(torch.load(folder / f"{name}-{EVERY + 2}.pt"))
     with pytest.raises(UndriftError, match="is of Scaffold with every=4, not of DiLoCo with every=4"):
         made("diloco")[2].load_state_dict(torch.load(folder / f"scaffold-{2 * EVERY}.pt"))
+    with pytest.raises(UndriftError, match="with every=4 and compress=int4, not of Scaffold with every=4"):
+        made("scaffold")[2].load_state_dict(torch.load(folder / f"scaffold int4-{2 * EVERY}.pt"))
+    streaming = made("streaming-diloco")
+    with pytest.raises(UndriftError, match="2 islands while an exchange was under way, and their models differ"):
+        streaming[2].load_state_dict(torch.load(folder / f"streaming-diloco-{2 * EVERY}.pt"))
+    with pytest.warns(UserWarning, match="each begins anew"):
+        streaming[2].load_state_dict(torch.load(folder / f"streaming-diloco-{2 * EVERY + 1}.pt"))
+    assert torch.equal(vector(streaming[0]), on_ranks[0]["streaming-diloco"]["points"][1])
+    assert learn(*streaming, 0) is False
+
+
+def test_a_ddp_that_comes_later_averages_no_gradients(on_ranks: list[dict[str, Any]]) -> None:
+    assert all(found["wrapped"] for found in on_ranks)
 
 
 def test_an_island_that_is_not_finite_is_left_out(on_ranks: list[dict[str, Any]]) -> None:
@@ -245,6 +315,64 @@ def test_islands_that_disagree_are_told(on_ranks: list[dict[str, Any]]) -> None:
         assert "give LocalSteps the model without DDP" in told["ddp"]
 
 
+def left_alone(rank: int, folder: Path, port: int) -> None:
+    """Rank 1 ends in the second round; rank 0 is told at the next exchange, which for fragments is under way."""
+    torch.set_num_threads(1)
+    signal.alarm(120)
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "GLOO_SOCKET_IFNAME": "lo"}
+    dist.init_process_group("gloo", rank=rank, world_size=2)
+    islands = [made("diloco"), made("streaming-diloco")]
+    told = []
+    for number in range(3 * EVERY):
+        if rank == 1 and number == EVERY + 2:
+            os._exit(0)
+        for island in list(islands):
+            try:
+                learn(*island, rank)
+            except LostRank as error:
+                told.append(str(error))
+                islands.remove(island)
+    (folder / "told").write_text("\n".join(told))
+
+
+def test_a_lost_rank_is_told_at_the_next_exchange(tmp_path: Path) -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    torch.multiprocessing.spawn(left_alone, (tmp_path, port), nprocs=2)
+    told = (tmp_path / "told").read_text().splitlines()
+    assert len(told) == 2 and all("rank 0 lost touch with the other 1" in line for line in told)
+
+
+def test_muloco_is_diloco_around_torchs_muon() -> None:
+    """Muon on matrices and AdamW on the rest, against plain loops with torch.optim.SGD's Nesterov as the outer optimizer."""
+
+    def inner(model: nn.Module) -> list[torch.optim.Optimizer]:
+        matrices, rest = ([p for p in model.parameters() if (p.dim() > 1) == many] for many in (True, False))
+        return [torch.optim.Muon(matrices, 0.02, momentum=0.9), torch.optim.AdamW(rest, 0.01)]
+
+    ours, plain = network(), network()
+    outer = LocalSteps(ours, "diloco", every=EVERY, set={"server_lr": 0.7, "beta1": 0.9})
+    optimizers, theirs = inner(ours), inner(plain)
+    x = [nn.Parameter(p.detach().clone()) for p in plain.parameters()]
+    nesterov = torch.optim.SGD(x, 0.7, momentum=0.9, nesterov=True)
+    inputs, targets = samples(0)
+    for number in range(ROUNDS * EVERY):
+        for model, steps in ((ours, optimizers), (plain, theirs)):
+            model.zero_grad()
+            F.cross_entropy(model(inputs), targets).backward()
+            for optimizer in steps:
+                optimizer.step()
+        if number % EVERY == EVERY - 1:
+            for start, p in zip(x, plain.parameters(), strict=True):
+                start.grad = start.detach() - p.detach()
+            nesterov.step()
+            nn.utils.vector_to_parameters(nn.utils.parameters_to_vector(x), plain.parameters())
+        assert outer.step() == (number % EVERY == EVERY - 1)
+    assert (vector(ours) - vector(plain)).norm() < 1e-10 * vector(plain).norm()
+    assert (vector(ours) - vector(network())).norm() > 1e-2
+
+
 def test_mistakes_are_explained() -> None:
     model = network()
     for given, why in (
@@ -254,12 +382,18 @@ def test_mistakes_are_explained() -> None:
         (dict(algorithm="domo", set={"lr": 0.1}), "begins each round without momentum: give LocalSteps optimizer="),
         (dict(algorithm="mime"), "mime has a first exchange"),
         (dict(algorithm="fedsm"), "trains more than one model"),
+        (dict(compress="int3"), "unknown value of compress"),
+        (dict(compress="topk"), "compress takes rbgs:R"),
+        (dict(algorithm="gradma-s", compress="int4"), "looks at each client's upload by itself"),
+        (dict(algorithm="streaming-diloco", compress="int4"), "only a part of the model's entries by itself"),
+        (dict(algorithm="streaming-diloco", every=10), "a multiple of the 4 fragments .*: 8 or 12, not 10"),
+        (dict(algorithm="streaming-diloco", every=8, set={"delay": 2}), "more than the 2 steps of delay"),
         (
             dict(algorithm="scaffold", set={"lr": 0.1}, optimizer=torch.optim.SGD(model.parameters(), 0.2)),
             "which is 0.1 in set and 0.2 in the optimizer",
         ),
     ):
-        with pytest.raises(BadSetting, match=why):
+        with pytest.raises(UndriftError, match=why):
             LocalSteps(model, **given)  # type: ignore[arg-type]
     with pytest.raises(UnknownName, match="beta1"):
         LocalSteps(model, set={"beta": 0.1})
@@ -283,8 +417,8 @@ def test_every_method_runs_or_says_why_not(name: str) -> None:
     start = vector(model)
     refusal = ""
     try:
-        outer = LocalSteps(model, name, every=2, set={"lr": 0.05}, optimizer=optimizer)
-        for _ in range(4):
+        outer = LocalSteps(model, name, every=algorithm_class(name)().turns * 2, set={"lr": 0.05}, optimizer=optimizer)
+        for _ in range(5):
             learn(model, optimizer, outer, 0)
     except BadSetting as error:
         refusal = str(error)

@@ -98,7 +98,7 @@ def test_a_federation_equals_the_simulator(name: str, tmp_path: Path) -> None:
     same(Federation(tmp_path, make).path(3), path(make(), 3))
 
 
-@pytest.mark.parametrize("spec", ["rbgs:5", "randk:5", "topk:5", "fp16", "int8"])
+@pytest.mark.parametrize("spec", ["rbgs:5", "randk:5", "topk:5", "fp16", "int8", "int4"])
 def test_compressed_uploads_and_their_errors_are_the_simulators(spec: str, tmp_path: Path) -> None:
     """What was not sent is on the client's disk; of a lost answer it is as before the round."""
     make, lost = maker("scaffold", cohort=4, compress=spec), {(2, "2"), (2, "4"), (3, "0")}

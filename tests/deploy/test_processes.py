@@ -180,7 +180,7 @@ HEADERS = (
 
 
 @pytest.mark.system
-@pytest.mark.parametrize("spec, share", [("topk:8", 0.26), ("fp16", 0.51), ("int8", 0.27)])
+@pytest.mark.parametrize("spec, share", [("topk:8", 0.26), ("fp16", 0.51), ("int8", 0.27), ("int4", 0.14)])
 def test_compressed_uploads_of_real_clients_are_the_simulators(
     spec: str, share: float, pair: LocalFederation, tmp_path: Path
 ) -> None:

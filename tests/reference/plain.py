@@ -778,6 +778,125 @@ class DiLoCo(FedAvgM):
         return {n: (self.x[n] - w.detach()) / self.option["server_lr"] for n, w in self.ahead.items()}
 
 
+class SparseLoCo(DiLoCo):
+    """Entry by entry: the largest of each chunk, in four bins whose means travel."""
+
+    defaults = dict(
+        lr=0.002, optimizer="adamw", keep_moments=True, ratio=64.0, chunk=4096, beta=0.95, bits=2, server_lr=1.0
+    )
+
+    def __init__(self, problem: Problem, weights: str = "uniform", **options: Any) -> None:
+        FedAvg.__init__(self, problem, weights, **options)
+        self.kept = {}
+        self.owed: dict[int, np.ndarray] = {}
+        self.left: dict[int, np.ndarray] = {}
+
+    def update(self, client: int) -> Named:
+        d = joined(super().update(client), list(self.x))
+        d = np.concatenate([d, np.zeros(-len(d) % 8)])  # the package's vectors are that long
+        e = self.option["beta"] * self.owed.get(client, np.zeros(len(d))) + d
+        size = min(self.option["chunk"], len(e))
+        sent = np.zeros(-(-len(e) // size) * size)
+        sent[: len(e)] = e
+        for begin in range(0, len(sent), size):
+            part = sent[begin : begin + size]
+            chosen = np.argsort(-np.abs(part), kind="stable")[: math.ceil(size / self.option["ratio"])]
+            values = in_four_bins(part[chosen]) if self.option["bits"] else part[chosen].copy()
+            part[:] = 0.0
+            part[chosen] = values
+        self.left[client] = e - sent[: len(e)]
+        return parted(sent, self.x)
+
+    def keep(self, client: int, answer: Answer) -> None:
+        self.owed[client] = self.left[client]
+
+    def step(self, mean: Named, answers: dict[int, Answer], sampled: list[int]) -> Named:
+        return mean
+
+
+class StreamingDiLoCo(DiLoCo):
+    """Every client has a model of its own, and every fragment an outer momentum of its own."""
+
+    defaults = dict(
+        lr=0.002, optimizer="adamw", keep_moments=True, fragments=4, delay=1, alpha=0.5, beta=0.9, server_lr=0.7
+    )
+
+    def __init__(self, problem: Problem, weights: str = "uniform", **options: Any) -> None:
+        FedAvg.__init__(self, problem, weights, **options)
+        self.kept = {}
+        self.own: dict[int, tuple[int, Named]] = {}
+        self.m, self.turn, self.k = self.zeros(), 0, 0
+        entries = sum(t.numel() for t in self.x.values())
+        length = math.ceil((entries + -entries % 8) / self.option["fragments"])
+        self.fragment = parted(np.arange(entries) // length, self.x)
+
+    def there(self, client: int) -> bool:
+        return client in self.own and self.own[client][0] == self.turn
+
+    def first(self, client: int) -> Named:
+        return self.own[client][1] if self.there(client) else self.x
+
+    def ready(self, client: int, optimizer: torch.optim.Optimizer) -> None:
+        super().ready(client, optimizer)
+        self.k = 0
+
+    def gradient(self, client: int, batch: list[int]) -> None:
+        if self.k == self.option["delay"]:
+            self.arrive(client)
+        self.k += 1
+        super().gradient(client, batch)
+
+    def arrive(self, client: int) -> None:
+        if not self.there(client) or not self.turn:
+            return
+        last, alpha = (self.turn - 1) % self.option["fragments"], self.option["alpha"]
+        with torch.no_grad():
+            for n, p in self.module.named_parameters():
+                p.copy_(torch.where(self.fragment[n] == last, alpha * p + (1 - alpha) * self.x[n], p))
+
+    def update(self, client: int) -> Named:
+        if self.k <= self.option["delay"]:
+            self.arrive(client)
+        self.end = self.here()
+        now = self.turn % self.option["fragments"]
+        return {n: torch.where(self.fragment[n] == now, self.x[n] - end, 0.0) for n, end in self.end.items()}
+
+    def train(self, client: int, batches: list[list[int]]) -> Answer:
+        answer = super().train(client, batches)
+        self.ends = getattr(self, "ends", {}) | {client: self.end}
+        return answer
+
+    def keep(self, client: int, answer: Answer) -> None:
+        self.own[client] = (self.turn + 1, self.ends[client])
+
+    def step(self, mean: Named, answers: dict[int, Answer], sampled: list[int]) -> Named:
+        now, beta, direction = self.turn % self.option["fragments"], self.option["beta"], {}
+        for n, d in mean.items():
+            here = self.fragment[n] == now
+            self.m[n] = torch.where(here, beta * self.m[n] + d, self.m[n])
+            direction[n] = torch.where(here, d + beta * self.m[n], 0.0)
+        self.turn += 1
+        return direction
+
+
+def in_four_bins(values: np.ndarray) -> np.ndarray:
+    """Each value as the mean of its bin; the bins are 1.5 deviations wide, and the third one lies around the mean."""
+    deviation = values.std(ddof=1) if len(values) > 1 else 0.0
+    if deviation == 0:
+        return np.full(len(values), values.mean())
+    bins = np.clip(np.rint((values - values.mean()) / (1.5 * deviation)) + 2, 0, 3)
+    return np.array([values[bins == own].mean() for own in bins])
+
+
+def parted(v: np.ndarray, like: Named) -> Named:
+    """A long vector as tensors with these names and shapes."""
+    ends = np.cumsum([t.numel() for t in like.values()])
+    return {
+        n: torch.from_numpy(v[end - t.numel() : end].copy()).view(t.shape)
+        for (n, t), end in zip(like.items(), ends, strict=True)
+    }
+
+
 class FedACG(FedAvg):
     """In the authors' signs: Delta_i = x_i^K - y_t, and the momentum is added. The loss has the proximal term."""
 
@@ -1031,7 +1150,8 @@ ALGORITHMS = {
     "domo-s": DOMOS, "gradma-w": GradMAW, "gradma": GradMA, "fednova": FedNova, "fedexp": FedExP, "fedacg": FedACG,
     "diloco": DiLoCo,
     "fedvarp": FedVARP, "scaffold-m": ScaffoldM, "fedlesam": FedLESAM, "fedgamma": FedGamma, "fedspeed": FedSpeed,
-    "fedsmoo": FedSMOO, "ffa-lora": FFALoRA, "rolora": RoLoRA,
+    "fedsmoo": FedSMOO, "ffa-lora": FFALoRA, "rolora": RoLoRA, "sparseloco": SparseLoCo,
+    "streaming-diloco": StreamingDiLoCo,
 }  # fmt: skip
 
 

@@ -315,6 +315,21 @@ CASES = [
     Case("fedacg", "plain", {"beta": 0.5}, EPOCHS),
     Case("diloco", "plain", {}, EPOCHS),
     Case("diloco", "decay, clip, by size", dict(lr=0.01, weight_decay=0.1, clip=0.3, beta1=0.6), EPOCHS, "size"),
+    Case("sparseloco", "plain", dict(lr=0.3, ratio=1.1, optimizer="sgd"), EPOCHS),
+    Case(
+        "sparseloco", "chunks, by size", dict(lr=0.02, ratio=3.0, chunk=11, beta=0.7, weight_decay=0.1), EPOCHS, "size"
+    ),
+    Case("sparseloco", "as they are", dict(lr=0.05, ratio=5.0, chunk=16, bits=0, server_lr=0.8), EPOCHS, **FALL),
+    Case("streaming-diloco", "plain", dict(lr=0.05, fragments=2), EPOCHS),
+    Case("streaming-diloco", "late, by size", dict(lr=0.02, fragments=3, delay=4, alpha=0.3), EPOCHS, "size", cohort=9),
+    Case(
+        "streaming-diloco",
+        "at once, decay",
+        dict(lr=0.02, fragments=2, delay=0, alpha=0.2, beta=0.6, weight_decay=0.1, clip=0.3),
+        EPOCHS,
+        cohort=7,
+        **FALL,
+    ),
     Case(
         "fedacg",
         "falling rate, by size",

@@ -53,6 +53,16 @@ DENIED = {
     ("algorithms/ft", "FineTuning.bytes_down", "invited - returning"): BYTES,
     ("algorithms/ft", "FineTuning.buffers_down", "invited - returning"): BYTES,
     ("algorithms/softpull", "SoftlyPulled.bytes_down", "invited - returning"): BYTES,
+    ("algorithms/sparseloco", "SparseUploads.unpack", "size - 1"): "a bound that only a hostile client's places pass",
+    (
+        "algorithms/streaming_diloco", "Fragments.bytes_down",
+        "nbytes(down.turn) + self.length(down.x) * down.x.element_size()",
+    ): BYTES,
+    (
+        "algorithms/streaming_diloco", "Fragments.bytes_down",
+        "returning * once + (invited - returning) * nbytes(down)",
+    ): BYTES,
+    ("algorithms/streaming_diloco", "Fragments.bytes_down", "invited - returning"): BYTES,
     ("algorithms/ensemble", "Weighed.objective", "-1 in model(s, inputs).softmax(-1)"): LAST,
     ("algorithms/fedsm", "WithSelector.client_init", "-1 in ids.to(down.s.dtype).unsqueeze(-1)"): LAST,
     ("algorithms/fedsm", "WithSelector.stepped", "-1 in -1:"): (

@@ -32,15 +32,16 @@ from undrift.simulate.here import AskHere, Stacked
 from undrift.simulate.personal_scores import personal_models
 
 ROUNDS, SIZE = 6, 39  # of tests.small's network
-SPECS = ["rbgs:5", "randk:5", "topk:5", "fp16", "int8"]
+SPECS = ["rbgs:5", "randk:5", "topk:5", "fp16", "int8", "int4"]
 
 
 def compressed(spec: str, t: int, p: Tensor) -> Tensor:
     if spec == "fp16":
         return p.half().double()
-    if spec == "int8":
-        scale = float((p.abs().max() / 127).float())
-        return (p / scale).round().clamp(-127, 127) * scale
+    if spec in ("int8", "int4"):
+        most = {"int8": 127, "int4": 7}[spec]
+        scale = float((p.abs().max() / most).float())
+        return (p / scale).round().clamp(-most, most) * scale
     mask = {"rbgs": plain.block_mask([SIZE], 5, 0), "randk": plain.random_mask([SIZE], 5, 0)}
     return torch.where(mask.get(spec.partition(":")[0], plain.top_mask([SIZE], 5))(t, p), p, 0.0)
 
@@ -69,14 +70,22 @@ def test_fedavg_equals_a_plain_loop(spec: str, execution: str) -> None:
     assert all(float(e.norm()) > 0 for e in error.values())
 
 
+def can_be_compressed(name: str) -> bool:
+    kind = algorithm_class(name)
+    return kind.whole_uploads and not looks_at_single_uploads(kind)
+
+
+SUMMED = [name for name in names("algorithms") if can_be_compressed(name)]
+
+
 def made(name: str, **settings: Any) -> Any:
     return simulation(algorithm_class(name)(lr=0.1), cohort=6, **settings)
 
 
 @pytest.mark.parametrize("name", names("algorithms"))
 def test_every_summed_method(name: str) -> None:
-    if looks_at_single_uploads(algorithm_class(name)):
-        with pytest.raises(BadSetting, match="needs only the uploads' sum|need only the uploads' sum"):
+    if name not in SUMMED:
+        with pytest.raises(BadSetting, match="need only the uploads' sum|a part of the model's entries by itself"):
             made(name, compress="rbgs:5")
         return
     whole = path(made(name), 2)
@@ -94,7 +103,6 @@ FIELDS = {  # besides the defaults
     "gradma-w": [dict(prev_first="x0"), dict(prev="global")],
     "fedavg": [dict(keep_moments=True, optimizer="momentum")],
 }
-SUMMED = [name for name in names("algorithms") if not looks_at_single_uploads(algorithm_class(name))]
 CROSSED = [(n, spec, name) for n, name in enumerate(SUMMED) for spec in range(len(SPECS))]
 
 
@@ -198,7 +206,8 @@ def test_a_run_ends_and_is_made_longer(arguments: list[str], tmp_path: Path) -> 
 
 def test_refused_are_those_that_look_at_single_uploads() -> None:
     refused = {name for name in names("algorithms") if looks_at_single_uploads(algorithm_class(name))}
-    assert {"gradma", "gradma-s"} <= refused and len(refused) < 9
+    assert {"gradma", "gradma-s", "sparseloco"} <= refused and len(refused) < 10
+    assert {*names("algorithms")} - {*SUMMED} - refused == {"streaming-diloco"}
 
 
 def test_every_vector_of_an_upload_arrives_in_the_end() -> None:
@@ -235,6 +244,19 @@ def test_each_block_of_eight_bits_has_a_scale_of_its_own() -> None:
     assert uplink.scales(p, MODEL)[0].isnan()
 
 
+def test_two_entries_of_four_bits_travel_in_a_byte() -> None:
+    """An odd number of entries in blocks of 256: each is off by half of its block's scale at most."""
+    uplink = Uplink("int4", 0, Net(nn.Linear(601, 1, bias=False)), Nothing())
+    p = torch.cat([torch.linspace(-1e-3, 1e-3, 256), torch.zeros(256), torch.linspace(-50, 50, 89)])
+    scales = uplink.scales(p, MODEL)
+    sent = uplink.pack(p, MODEL, torch.zeros(0), scales, 0)
+    assert (sent.dtype, sent.shape, scales.shape) == (torch.uint8, (301,), (3,))
+    back = uplink.unpack(sent, MODEL, torch.zeros(0), scales, 0)[:601]
+    apart = (back - p).abs()
+    assert 0 < apart[:256].max() <= 1e-3 / 14 * 1.001 and 1 < apart[512:].max() <= 50 / 14 * 1.001
+    assert not back[256:512].any() and back[-1] == scales[-1] * 7
+
+
 def test_bytes_are_those_of_what_travels() -> None:
     b = 8  # ceil(39 / 5)
     for spec, each in (
@@ -244,6 +266,7 @@ def test_bytes_are_those_of_what_travels() -> None:
         ("topk:5", b * (8 + 4)),
         ("fp16", 39 * 2),
         ("int8", 39 + 4),
+        ("int4", 20 + 4),
     ):
         record = simulation(Scaffold(lr=0.1), cohort=3, compress=spec).round()
         assert record.bytes_up == 3 * 2 * each, spec
@@ -283,7 +306,7 @@ def test_on_the_command_line(tmp_path: Any, capsys: pytest.CaptureFixture[str]) 
 def test_mistakes_are_explained() -> None:
     with pytest.raises(UnknownName, match="did you mean 'rbgs'"):
         from_mapping({"compress": "rgbs:64"})
-    for text in ("rbgs", "rbgs:0.5", "topk:many", "fp16:2", "int8:2"):
+    for text in ("rbgs", "rbgs:0.5", "topk:many", "fp16:2", "int8:2", "int4:2"):
         with pytest.raises(BadSetting, match="compress takes rbgs:R"):
             from_mapping({"compress": text})
 

@@ -93,6 +93,7 @@ class Worker(LocalOptimizer, Personal, ABC):
     lr: float = 0.1  # eta_l; more settings of local steps are in `optimise/`
 
     sends_updates: ClassVar[bool] = True  # Up.d is the client's update d_i
+    whole_uploads: ClassVar[bool] = True  # False: what goes up are no vectors of the model, which `compress` takes
     moves_alone: ClassVar[bool] = False  # True: the model moves in a round in which nobody's answer counts, too
 
     def trains(self, names: tuple[str, ...]) -> Collection[str]:
@@ -147,6 +148,21 @@ class Worker(LocalOptimizer, Personal, ABC):
     def local_end(self, down: State, client: State, work: State) -> tuple[State, State]:
         """The answer, by default d_i = x_t - x_i^K, and the client's state after the round."""
         return Up(down.x - work.x), client
+
+    # Exchanges that overlap with training, see `streaming_diloco.py`.
+    @property
+    def turns(self) -> int:
+        """In how many exchanges the whole model is sent."""
+        return 1
+
+    @property
+    def late(self) -> int:
+        """Local steps that a client makes while the server's message is on its way."""
+        return 0
+
+    def arrive(self, down: State, client: State, work: State, now: Tensor) -> State:
+        """The work once the message is there, where `now` [..., 1] is true."""
+        return work
 
     def local_facts(self, work: State) -> State:
         """A NamedTuple of numbers [..., 1] whose means over the cohort are recorded."""

@@ -21,7 +21,7 @@ from undrift.oracle.oracle import LocalData
 RETURNS: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(("companion_init", "companion_networks", "companion_step", "measured"), ("companion",)),
     **dict.fromkeys(("client_init", "receive"), ("client",)),
-    **dict.fromkeys(("local_start", "local_step", "take_moments", "move"), ("work",)),
+    **dict.fromkeys(("local_start", "local_step", "take_moments", "move", "arrive"), ("work",)),
     **{"broadcast": ("down",), "gather": ("", "companion"), "local_end": ("up", "client")},
     **{"server_init": ("server",), "server_step": ("", "server")},
 }

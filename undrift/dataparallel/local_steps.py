@@ -8,7 +8,8 @@
         optimizer.step()  # any optimizer of PyTorch
         outer.step()
 
-A rank is a client, and `every` steps are a round: the algorithm's own file says what is corrected, sent and made of it.
+A rank is a client, and `every` steps are a round: the algorithm's own file says what is corrected, sent and made of it. Where a
+method exchanges the model in fragments, every fragment is exchanged every `every` steps, and training goes on meanwhile.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import fields, replace
 from typing import Any, NamedTuple, NoReturn
 
@@ -30,11 +31,14 @@ from undrift.algorithms.checks import looks_at_single_uploads
 from undrift.core.errors import BadRunFolder, BadSetting, UnknownName
 from undrift.core.layout import Layout
 from undrift.core.trees import Nothing, State, leaves, map_leaves
+from undrift.dataparallel.optimizer import keep_gradients_of_active
 from undrift.dataparallel.workers import Ranks
+from undrift.jobs.config import check_compress
 from undrift.jobs.registry import algorithm_class
 from undrift.oracle.net import Net
 from undrift.oracle.oracle import NoData, task_loss
 from undrift.round.clients import Answers, Started, begin, end
+from undrift.round.compressed import Compressed, Uplink, check_compressed, upload_form
 from undrift.round.order import Cost, first_state, play
 from undrift.round.who import Task, Who
 
@@ -97,6 +101,13 @@ class Own(NamedTuple):
     point: Tensor
 
 
+class Flight(NamedTuple):
+    """An exchange that is under way."""
+
+    own: Answers  # of this island
+    arrived: Callable[[], tuple[State, Tensor]]  # waits for the answers and running statistics of all islands, as rows
+
+
 class NoPass(NoData):
     """A client whose samples only the user knows."""
 
@@ -134,6 +145,8 @@ class LocalSteps:
         every: int = 100,
         set: Mapping[str, Any] | None = None,
         *,
+        compress: str = "",
+        seed: int = 0,
         optimizer: torch.optim.Optimizer | None = None,
         group: dist.ProcessGroup | None = None,
     ) -> None:
@@ -144,8 +157,9 @@ class LocalSteps:
         self.model, self.every, self.optimizer = model, every, optimizer
         self.workers = Ranks(group)
         self.alg = algorithm_in_a_loop(algorithm, dict(set or {}), optimizer, self.workers.count)
-        self.plain = type(self.alg).local_step is LocalSGD.local_step
-        self.means = not looks_at_single_uploads(self.alg)
+        # Whether a local step is the optimizer's alone; a method whose message arrives late changes the model only then.
+        self.plain = LocalSGD.local_step is type(self.alg).local_step or type(self.alg).arrive is not Worker.arrive
+        self.steps = steps_of_a_round(self.alg, every)
         self.net = Net(without_memory(model), dtype=widest(model))
         named = {n: p for n, p in model.named_parameters() if p.requires_grad}
         self.params = [named[name] for name in self.net.layout.names]
@@ -153,7 +167,12 @@ class LocalSteps:
         self.net.counters = self.net.counters.to(self.params[0].device)
         facts = {field.name: getattr(self.alg, field.name) for field in fields(self.alg)}
         tensors = {f"the model's tensor {n}": f"{list(p.shape)} {p.dtype}" for n, p in named.items()}
-        self.workers.agree({"the algorithm": algorithm, "every": every} | facts | tensors)
+        about = {"the algorithm": algorithm, "every": every, "compress": compress, "seed": seed}
+        self.workers.agree(about | facts | tensors)
+        self.compress = compress
+        self.uplink = make_uplink(compress, seed, self.alg, self.net, self.workers.count)
+        apart = self.uplink is not None and not self.uplink.linear
+        self.means = not (apart or looks_at_single_uploads(self.alg))  # whether the mean of all answers is enough
 
         x, buffers = self.read()
         for vector in (x, buffers):
@@ -161,15 +180,18 @@ class LocalSteps:
                 self.workers.copy_from_first(vector)
         ids = torch.arange(self.workers.count, device=x.device)
         ones = x.new_ones(self.workers.count, 1)
-        self.who = Who(ids, ids, ones, ones / self.workers.count, every * ones)
+        self.who = Who(ids, ids, ones, ones / self.workers.count, self.steps * ones)
         self.task = Task(self.net, self.workers.count)
         self.state = first_state(self.alg, self.net, x, buffers, self.workers.count)
         self.client: State | None = None
         self.work: Any = None
+        self.flight: Flight | None = None
         self.point, self.buffers = x, buffers  # where the next gradient is wanted, and the model's running statistics
         self.rounds, self.k = 0, 0  # exchanges so far, and steps since the last one
         self.corrected = self.evaluates = False
         self.shift: Tensor | None = None
+        # Until the first step: a framework may put DDP around the model, whose means of gradients are not wanted.
+        self.search: Any = model.register_forward_pre_hook(keep_gradients_of_active)
         self.open()
 
     # The user's calls.
@@ -183,7 +205,7 @@ class LocalSteps:
             return
         g = self.flat([torch.zeros_like(p) if p.grad is None else p.grad for p in self.params])
         oracle: Any = OwnGradient(self.net.layout, self.buffers, g)
-        work = in_a_loop(self.alg).local_step(self.down, self.client, self.work, oracle)
+        work = in_a_loop(self.alg).local_step(self.down, self.own_client, self.work, oracle)
         if not isinstance(work.opt, Caught):
             refuse("more than one step along one direction")
         u, start = work.opt
@@ -199,12 +221,13 @@ class LocalSteps:
 
     @torch.no_grad()
     def step(self) -> bool:
-        """Count a step of the optimizer; after `every` of them exchange. Returns whether the islands have exchanged."""
+        """Count a step of the optimizer; when it is time exchange. Returns whether an exchange has ended with this step."""
         if self.evaluates:
             raise BadSetting("step() would train the model to evaluate; leave `with evaluating()`")
         if not (self.plain or self.corrected):
             kind = type(self.alg).__name__
             raise BadSetting(f"{kind} corrects gradients: call correct() between backward() and optimizer.step()")
+        self.search.remove()
         x, self.buffers = self.read()
         if self.shift is not None:
             x = x + self.shift
@@ -212,8 +235,10 @@ class LocalSteps:
         k = self.work.k + 1 if self.plain else self.work.k
         self.work, self.corrected, self.shift = self.work._replace(x=x, k=k), False, None
         self.k += 1
-        if self.k == self.every:
-            self.exchange()
+        if self.k == self.steps:
+            self.flight, self.k = self.send(), 0
+        if self.flight is not None and self.k == self.alg.late:
+            self.land(self.flight)
             return True
         self.aim()
         return False
@@ -245,7 +270,7 @@ class LocalSteps:
         """Begin a round: what the server sends, and the work before the first step."""
         later = Later()
         close = play(
-            self.alg, self.task, self.state, self.who, later, Cost(),
+            self.wrapped, self.task, self.state, self.who, later, Cost(),
             finish=lambda close, who, companion, fine, answered, state: (
                 lambda answers: close(who, companion, fine, answers, state)
             ),
@@ -253,16 +278,18 @@ class LocalSteps:
         self.close, self.down = close, later.down
         if self.client is None:
             rank = torch.tensor(self.workers.rank, device=self.state.x.device)
-            self.client = self.alg.client_init(self.down, rank, self.state.buffers)
+            self.client = self.wrapped.client_init(self.down, rank, self.state.buffers)
         local = NoPass(self.state.buffers, self.net.layout)
-        started = begin(self.alg, self.down, self.client, self.state.buffers, ALONE, local)
-        self.work = started.work
+        self.work = begin(self.wrapped, self.down, self.client, self.state.buffers, ALONE, local).work
         if not isinstance(self.work.opt, Nothing):
             kind = type(self.alg).__name__
             raise BadSetting(
                 f"{kind} sets the buffers of local momentum, which your optimizer has; take another method"
             )
-        self.buffers, self.k, self.corrected = self.state.buffers, 0, False
+        if self.k:  # the islands have trained while the exchange was under way
+            self.work = self.work._replace(x=self.read()[0], k=self.work.k + self.k)
+        self.work = self.alg.arrive(self.down, self.own_client, self.work, self.work.k == self.alg.late)
+        self.buffers, self.flight, self.corrected = self.state.buffers, None, False
         self.write(self.work.x, self.buffers)
         self.aim()
 
@@ -273,35 +300,42 @@ class LocalSteps:
             return
         oracle: Any = OwnGradient(self.net.layout, self.buffers)
         try:
-            self.alg.local_step(self.down, self.client, self.work, oracle)
+            self.alg.local_step(self.down, self.own_client, self.work, oracle)
         except Wanted as wanted:
             self.point = wanted.point
         if self.point is not self.work.x:
             self.write(self.point)
 
-    def exchange(self) -> None:
-        """End the round: every rank has all answers, or their mean where that is enough, and takes the server's step itself."""
+    def send(self) -> Flight:
+        """End the round's local steps and send what they give; where the mean of all answers is enough, that."""
         started = Started(self.client, self.work, self.buffers)
-        own = end(self.alg, self.down, started, self.buffers.new_zeros(1))
+        own = end(self.wrapped, self.down, started, self.buffers.new_zeros(1))
         sent = [*leaves(own.up), own.buffers]
         fine = torch.stack([t.isfinite().all() for t in sent]).all().to(self.work.x.dtype).view(1)
-        everybody = bool(self.workers.all_rows(fine).all())  # a mean would hide whose answer is not finite
+        everybody = self.workers.mean_later(fine)  # a mean would hide whose answer is not finite
+        means = [self.workers.mean_later(t.clone()) if t.numel() else t.clone for t in sent] if self.means else []
 
-        def rows(t: Tensor) -> Tensor:
-            if not t.numel():
-                return t.expand(self.workers.count, *t.shape)
-            if self.means and everybody:
-                return self.workers.mean(t.clone()).expand(self.workers.count, *t.shape)
-            return self.workers.all_rows(t)
+        def arrived() -> tuple[State, Tensor]:
+            found = [mean() for mean in means]
+            if bool(everybody() == 1) and found:
+                *up, buffers = [t.expand(self.workers.count, *t.shape) for t in found]
+            else:
+                *up, buffers = map(self.rows, sent)
+            arrivals = iter(up)
+            return map_leaves(lambda t: next(arrivals), own.up), buffers
 
-        up, buffers = map_leaves(rows, own.up), rows(own.buffers)
+        return Flight(own, arrived)
+
+    def land(self, flight: Flight) -> None:
+        """End an exchange: every rank has the answers, and takes the server's step itself."""
+        own, (up, buffers) = flight.own, flight.arrived()
         x, none = own.x.expand(self.workers.count, -1), own.x.new_zeros(self.workers.count, 1)
         after = self.close(Answers(up, Nothing(), buffers, x, none, Nothing()))
         mine = (after.ids == self.workers.rank).nonzero().flatten()
         if len(mine):
             self.client = own.client
             if leaves(after.reply):
-                self.client = self.alg.receive(own.client, map_leaves(lambda t: t[int(mine)], after.reply))
+                self.client = self.wrapped.receive(own.client, map_leaves(lambda t: t[int(mine)], after.reply))
         else:
             warnings.warn(f"what island {self.workers.rank} has trained is not finite and was left out", stacklevel=4)
         self.state = after.state
@@ -309,6 +343,20 @@ class LocalSteps:
         if self.optimizer is not None and not self.alg.keep_moments:
             self.optimizer.state.clear()
         self.open()
+
+    @property
+    def wrapped(self) -> Any:
+        """The algorithm of this round with the compression around it."""
+        return self.alg if self.uplink is None else Compressed(self.alg, self.uplink, self.rounds)
+
+    @property
+    def own_client(self) -> State:
+        """The algorithm's part of what this island keeps."""
+        return self.client if self.uplink is None else self.wrapped.open("client", self.client)
+
+    def rows(self, t: Tensor) -> Tensor:
+        """[W, ...] a tensor of each island."""
+        return self.workers.all_rows(t.contiguous()) if t.numel() else t.expand(self.workers.count, *t.shape)
 
     # Vectors.
     def flat(self, tensors: list[Tensor]) -> Tensor:
@@ -336,43 +384,63 @@ class LocalSteps:
     # Checkpoints.
     def whole_state_dict(self) -> dict[str, Any]:
         """The state of all islands; all must call it, one may save it. Each saves its own optimizer."""
-        own = leaves(Own(self.client or Nothing(), self.work, self.buffers, self.point))
-        rows = [
-            self.workers.all_rows(t.contiguous()) if t.numel() else t.expand(self.workers.count, *t.shape) for t in own
-        ]
-        return {
-            "algorithm": type(self.alg).__name__, "every": self.every, "islands": self.workers.count, "rounds": self.rounds,
-            "k": self.k, "server": [t.clone() for t in leaves(self.state)], "own": [row.clone() for row in rows],
+        own = [self.rows(t).clone() for t in leaves(Own(self.client or Nothing(), self.work, self.buffers, self.point))]
+        state = {
+            "algorithm": type(self.alg).__name__, "every": self.every, "compress": self.compress,
+            "islands": self.workers.count, "rounds": self.rounds, "k": self.k,
+            "server": [t.clone() for t in leaves(self.state)], "own": own,
         }  # fmt: skip
+        if self.flight is not None:
+            up, buffers = self.flight.arrived()
+            self.flight = self.flight._replace(arrived=lambda: (up, buffers))
+            kept = [self.rows(t).clone() for t in leaves(self.flight.own.client)]
+            state |= {"flight": {"own": kept, "answers": [t.clone() for t in (*leaves(up), buffers)]}}
+        return state
 
     @torch.no_grad()
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from `whole_state_dict()`, bit for bit on as many islands; on another number right after an exchange."""
         kind, now = type(self.alg).__name__, self.workers.count
-        if (state["algorithm"], state["every"]) != (kind, self.every):
-            raise BadRunFolder(
-                f"the checkpoint is of {state['algorithm']} with every={state['every']}, not of {kind} with every={self.every}"
-            )
+        stored = (state["algorithm"], state["every"], state.get("compress", ""))
+        if stored != (kind, self.every, self.compress):
+            raise BadRunFolder(f"the checkpoint is of {said(*stored)}, not of {said(kind, self.every, self.compress)}")
         before, other = int(state["islands"]), int(state["islands"]) != now
-        if other and state["k"]:
+        flight = state.get("flight")
+        if other and (flight or state["k"] not in (0, self.alg.late)):
+            since = "while an exchange was under way" if flight else f"{state['k']} steps after an exchange"
             raise BadRunFolder(
-                f"the checkpoint was made by {before} islands {state['k']} steps after an exchange, and their models differ; "
+                f"the checkpoint was made by {before} islands {since}, and their models differ; "
                 f"to go on with {now}, save right after an exchange, where step() returns True"
             )
         self.state = put(self.state, state["server"])
         self.rounds = int(state["rounds"])
-        if other and leaves(self.client) and self.workers.rank == 0:
+        if other and state["own"] and leaves(self.client) and self.workers.rank == 0:
             warnings.warn(
                 f"the checkpoint was made by {before} islands, now there are {now}: each begins anew", stacklevel=3
             )
-        self.client = None
+        self.client, self.flight, self.k = None, None, 0
         self.open()
-        if not other:
-            own = Own(self.client or Nothing(), self.work, self.buffers, self.point)
-            self.client, self.work, self.buffers, _ = put(own, [row[self.workers.rank] for row in state["own"]])
-            self.k = int(state["k"])
-            self.write(self.work.x, self.buffers)
-            self.aim()
+        if other:
+            return
+        own = Own(self.client or Nothing(), self.work, self.buffers, self.point)
+        self.client, self.work, self.buffers, _ = put(own, [row[self.workers.rank] for row in state["own"]])
+        self.k = int(state["k"])
+        if flight:
+            self.flight = self.landing(flight)
+        self.write(self.work.x, self.buffers)
+        self.aim()
+
+    def landing(self, stored: Mapping[str, list[Tensor]]) -> Flight:
+        """An exchange that was under way when a checkpoint was made."""
+        own = end(self.wrapped, self.down, Started(self.client, self.work, self.buffers), self.buffers.new_zeros(1))
+        own = own._replace(client=put(own.client, [row[self.workers.rank] for row in stored["own"]]))
+        *answers, buffers = stored["answers"]
+        up = put(map_leaves(lambda t: t.expand(self.workers.count, *t.shape), own.up), answers)
+        return Flight(own, lambda: (up, buffers.to(own.buffers)))
+
+
+def said(kind: str, every: int, compress: str) -> str:
+    return f"{kind} with every={every}" + (f" and compress={compress}" if compress else "")
 
 
 def put(state: Any, stored: list[Tensor]) -> Any:
@@ -387,6 +455,26 @@ def put(state: Any, stored: list[Tensor]) -> Any:
         return given.to(t).clone()
 
     return map_leaves(take, state)
+
+
+def steps_of_a_round(alg: Algorithm, every: int) -> int:
+    """Local steps between two exchanges, of which each has one fragment where the model is exchanged in several."""
+    steps, rest = divmod(every, alg.turns)
+    if rest or steps <= alg.late:
+        raise BadSetting(
+            f"every must be a multiple of the {alg.turns} fragments and leave more than the {alg.late} steps of delay for each: "
+            f"{alg.turns * (alg.late + 1)} or {alg.turns * (alg.late + 2)}, not {every}"
+        )
+    return steps
+
+
+def make_uplink(compress: str, seed: int, alg: Any, net: Net, islands: int) -> Uplink | None:
+    """How uploads are compressed, as in `undrift run --compress`."""
+    check_compress(compress)
+    if not compress:
+        return None
+    check_compressed(alg)
+    return Uplink(compress, seed, net, upload_form(alg, net, islands))
 
 
 def algorithm_in_a_loop(name: str, given: dict[str, Any], optimizer: torch.optim.Optimizer | None, islands: int) -> Any:

@@ -223,6 +223,7 @@ def line_of(run: Run, records: Sequence[Mapping[str, Any]], together: int, devic
     if not trial:
         shown = next((n for n in ("accuracy", "own_dice", "dice", "c_index") if n in line["scores"]), "loss")
         line |= {"shown": shown, "curve": curve_of(records, shown), "reached": milestones(records)}
+        line |= {"bytes": sum(record.get("bytes_up", 0) + record.get("bytes_down", 0) for record in records)}
     seconds = sum(record["seconds"] or 0.0 for record in records)
     line |= {"seconds": round(seconds, 3), "together": together, "device": device}
     return line | {"torch": torch.__version__, "undrift": __version__, "commit": commit}

@@ -62,8 +62,10 @@ class Work:
 
         Without `run` nothing is run: None where trials are missing.
         """
-        if cell.tuned_as != cell.row:
-            found = self.pick(self.suite.others[cell.column, cell.tuned_as], run)
+        if (cell.tuned_in, cell.tuned_as) != (cell.column, cell.row):
+            if cell.missing:
+                return {}
+            found = self.pick(self.suite.others[cell.tuned_in, cell.tuned_as], run)
             return None if found is None else {n: v for n, v in found.items() if n not in cell.fixed}
         name = f"{cell.column}/{cell.row}"
         if name not in self.picked:
@@ -103,7 +105,7 @@ class Work:
         return Run(cell.command, config, self.about(cell) | {"trial": True})
 
     def finals(self, cell: Cell, fields: Mapping[str, Any]) -> Iterator[Run]:
-        for seed in self.suite.seeds:
+        for seed in self.suite.seeds[: cell.seeds]:
             yield Run(cell.command, cell.config(seed, fields), self.about(cell))
 
     def about(self, cell: Cell) -> dict[str, Any]:

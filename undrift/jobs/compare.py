@@ -149,7 +149,18 @@ def cell_of(
         found["seeds"] = [line["seed"] for line in lines]
         found["values"] = [number_of(line, cell.score) for line in lines]
         found["curves"] = [line["curve"] for line in lines if line.get("curve")]
+        if work.suite.links and all("bytes" in line for line in lines):
+            found |= cost_of_links(work.suite, cell, lines)
     return found
+
+
+def cost_of_links(suite: Suite, cell: Cell, lines: Sequence[Line]) -> dict[str, Any]:
+    """Bytes of all messages of a run, and how long they would take: each client has a link, and all send at the same time."""
+    clients = int(cell.settings["clients"])
+    times = clients * int(cell.settings["steps"]) if cell.synchronous else 1
+    total = times * sum(line["bytes"] for line in lines) / len(lines)
+    each = total / clients
+    return {"bytes": total, "network_seconds": {f"{speed:g}": each * 8 / (speed * 1e6) for speed in suite.links}}
 
 
 def command_of(asked: Asked) -> str:

@@ -168,7 +168,7 @@ class RunConfig(JobConfig):
         STEPS,
     )
     compress: str = setting(
-        "", "compress what clients send, with error feedback: rbgs:64, randk:64, topk:64, fp16 or int8", MESSAGES
+        "", "compress what clients send, with error feedback: rbgs:64, randk:64, topk:64, fp16, int8 or int4", MESSAGES
     )
     aggregate: str = setting(
         "mean",
@@ -431,18 +431,21 @@ def check_attacks(aggregate: str, attack: str) -> None:
     parse_attack(attack)
 
 
+UNRATED = ("fp16", "int8", "int4")  # compressions without a ratio
+
+
 def check_compress(text: str) -> None:
     """Check --compress, such as "rbgs:64", "fp16" or nothing."""
     name, _, ratio = text.partition(":")
-    check_known("value of compress", [name] if text else [], ("rbgs", "randk", "topk", "fp16", "int8"))
+    check_known("value of compress", [name] if text else [], ("rbgs", "randk", "topk", *UNRATED))
     try:
-        understood = text in ("", "fp16", "int8") or (
-            name not in ("fp16", "int8") and 1.0 <= float(ratio) < float("inf")
-        )
+        understood = text in ("", *UNRATED) or (name not in UNRATED and 1.0 <= float(ratio) < float("inf"))
     except ValueError:
         understood = False
     if not understood:
-        raise BadSetting(f"compress takes rbgs:R, randk:R, topk:R with R of at least 1, fp16 or int8, not {text!r}")
+        raise BadSetting(
+            f"compress takes rbgs:R, randk:R, topk:R with R of at least 1, fp16, int8 or int4, not {text!r}"
+        )
 
 
 def check_privacy(config: RunConfig) -> None:

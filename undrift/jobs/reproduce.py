@@ -81,14 +81,18 @@ def left_of(work: Work, cell: Cell, seen: set[str]) -> tuple[int, int, int]:
     """Of a cell: its final runs that no cell before has, those of them to do, and rounds of trials at most; adds to `seen`."""
     picked = work.pick(cell, run=False)
     if picked is None:  # nobody knows yet which runs these are; cells of one search have the same
-        keys = {f"{cell.tuned_as} {run.key}" for run in work.finals(cell, {})} - seen
+        keys = {f"{cell.tuned_in} {cell.tuned_as} {run.key}" for run in work.finals(cell, {})} - seen
         done = 0
     else:
         keys = {run.key for run in work.finals(cell, picked)} - seen
         done = sum(work.batch.results.get(key) is not None for key in keys)
     seen |= keys
     trials = 0
-    if picked is None and cell.tuned_as == cell.row and (first := first_trial(work, cell)) not in seen:
+    if (
+        picked is None
+        and (cell.tuned_in, cell.tuned_as) == (cell.column, cell.row)
+        and (first := first_trial(work, cell)) not in seen
+    ):
         trials = trial_rounds(work, cell)
         seen.add(first)
     return len(keys), len(keys) - done, trials

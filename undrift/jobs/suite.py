@@ -22,11 +22,11 @@ FOLDER = PAPERS
 COMMANDS = {"run": "algorithm", "dp": "method", "pipe": "pipe"}  # to the kinds of jobs of a sweep
 KEYS = (
     "title", "paper", "about", "command", "like", "settings", "set", "score", "columns", "rows", "claims", "tune", "small",
-    "seeds", "paper_seeds", "stand_in", "only_columns", "only_rows", "computed", "whole",
+    "seeds", "paper_seeds", "stand_in", "only_columns", "only_rows", "computed", "whole", "links",
 )  # fmt: skip
 PLACES = ("title", "settings", "set", "score", "stand_in", "small")
-COLUMN = (*PLACES, "rungs")
-ROW = (*PLACES, "algorithm", "method", "grid", "tuned_as", "columns")
+COLUMN = (*PLACES, "rungs", "seeds", "tuned_in")
+ROW = (*PLACES, "algorithm", "method", "grid", "tuned_as", "columns", "synchronous")
 # What takes the place of data that are not at hand.
 NOISE = {
     "mnist": "noise(side=28, channels=1)",
@@ -35,6 +35,7 @@ NOISE = {
     "tiny-imagenet": "noise(side=64, classes=200)",
     "svhn": "noise",
     "retina": "synthetic-sites(size=128)",
+    "shakespeare": "synthetic-text(roles=8)",
     "heart": "synthetic-patients",
     "brca": "synthetic-patients(sites=6, task=survival, inputs=39)",
 }
@@ -67,10 +68,13 @@ class Cell:
     grid: Mapping[str, Sequence[Any]]
     score: Score
     tuned_as: str  # the row whose picked fields it takes, often itself
+    tuned_in: str  # and the column
     fixed: frozenset[str]  # fields that nothing picked may change
     rungs: tuple[float, ...]  # shares of the rounds that trials have
     missing: str = ""  # the data set that is not at hand, in whose place there is noise
     stand_in: str = ""  # why its data are not the paper's
+    seeds: int | None = None  # at most so many
+    synchronous: bool = False  # True: all clients would send in every step, where one of them makes all steps here
 
     def config(self, seed: int, fields: Mapping[str, Any], **settings: Any) -> JobConfig:
         """The settings of a run of this cell."""
@@ -97,6 +101,11 @@ class Suite:
     keep: int  # one in so many goes on to the next rung
     validation: float  # the share of the training samples that trials are scored on
     trial: Mapping[str, Any]  # settings of trials only
+
+    @property
+    def links(self) -> list[float]:
+        """Mbit/s of links for which a column's runs say how long their messages would take."""
+        return [float(speed) for speed in self.about.get("links", [])]
 
     @property
     def claims(self) -> list[dict[str, Any]]:
@@ -204,7 +213,8 @@ def _cell(content: Mapping[str, Any], column: str, row: str, small: Mapping[str,
     stand_in = str(method.get("stand_in", place.get("stand_in", content.get("stand_in", ""))))
     return Cell(
         column, row, command, settings, fields, grid, Score(**(score | {"field": text})),
-        str(method.get("tuned_as", row)), fixed, tuple(rungs), stand_in=stand_in,
+        str(method.get("tuned_as", row)), str(place.get("tuned_in", column)), fixed, tuple(rungs), stand_in=stand_in,
+        seeds=place.get("seeds"), synchronous=bool(method.get("synchronous", False)),
     )  # fmt: skip
 
 
@@ -269,6 +279,8 @@ def check_suite(name: str) -> Suite:
                 raise BadSetting(f"{name}, {cell.row} in {cell.column}: {error}") from error
         if cell.tuned_as not in suite.rows:
             raise BadSetting(f"{name}, {cell.row}: it is tuned as {cell.tuned_as}, which is no method of the suite")
+        if cell.tuned_in not in suite.columns:
+            raise BadSetting(f"{name}, {cell.column}: it is tuned in {cell.tuned_in}, which is no column of the suite")
     for row, column in suite.paper:
         check_known(f"method of {name}.csv", [row], suite.rows)
         check_known(f"column of {name}.csv", [column], suite.columns)

@@ -421,9 +421,10 @@ class Net:
         self.networks[name] = other
 
     def start(self) -> tuple[Tensor, Tensor]:
-        """The initial x0 [P] and buffers [Q]."""
-        like = torch.zeros((), dtype=self.dtype)
+        """The initial x0 [P] and buffers [Q]; without memory where the module has none."""
         named = dict(self.original.named_parameters()) | dict(self.original.named_buffers())
+        hollow = any(t.is_meta for t in named.values())
+        like = torch.zeros((), dtype=self.dtype, device="meta" if hollow else "cpu")
         return self.layout.join(named, like), self.buffer_layout.join(named, like)
 
     def to(self, device: torch.device) -> Net:

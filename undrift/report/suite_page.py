@@ -218,10 +218,25 @@ def as_text(verdict: Mapping[str, Any]) -> Iterator[str]:
         for cell in own:
             errors = f"{cell['errors']:+.1f} SE" if cell.get("errors") is not None else ""
             row = f"  {verdict['rows'][cell['row']]:24} {shown(cell['ours']):>16}  paper {shown(cell['paper']):>16}"
-            yield f"{row}  {errors:>10}  {cell['verdict']}"
+            yield f"{row}  {errors:>10}  {cell['verdict']}{sending(cell)}"
     yield correlations(verdict)
     for claim in verdict["claims"]:
         yield f"claim: {claim['text']}: {said(claim['holds'])} ({claim['found']}; in the paper {claim['in_paper'] or '–'})"
+
+
+def sending(cell: Mapping[str, Any]) -> str:
+    """What a run's messages would cost, where a suite asks for that.
+
+    >>> sending({"bytes": 2.5e9, "network_seconds": {"100": 25.0, "1000": 2.5}})
+    '  2.5 GB, 25 s at 100 Mbit/s, 2.5 s at 1000 Mbit/s'
+    """
+    if "bytes" not in cell:
+        return ""
+    size = next(
+        (f"{cell['bytes'] / unit:.3g} {name}" for name, unit in (("GB", 1e9), ("MB", 1e6)) if cell["bytes"] >= unit), ""
+    )
+    times = [f"{seconds:.3g} s at {speed} Mbit/s" for speed, seconds in cell["network_seconds"].items()]
+    return "  " + ", ".join([size or f"{cell['bytes']:g} bytes", *times])
 
 
 def index(folder: Path) -> str:

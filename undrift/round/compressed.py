@@ -26,20 +26,28 @@ from undrift.oracle.net import Net
 from undrift.round.shapes import Forms
 
 LARGEST = torch.finfo(torch.float16).max
-BLOCK = 256  # entries that have a scale in common, as int8
+WHOLE = {"int8": 127, "int4": 7}  # the largest whole number that an entry is sent as
+BLOCK = 256  # entries that have a scale in common, as whole numbers
 
 
 class Uplink:
-    """How the model's vectors [..., P] in an upload are compressed in a round: rbgs:R, randk:R, topk:R, fp16 or int8."""
+    """How the model's vectors [..., P] in an upload are compressed in a round: rbgs:R, randk:R, topk:R, fp16, int8 or int4."""
 
     def __init__(self, spec: str, seed: int, net: Net, form: State) -> None:
         name, _, ratio = spec.partition(":")
         self.form = form  # of an upload, without memory
-        self.layout, self.dtype, self.half, self.int8 = net.layout, net.dtype, name == "fp16", name == "int8"
+        self.layout, self.dtype = net.layout, net.dtype
+        self.half, self.most = name == "fp16", WHOLE.get(name, 0)
+        self.paired = name == "int4"  # two entries in a byte
         entries = net.layout.entries  # what pads a vector is not sent
         self.compressor = (
-            None if self.half or self.int8 else make_compressor(name, "flat", float(ratio), seed, [entries])
+            None if self.half or self.most else make_compressor(name, "flat", float(ratio), seed, [entries])
         )
+
+    @property
+    def linear(self) -> bool:
+        """Whether what travels can be added up as it is."""
+        return isinstance(self.compressor, SharedPlaces)
 
     def places(self, p: Tensor, tag: str) -> Tensor:
         """What has to be said about the places of the kept entries."""
@@ -50,10 +58,10 @@ class Uplink:
         return torch.zeros(*p.shape[:-1], 0, dtype=torch.int32, device=p.device)
 
     def scales(self, p: Tensor, tag: str) -> Tensor:
-        """What 1 stands for in each block of BLOCK entries, where they travel as whole numbers up to 127."""
-        if not self.int8 or tag != MODEL or not p.shape[-1]:
+        """What 1 stands for in each block of BLOCK entries, where they travel as whole numbers."""
+        if not self.most or tag != MODEL or not p.shape[-1]:
             return torch.zeros(*p.shape[:-1], 0, dtype=torch.float32, device=p.device)
-        return (self.blocks(p[..., : self.layout.entries]).abs().amax(-1) / 127).float()
+        return (self.blocks(p[..., : self.layout.entries]).abs().amax(-1) / self.most).float()
 
     def blocks(self, p: Tensor) -> Tensor:
         """Entries [..., n] as blocks [..., n / BLOCK, BLOCK]; the last one is filled with zeros."""
@@ -83,10 +91,11 @@ class Uplink:
         if self.half:
             sent = p[..., : self.layout.entries]
             return torch.where(sent.isfinite(), sent.clamp(-LARGEST, LARGEST), sent).half()  # the error keeps the rest
-        if self.int8:
+        if self.most:
             steps = self.blocks(p[..., : self.layout.entries]) / scales.to(p.dtype).unsqueeze(-1)
-            whole = steps.nan_to_num(0.0).round().clamp(-127, 127)  # a block of zeros has the scale 0
-            return whole.to(torch.int8).flatten(-2)[..., : self.layout.entries]
+            whole = steps.nan_to_num(0.0).round().clamp(-self.most, self.most)  # a block of zeros has the scale 0
+            entries = whole.flatten(-2)[..., : self.layout.entries]
+            return pair(entries) if self.paired else entries.to(torch.int8)
         return p.take_along_dim(places.long(), -1) if places.numel() else p[..., self.shared(t, p.device)]
 
     def unpack(self, values: Tensor, tag: str, places: Tensor, scales: Tensor, t: int) -> Tensor:
@@ -95,8 +104,9 @@ class Uplink:
             return values
         if self.half:
             return F.pad(values.to(self.dtype), (0, self.layout.padding))
-        if self.int8:
-            steps = self.blocks(values.to(self.dtype)) * scales.to(self.dtype).unsqueeze(-1)
+        if self.most:
+            whole = unpair(values, self.layout.entries) if self.paired else values
+            steps = self.blocks(whole.to(self.dtype)) * scales.to(self.dtype).unsqueeze(-1)
             return F.pad(steps.flatten(-2)[..., : self.layout.entries], (0, self.layout.padding))
         where = places.long() if places.numel() else self.shared(t, values.device).expand(values.shape)
         return values.new_zeros(*values.shape[:-1], self.layout.size).scatter(-1, where, values)
@@ -116,7 +126,7 @@ class Compressed(Wrapper):
 
         values: State  # the upload, with the kept entries [..., b] of each vector
         places: State  # where they belong, int32 [..., b] for Top-K; [..., 0] where both sides draw the places
-        scales: State  # what 1 stands for in each block, float32, for int8; [..., 0] elsewhere
+        scales: State  # what 1 stands for in each block, float32, for int8 and int4; [..., 0] elsewhere
 
     def __init__(self, inner: Algorithm, uplink: Uplink, t: int) -> None:
         super().__init__(inner)
@@ -150,6 +160,27 @@ class Compressed(Wrapper):
         return sent, self.Client(inner, map_leaves(torch.sub, p, self.open("up", sent)))  # e_i <- p_i - C(p_i)
 
 
+def pair(whole: Tensor) -> Tensor:
+    """Whole numbers from -7 to 7 [..., n], two in a byte [..., (n + 1) / 2].
+
+    >>> pair(torch.tensor([-7.0, 7.0, 1.0])).tolist()
+    [241, 137]
+    """
+    low, high = (F.pad(whole, (0, whole.shape[-1] % 2)) + 8).to(torch.uint8).unflatten(-1, (-1, 2)).unbind(-1)
+    joined: Tensor = low | high << 4
+    return joined
+
+
+def unpair(pairs: Tensor, entries: int) -> Tensor:
+    """The whole numbers that `pair` has put together.
+
+    >>> unpair(torch.tensor([241, 137], dtype=torch.uint8), 3).tolist()
+    [-7, 7, 1]
+    """
+    whole = torch.stack([pairs & 15, pairs >> 4], -1).to(torch.int8) - 8
+    return whole.flatten(-2)[..., :entries]
+
+
 def wrap(alg: Algorithm, factor: float = 1.0, uplink: Uplink | None = None, t: int = 0) -> Algorithm:
     """The algorithm of round t with what the settings put around it; its rate is multiplied by `factor`."""
     alg = alg if factor == 1.0 else at_rate(alg, alg.lr * factor)
@@ -169,8 +200,10 @@ def upload_form(alg: Algorithm, net: Net, clients: int) -> State:
     return first
 
 
-def check_summed(alg: Algorithm) -> None:
-    """Refuse a method whose server looks at single uploads: in each of them most is missing."""
+def check_compressed(alg: Algorithm) -> None:
+    """Refuse a method whose uploads are small already, or whose server looks at single ones: in each most is missing."""
+    if not alg.whole_uploads:
+        raise BadSetting(f"{type(alg).__name__} sends only a part of the model's entries by itself; leave compress out")
     if looks_at_single_uploads(alg):
         raise BadSetting(
             f"{type(alg).__name__} looks at each client's upload by itself, and in a compressed one most entries are "

@@ -21,7 +21,7 @@ def agree(rule: Rule | None, sent: T, cohort: Cohort) -> T:
     """The clients' vectors [..., S, P] as the rule leaves them, each vector of a message by itself: they differ in scale."""
     if rule is None:
         return sent
-    return map_leaves(lambda v: rule(v, cohort.weight) if v.shape[-1] else v, sent)
+    return map_leaves(lambda v: rule(v, cohort.weight) if v.shape[-1] and v.is_floating_point() else v, sent)
 
 
 def agree_answers(rule: Rule | None, answers: Answers, cohort: Cohort, buffers: Tensor, counters: Tensor) -> Answers:

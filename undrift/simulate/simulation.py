@@ -33,7 +33,7 @@ from undrift.round.accounting import Accountant
 from undrift.round.aggregate import MEAN, parse_rule
 from undrift.round.attack import attack_keys, flip_labels, make_attackers, parse_attack
 from undrift.round.clients import new_clients
-from undrift.round.compressed import Uplink, check_summed, upload_form, wrap
+from undrift.round.compressed import Uplink, check_compressed, upload_form, wrap
 from undrift.round.order import Ask, Cost, Nobody, ServerState, first_state, play, send_down
 from undrift.round.private import Privacy, Private, Source, check_private, make_accountant
 from undrift.round.record import RoundRecord, write_record
@@ -93,7 +93,7 @@ class Settings:
     replay: bool = True  # on a GPU, replay rounds as CUDA graphs
     compile: bool = False  # fuse the local step's kernels with torch.compile, where rounds are replayed
     client_eval_every: int = 0  # rounds between scores on the clients' own samples; 0: only in the last round
-    compress: str = ""  # of the uploads, with error feedback: rbgs:R, randk:R, topk:R, fp16 or int8
+    compress: str = ""  # of the uploads, with error feedback: rbgs:R, randk:R, topk:R, fp16, int8 or int4
     warmup: float = 0.0  # rounds in which the local rate rises
     client_state: str = "auto"  # where it is kept: memory, disk, or auto
     privacy: Privacy | None = None  # the updates are clipped and their sum gets noise
@@ -147,7 +147,7 @@ class Simulation:
         self.device, self.remote = device, remote
         self.uplink: Uplink | None = None
         if settings.compress:
-            check_summed(alg)
+            check_compressed(alg)
             self.uplink = Uplink(settings.compress, settings.seed, net, upload_form(alg, net, data.clients))
         self.rule, self.attackers = parse_rule(settings.aggregate), None
         self.unguarded = False  # whether too few have answered in some round for the rule, and that was said
