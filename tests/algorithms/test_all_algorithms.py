@@ -90,11 +90,13 @@ NEUTRAL: dict[str, tuple[dict[str, Any], dict[str, Any], int] | None] = {
     "fedrep": None,
     "fedbabu": None,
     "fedbn": ({}, {}, 4),  # without normalisation
+    "fedasync": ({"mu": 0.0, "mixing_rate": 1.0}, {}, 4),  # nobody is stale
+    "fedbuff": ({}, {}, 4),
 }
 # Methods whose server's model is FedAvg's for all settings; what they leave the clients is tested in reference/test_personal.py.
-# FedNova's steps are equal here, FedExP's clients agree, and FedBN's model has no normalisation.
+# FedNova's steps are equal here, FedExP's clients agree, FedBN's model has no normalisation, and nobody is stale for FedBuff.
 FEDAVG_INSIDE = (
-    "fedavg", "ft", "apfl", "fedsm", "fedsm-extra", "ensemble", "ditto", "fednova", "fedexp", "fedbn",
+    "fedavg", "ft", "apfl", "fedsm", "fedsm-extra", "ensemble", "ditto", "fednova", "fedexp", "fedbn", "fedbuff",
 )  # fmt: skip
 GENTLE: dict[str, dict[str, Any]] = {
     "fedavgslm": {"lr": 0.002},  # momentum on both sides, kept between rounds: 100 times the rate
@@ -159,6 +161,8 @@ COSTS = {
     "fedrep": (1, 1, 1),
     "fedbabu": (1, 1, 1),
     "fedbn": (1, 1, 1),
+    "fedasync": (1, 1, 1),
+    "fedbuff": (1, 1, 1),
 }
 
 
