@@ -71,4 +71,4 @@ class FedAsync(Proximal, StaleMixing):
 
     def remarks(self, rounds: int, cohort: int) -> list[str]:
         one = f"FedAsync mixes one model at a time; here it is the mean of {cohort}: give --cohort 1"
-        return super().remarks(rounds, cohort) + ([one] if cohort > 1 else [])
+        return [*super().remarks(rounds, cohort), *([one] if cohort > 1 else [])]

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import heapq
 from collections import Counter
+from collections.abc import Mapping
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -47,7 +48,7 @@ class Timeline(Protocol):
     def tensors(self) -> dict[str, Tensor]:
         """What a checkpoint holds."""
 
-    def restore(self, tensors: dict[str, Tensor]) -> None: ...
+    def restore(self, tensors: Mapping[str, Tensor]) -> None: ...
 
 
 class Synchronous:
@@ -77,7 +78,7 @@ class Synchronous:
     def tensors(self) -> dict[str, Tensor]:
         return {"clock.now": torch.tensor(self.now, dtype=torch.float64)}
 
-    def restore(self, tensors: dict[str, Tensor]) -> None:
+    def restore(self, tensors: Mapping[str, Tensor]) -> None:
         self.now, self.t = float(tensors["clock.now"]), -1
 
 
@@ -159,7 +160,7 @@ class Asynchronous:
         now = {"clock.now": torch.tensor(self.now, dtype=torch.float64), "clock.starts": torch.tensor(self.starts)}
         return now | packed("working", sorted(self.working)) | packed("waiting", self.waiting)
 
-    def restore(self, tensors: dict[str, Tensor]) -> None:
+    def restore(self, tensors: Mapping[str, Tensor]) -> None:
         self.now, self.starts, self.t = float(tensors["clock.now"]), int(tensors["clock.starts"]), -1
         self.working, self.waiting = (unpacked(name, tensors) for name in ("working", "waiting"))  # sorted, thus a heap
         self.uses = Counter(start.version for start in (*self.working, *self.waiting))
@@ -202,7 +203,7 @@ class Recorded:
     def tensors(self) -> dict[str, Tensor]:
         return {"clock.now": torch.tensor(self.now, dtype=torch.float64), "clock.round": torch.tensor(self.t)}
 
-    def restore(self, tensors: dict[str, Tensor]) -> None:
+    def restore(self, tensors: Mapping[str, Tensor]) -> None:
         self.now, self.t = float(tensors["clock.now"]), int(tensors["clock.round"])
 
 
@@ -221,7 +222,7 @@ def packed(name: str, starts: list[Start]) -> dict[str, Tensor]:
     return {f"clock.{name}.due": due, f"clock.{name}": rest}
 
 
-def unpacked(name: str, tensors: dict[str, Tensor]) -> list[Start]:
+def unpacked(name: str, tensors: Mapping[str, Tensor]) -> list[Start]:
     due, rest = tensors[f"clock.{name}.due"].tolist(), tensors[f"clock.{name}"].tolist()
     return [Start(when, *others) for when, others in zip(due, rest, strict=True)]
 
