@@ -19,9 +19,15 @@ import time
 from pathlib import Path
 from typing import Any
 
-import undrift
+import torch
 
-TARGET, SPREADS, RATES, CHOSEN_BY = 0.9, (0.25, 1.0, 2.0), (0.05, 0.1, 0.2), 100
+import undrift
+from undrift.data.load import load_dataset
+from undrift.jobs.config import build_algorithm, from_mapping
+from undrift.jobs.run import build_simulation
+from undrift.simulate.simulation import Simulation
+
+TARGET, SPREADS, RATES, CHOSEN_BY = 0.9, (0.25, 1.0, 2.0), (0.05, 0.1, 0.2, 0.4, 0.8), 100
 COMMON: dict[str, Any] = {
     "dataset": "digits", "model": "mlp", "partition": "dirichlet:0.1", "clients": 100, "steps": 5, "batch": 32,
     "stop_at": f"accuracy={TARGET}", "checkpoint_every": 100_000, "execution": "stacked", "device": "cpu",
@@ -49,16 +55,26 @@ MANY: dict[str, Any] = {
 
 def seconds_to_target(method: str, spread: float, lr: float, seed: int) -> dict[str, Any]:
     """A run up to the target: virtual seconds and what else it took; None if it did not come there."""
-    result = undrift.run(COMMON | METHODS[method], lr=lr, clock=f"lognormal:{spread}", seed=seed)
+    settings = COMMON | METHODS[method] | {"clock": f"lognormal:{spread}", "seed": seed, "lr": lr}
+    result = undrift.run(settings)
     last = result.records[-1]
+    alike = simulation_of(settings)
+    heard = {client for t in range(last["round"]) for client in alike.attendance(t).ids.tolist()}
     reached = result.stopped == "accuracy"
     ages = [record["staleness_mean"] for record in result.records if "staleness_mean" in record]
     return {
         "method": method, "spread": spread, "lr": lr, "seed": seed, "server_steps": last["round"],
         "seconds": last["virtual_seconds"] if reached else None,
         "answers": sum(record["clients"] - record["dropped"] for record in result.records),
-        "staleness": statistics.mean(ages) if ages else 0.0,
+        "staleness": statistics.mean(ages) if ages else 0.0, "heard": len(heard),
     }  # fmt: skip
+
+
+def simulation_of(settings: dict[str, Any]) -> Simulation:
+    """The run before its first round, which knows who will answer when."""
+    config = from_mapping(settings)
+    data = load_dataset(config.dataset)
+    return build_simulation(config, build_algorithm(config), data, config.model, torch.device("cpu"))
 
 
 def fastest(rows: list[dict[str, Any]]) -> float:
@@ -99,7 +115,8 @@ def alone(out: Path) -> dict[str, Any]:
 
 
 def show(found: dict[str, Any]) -> None:
-    print(f"virtual seconds to {TARGET:.0%} of the test samples, mean over seeds (of server steps; mean staleness)\n")
+    print(f"virtual seconds to {TARGET:.0%} of the test samples, mean over seeds")
+    print("(server steps; mean staleness; clients of 100 that were heard)\n")
     print("| method | lr | " + " | ".join(f"spread {spread:g}" for spread in SPREADS) + " |")
     print("| --- | --- |" + " --- |" * len(SPREADS))
     for method in METHODS:
@@ -108,10 +125,12 @@ def show(found: dict[str, Any]) -> None:
         for spread in SPREADS:
             rows = [row for row in mine if row["spread"] == spread]
             there = [row["seconds"] for row in rows if row["seconds"] is not None]
-            steps, age = (statistics.mean(row[name] for row in rows) for name in ("server_steps", "staleness"))
+            steps, age, heard = (
+                statistics.mean(row[name] for row in rows) for name in ("server_steps", "staleness", "heard")
+            )
             missed = f", {len(rows) - len(there)} of {len(rows)} did not come there" if len(there) < len(rows) else ""
             text = f"{statistics.mean(there):.0f}" if there else "none"
-            cells.append(f"{text} ({steps:.0f}; {age:.1f}){missed}")
+            cells.append(f"{text} ({steps:.0f}; {age:.1f}; {heard:.0f}){missed}")
         print(f"| {method} | {mine[0]['lr']:g} | " + " | ".join(cells) + " |")
     if "memory" in found:
         print(f"\n10,000 clients, 1,000 at work: {json.dumps(found['memory'])}")

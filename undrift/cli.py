@@ -271,11 +271,11 @@ def run_command(arguments: argparse.Namespace) -> None:
 @command(
     "deploy",
     "train real clients over Flower: make keys, serve, take part, or run it all on this machine",
-    arg("action", metavar="init|local|keys|identity|admit|revoke|server|node"),
+    arg("action", metavar="init|local|keys|identity|admit|revoke|server|node|trace"),
     path(
         "place",
         nargs="?",
-        help="init: a new folder; local: for the logs; identity, node: the client's; status, page: the run's; else the server's",
+        help="init: a new folder; local: for logs; identity, node: a client's; status, page, trace: a run's; else the server's",
     ),
     path("--config", "FILE.toml", help="settings; flags override them"),
     arg("--host", default="127.0.0.1", help="init, keys: the server's address [127.0.0.1]"),
@@ -297,6 +297,7 @@ def run_command(arguments: argparse.Namespace) -> None:
         metavar="N",
         help="node: take part only where the server sees sums over N clients",
     ),
+    path("--to", "FILE", help="trace: where to write how long the clients' answers took"),
     arg("--port", type=int, default=8765, help="page: the port on this machine [8765]"),
     arg("--renew", action="store_true", help="keys: make a new certificate of the same authority"),
     arg("--force", action="store_true", help="keys, identity: replace what is there"),

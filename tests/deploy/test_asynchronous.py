@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import heapq
 import json
 from collections.abc import Iterable, Mapping
@@ -17,7 +18,8 @@ from torch import Tensor
 import undrift
 from tests.deploy.test_federation import NAMES, Direct, Make, same
 from tests.small import path, simulation
-from undrift.core.errors import BadRunFolder, BadSetting
+from undrift.cli import main
+from undrift.core.errors import BadData, BadRunFolder, BadSetting
 from undrift.deploy.asynchronous import Arriving
 from undrift.deploy.messages import Letter
 from undrift.deploy.server import Deployment, Remote, Visit
@@ -189,10 +191,53 @@ def test_the_apps_of_a_run_that_does_not_wait_and_its_replay(tmp_path: Path, mon
         undrift.run(settings_of(plan), clock=str(out))
 
 
-def settings_of(plan: Plan) -> dict[str, Any]:
-    from dataclasses import asdict
+def test_the_seconds_of_a_real_federation_are_a_clock(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    """A deployed run that waits: the simulator gives its clients the seconds that they said, from the folder or from a trace."""
+    pytest.importorskip("flwr")
+    from flwr.supercore.task_identity import TaskIdentity
 
-    given = asdict(plan.run)
+    from tests.deploy.test_flower import planned, serve
+
+    monkeypatch.setattr("undrift.deploy.flower.PAUSE", 0.0)
+    TaskIdentity.run_id, TaskIdentity.node_id, TaskIdentity.task_id = 1, 1, 1
+    plan = planned(tmp_path / "out", algorithm="fedavg", cohort=3)
+    serve(plan, tmp_path)
+    visits = [json.loads(line) for line in (tmp_path / "out" / "clients.jsonl").read_text().splitlines()]
+    slowest = [max(v["seconds"] for v in visits if v["round"] == t) for t in (1, 2, 3)]
+    trace = tmp_path / "phones.csv"
+    main(["deploy", "trace", str(tmp_path / "out"), "--to", str(trace)])
+    assert "9 answers are written" in capsys.readouterr().out
+    for clock in (tmp_path / "out", trace):
+        result = undrift.run(settings_of(plan), clock=str(clock))
+        assert [r["network_seconds"] for r in result.records] == pytest.approx(slowest, rel=1e-12)
+    with pytest.raises(BadSetting, match="holds no deployed run|no folder of a deployed run"):
+        undrift.run(settings_of(plan), clock=str(tmp_path))
+    with pytest.raises(BadData, match="client 3 has never answered"):
+        undrift.run(settings_of(plan) | {"clients": 4}, clock=str(tmp_path / "out"))
+
+
+@pytest.mark.system
+def test_real_processes_that_do_not_wait_and_their_replay(tmp_path: Path) -> None:
+    """TLS, keys, three SuperNodes and a SuperLink; the simulator comes to the same model from the trace of arrivals."""
+    pytest.importorskip("flwr")
+    from tests.deploy.test_processes import finish, planned
+    from undrift.deploy.local import federation
+
+    settings = {"algorithm": "fedbuff", "asynchronous": True, "clients": 3, "cohort": 1, "rounds": 8, "eval_every": 8}
+    plan = planned(tmp_path / "out", **settings, dtype="float64", set={"lr": 0.2})
+    with federation(3) as here:
+        for client in range(3):
+            here.start_client(client)
+        finish(here, here.run(plan), plan)
+    check_replay(plan, tmp_path / "replayed", 1e-6)
+    told = [json.loads(line) for line in (tmp_path / "out" / "rounds.jsonl").read_text().splitlines()]
+    assert max(record["staleness_max"] for record in told) >= 1
+
+
+def settings_of(plan: Plan) -> dict[str, Any]:
+    given = dataclasses.asdict(plan.run)
     return {n: v for n, v in given.items() if not (n in ("steps", "epochs") and not v)}
 
 

@@ -127,8 +127,8 @@ class Arrivals:
     """arrivals.jsonl: the answers that were used, in the order in which they came; of a resumed run, up to its checkpoint."""
 
     def __init__(self, file: Path, last: Checkpoint | None) -> None:
-        reached = last.round if last else 0
-        kept = [line for line in read_lines(file, "") if line["round"] <= reached]
+        place = last.lines(ARRIVALS) if last else None
+        kept = list(read_lines(file, "", place, further=False))
         self.path = file
         with writing(file):
             with replaced(file) as temporary, temporary.open("wb", buffering=0) as new:
