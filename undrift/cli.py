@@ -354,14 +354,14 @@ def run_command(arguments: argparse.Namespace) -> None:
     "train real clients over Flower: make keys, serve, take part, or run everything on this machine",
     arg(
         "action",
-        metavar="init|local|keys|identity|admit|revoke|server|node|status|page",
+        metavar="init|local|keys|identity|admit|revoke|server|node|status|page|trace",
         help="init: write the app of a federation; local: try it out, all on this machine; keys, identity, admit, revoke: the "
-        "server's keys and the clients'; server, node: serve, take part; status, page: how a run goes",
+        "server's keys and the clients'; server, node: serve, take part; status, page, trace: how a run goes, when answers came",
     ),
     path(
         "place",
         nargs="?",
-        help="the folder: init: a new one; local: for the logs; identity, node: the client's; status, page: the run's; "
+        help="the folder: init: a new one; local: for the logs; identity, node: the client's; status, page, trace: the run's; "
         "else the server's",
     ),
     path("--config", "FILE.toml", help="settings; flags override them"),
@@ -386,6 +386,7 @@ def run_command(arguments: argparse.Namespace) -> None:
         metavar="N",
         help="node: take part only where the server sees sums over N clients",
     ),
+    path("--to", "FILE", help="trace: where to write how long the clients' answers took"),
     arg("--port", type=int, default=8765, help="page: the port on this machine [8765]"),
     arg("--renew", action="store_true", help="keys: make a new certificate of the same authority"),
     arg("--force", action="store_true", help="keys, identity: replace what is there"),

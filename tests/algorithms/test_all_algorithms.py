@@ -99,11 +99,13 @@ NEUTRAL: dict[str, tuple[dict[str, Any], dict[str, Any], int] | None] = {
     "fedbn": ({}, {}, 4),  # without normalisation
     "ffa-lora": None,  # trains a part of the model, see test_adapters.py
     "rolora": None,
+    "fedasync": ({"mu": 0.0, "mixing_rate": 1.0}, {}, 4),  # nobody is stale
+    "fedbuff": ({}, {}, 4),
 }
 # Methods whose server's model is FedAvg's for all settings; what they leave the clients is tested in reference/test_personal.py.
-# FedNova's steps are equal here, FedExP's clients agree, and FedBN's model has no normalisation.
+# FedNova's steps are equal here, FedExP's clients agree, FedBN's model has no normalisation, and nobody is stale for FedBuff.
 FEDAVG_INSIDE = (
-    "fedavg", "ft", "apfl", "fedsm", "fedsm-extra", "ensemble", "ditto", "fednova", "fedexp", "fedbn",
+    "fedavg", "ft", "apfl", "fedsm", "fedsm-extra", "ensemble", "ditto", "fednova", "fedexp", "fedbn", "fedbuff",
 )  # fmt: skip
 GENTLE: dict[str, dict[str, Any]] = {
     "fedavgslm": {"lr": 0.002},  # momentum on both sides, kept between rounds: 100 times the rate
@@ -173,6 +175,8 @@ COSTS = {
     "fedbn": (1, 1, 1),
     "ffa-lora": (1, 1, 1),  # its model has no A
     "rolora": (1, "factor", 1),
+    "fedasync": (1, 1, 1),
+    "fedbuff": (1, 1, 1),
 }
 # Bytes that a client sends instead: a fragment; a place, four levels and a byte for the bins of one entry of 40.
 SENT_UP = {"streaming-diloco": 10 * 8, "sparseloco": 2 + 4 * 8 + 1}

@@ -50,6 +50,7 @@ class Nodes:
         }
         self.known: dict[int, str] = {}  # names by node id
         self.mail: dict[str, list[Message]] = {}  # answers by the id of the message
+        self.pushed = 0  # messages so far
         self.twice = False  # every node answers twice
         self.failing: set[int] = set()
 
@@ -66,7 +67,8 @@ class Nodes:
     def push_messages(self, messages: Iterable[Message]) -> list[str]:
         messages = list(messages)
         for message in messages:
-            message.metadata.__dict__["_message_id"] = f"{len(self.mail)}"
+            message.metadata.__dict__["_message_id"] = f"{self.pushed}"
+            self.pushed += 1
             self.mail[message.metadata.message_id] = []
         for answer in self.send_and_receive(messages):
             self.mail[answer.metadata.reply_to_message_id].append(answer)

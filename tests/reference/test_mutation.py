@@ -16,7 +16,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.reference import plain, signs, test_algorithms, test_exchanges_and_objectives, test_personal
+from tests.reference import (
+    plain,
+    signs,
+    test_algorithms,
+    test_asynchronous,
+    test_exchanges_and_objectives,
+    test_personal,
+)
 from undrift.algorithms.base import Cohort, Up
 from undrift.algorithms.gradient_memory import cone
 from undrift.algorithms.gradient_memory.cone3 import project_three
@@ -214,7 +221,7 @@ def failures() -> str:
 
 
 def file_of(algorithm: str) -> str:
-    return signs.file_of(algorithm_class(algorithm))
+    return signs.file_of(algorithm_class(algorithm.rpartition("+")[2]))  # of a pair the server's
 
 
 @cache
@@ -233,6 +240,7 @@ def probes() -> list[signs.Probe]:
     for compare, cases in (
         (test_algorithms.first_disagreement, test_algorithms.CASES),
         (test_exchanges_and_objectives.first_disagreement, test_exchanges_and_objectives.CASES),
+        (test_asynchronous.first_disagreement, test_asynchronous.CASES),
     ):
         for turn, case in in_turn(cases, [case.algorithm for case in cases]):
             for later, way in enumerate(("stacked", "pool")):

@@ -67,6 +67,8 @@ class Cohort(NamedTuple):
     total: int  # N, all clients
     layout: Layout
     there: Tensor | None = None  # [..., S, 1] 1 for a client, 0 for an empty place; None: no place is empty
+    staleness: Tensor | None = None  # [..., S, 1] server steps since the model that each one began with; None: all 0
+    start: Tensor | None = None  # [..., S, P] that model; None: the server's present one
 
     @property
     def size(self) -> int | Tensor:
@@ -200,6 +202,14 @@ class Server(ServerRate, ABC):
     @abstractmethod
     def server_step(self, server: State, x: Tensor, d: Tensor, up: State, cohort: Cohort) -> tuple[Tensor, State]:
         """The next x and the server's state, from the direction d; `up` holds the single answers [..., S, P]."""
+
+    def weighed(self, cohort: Cohort) -> Cohort:
+        """The cohort as the worker part adds its answers up: with other weights, which add up to one."""
+        return cohort
+
+    def mixing(self, cohort: Cohort) -> float | Tensor:
+        """How far BatchNorm's statistics go towards the mean of the answers': a number, or [..., 1]."""
+        return 1.0
 
     def facts(self, server: State) -> dict[str, Tensor]:
         """Numbers for the round's record."""

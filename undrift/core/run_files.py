@@ -19,6 +19,7 @@ LEDGER = "privacy.json"  # of a private deployment: its secret, and what it has 
 BEST = "best.safetensors"  # of a deployment whose clients score models: that of the best round
 SWEEP = "sweep.json"  # of a folder of runs: which ones a sweep makes, and how many rounds of each
 DEPLOYED, VISITS = "deploy.json", "clients.jsonl"  # of a deployment: its token, and who answered what
+ARRIVALS = "arrivals.jsonl"  # of an asynchronous one: the answers in the order in which they came
 
 
 class Checkpoint(NamedTuple):

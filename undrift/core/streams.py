@@ -29,6 +29,7 @@ class Purpose(IntEnum):
     KEPT = 12
     NOISE = 13
     ATTACK = 14
+    SPEED = 15
 
 
 GOLDEN = 0x9E3779B97F4A7C15  # 2^64 / golden ratio, SplitMix64's increment

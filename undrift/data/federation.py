@@ -101,9 +101,9 @@ class Federation:
         counts: Ids = torch.bincount(cell, minlength=clients * self.classes).cpu().numpy()
         return counts.reshape(clients, self.classes)
 
-    def table(self, plan: Plan, seed: int, round: int, ids: Ids, position: Ids) -> Table:
-        """The batches of clients ids [S] in a round."""
-        stream = plan.shuffle_stream(seed, round)
+    def table(self, plan: Plan, seed: int, round: int | Ids, ids: Ids, position: Ids) -> Table:
+        """The batches of clients ids [S] in a round, or in one of each client."""
+        stream = plan.shuffle_stream(seed, round) if isinstance(round, int) else plan.shuffle_streams(seed, round)
         return table(plan, stream, ids, self.members, self.start[ids], self.sizes[ids], position)
 
 

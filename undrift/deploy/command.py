@@ -1,4 +1,4 @@
-"""`undrift deploy init | local | keys | identity | admit | revoke | server | node | status | page`."""
+"""`undrift deploy init | local | keys | identity | admit | revoke | server | node | status | page | trace`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from undrift.core.errors import BadSetting, UnknownName
 from undrift.deploy.settings import Plan, split_names
 from undrift.jobs.config import RunConfig, as_type
 
-ACTIONS = ("init", "local", "keys", "identity", "admit", "revoke", "server", "node", "status", "page")
+ACTIONS = ("init", "local", "keys", "identity", "admit", "revoke", "server", "node", "status", "page", "trace")
 
 
 @dataclass(frozen=True)
@@ -32,12 +32,16 @@ class Options:
     port: int
     renew: bool
     force: bool
+    to: Path | None
 
 
 def deploy(action: str, place: Path | None, settings: Mapping[str, Any], options: Options) -> None:
     """Carry out one of the actions."""
     if action not in ACTIONS:
         raise UnknownName("deploy action", action, ACTIONS)
+    if action == "trace":
+        print(write_clock(place, options.to))
+        return
     if importlib.util.find_spec("flwr") is None:
         raise BadSetting("deploy needs Flower; pip install 'undrift[flower]'")
     if action in ("init", "local"):
@@ -64,6 +68,15 @@ def deploy(action: str, place: Path | None, settings: Mapping[str, Any], options
         run_process(action, place, options)
     else:
         print(change_keys(action, place, options))
+
+
+def write_clock(run: Path | None, file: Path | None) -> str:
+    """Write what clients of a deployed run took as a trace for `undrift run --clock`, and say so."""
+    from undrift.jobs.clocks import write_measured
+
+    if run is None or file is None:
+        raise BadSetting("give the run's folder and a file: undrift deploy trace runs/deployed --to phones.csv")
+    return f"{write_measured(run, file)} answers are written to {file}; give it to undrift run --clock"
 
 
 def local(plan: Plan, home: Path | None, insecure: bool, data: Path | None) -> None:

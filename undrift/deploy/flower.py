@@ -63,6 +63,15 @@ class Question:
     again: float  # when it may be asked again
 
 
+@dataclass
+class Sent:
+    """A letter whose answer has not come yet."""
+
+    message: str  # its id; empty where it could not be sent
+    at: float  # by time.monotonic
+    why: str  # there will be no answer, if it does not come in time
+
+
 class GridPost:
     """Carries letters over Flower's grid to the nodes of the clients.
 
@@ -83,6 +92,7 @@ class GridPost:
         self.questions: dict[int, Question] = {}  # by node id
         self.pulls: dict[str, Pull] = {}  # by message: answers on their way
         self.said: set[str] = set()  # to say each once
+        self.open: dict[str, Sent] = {}  # letters of a run that does not wait, by client name
 
     def say_once(self, line: str) -> None:
         if line not in self.said:
@@ -209,6 +219,45 @@ class GridPost:
             time.sleep(PAUSE)
             present = self.roll()
         return present
+
+    def send(self, letters: Mapping[str, Letter]) -> None:
+        present = self.wait_for(letters)
+        for name, letter in letters.items():
+            why, message = "no answer in time" if self.node.get(name) in present else "not connected", ""
+            if name in self.node:
+                (id,) = self.grid.push_messages(
+                    [Message(to_records(letter), self.node[name], "train", ttl=self.timeout)]
+                )
+                message = id or ""
+            self.open[name] = Sent(message, time.monotonic(), why)
+
+    def receive(self) -> list[tuple[str, Letter | str]]:
+        while self.open:
+            found = [
+                (name, answer)
+                for name, sent in [*self.open.items()]
+                if (answer := self.answer_to(name, sent)) is not None
+            ]
+            for name, _ in found:
+                del self.open[name]
+            if found:
+                return found
+            time.sleep(PAUSE)
+            self.roll()  # who joins may be asked next
+        return []
+
+    def answer_to(self, name: str, sent: Sent) -> Letter | str | None:
+        """The answer to a letter, or why there is none; None while it may come."""
+        for reply in self.grid.pull_messages([sent.message]) if sent.message else ():
+            if reply.has_error() and reply.error.code in LOST:
+                early = sent.why != "not connected" and time.monotonic() < sent.at + self.timeout - PAUSE
+                return "not connected any more" if early else sent.why
+            try:
+                return content_of(reply, self.node[name])
+            except Refused as error:
+                return f"failed: {error}" if reply.has_error() else f"refused: {error}"
+        late = not sent.message or time.monotonic() > sent.at + self.timeout
+        return sent.why if late else None
 
     def exchange(self, letters: Mapping[str, Letter]) -> Iterator[tuple[str, Letter | str]]:
         present = self.wait_for(letters)

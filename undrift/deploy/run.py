@@ -16,25 +16,28 @@ from torch import Tensor
 from undrift.core.device import pick_device
 from undrift.core.errors import BadRunFolder
 from undrift.core.files import replaced, writing
-from undrift.core.run_files import BEST, DEPLOYED, LEDGER, VISITS, Checkpoint
+from undrift.core.run_files import ARRIVALS, BEST, DEPLOYED, LEDGER, VISITS, Checkpoint
 from undrift.core.seals import Place, append_lines, read_lines, read_sealed, write_sealed
 from undrift.data.load import load_dataset
+from undrift.deploy.asynchronous import Arriving
 from undrift.deploy.client import CLOSE
 from undrift.deploy.privacy import Ledger
 from undrift.deploy.scores import Best
-from undrift.deploy.server import Deployment, Post, Remote, Visit
+from undrift.deploy.server import Deployment, Remote, Stream, Visit
 from undrift.deploy.settings import FIXED, Plan
 from undrift.deploy.site_files import server_federation
+from undrift.jobs.clocks import concurrent_of
 from undrift.jobs.config import RunConfig
 from undrift.jobs.course import Result
 from undrift.jobs.folder import RunFolder
 from undrift.jobs.run import build_simulation, simulate_clients
 from undrift.jobs.start import start
+from undrift.round.timeline import Arrival
 from undrift.simulate.simulation import Simulation
 
 
 def deploy(
-    plan: Plan, post: Post, meet: Callable[[], int], samples: Mapping[str, int], say: Callable[[str], None]
+    plan: Plan, post: Stream, meet: Callable[[], int], samples: Mapping[str, int], say: Callable[[str], None]
 ) -> Result[RunConfig]:
     """Run the rounds; `meet` waits for the clients and counts them, and `post` carries letters to them.
 
@@ -74,10 +77,15 @@ def deploy(
             with writing(out / BEST), replaced(out / BEST) as temporary:
                 save_file(model, temporary, {"round": str(best.round), best.metric: str(abs(best.score))})
 
+        arriving, stack = None, contextlib.ExitStack()
+        if config.asynchronous:
+            arrivals = Arrivals(out / ARRIVALS, last)
+            stack.enter_context(contextlib.closing(arrivals.file))
+            arriving = Arriving(remote, post, concurrent_of(config), plan.deploy.min_replies, arrivals.keep)
         deployment = Deployment(
-            simulation, remote, visits.keep, reported, ledger, plan.deploy.weight_cap, best, keep_best
+            simulation, remote, visits.keep, reported, ledger, plan.deploy.weight_cap, best, keep_best, arriving
         )
-        with contextlib.closing(visits.file):
+        with stack, contextlib.closing(visits.file):
             yield deployment
             deployment.close(visits.closed())
 
@@ -114,6 +122,24 @@ class Visits:
     def closed(self) -> set[tuple[str, int]]:
         """The names and rounds of those who got the reply to their last round."""
         return {(v["client"], v["round"]) for v in self.kept if v["exchange"] == CLOSE and v["outcome"] == "answered"}
+
+
+class Arrivals:
+    """arrivals.jsonl: the answers that were used, in the order in which they came; of a resumed run, up to its checkpoint."""
+
+    def __init__(self, file: Path, last: Checkpoint | None) -> None:
+        place = last.lines(ARRIVALS) if last else None
+        kept = list(read_lines(file, "", place, further=False))
+        self.path = file
+        with writing(file):
+            with replaced(file) as temporary, temporary.open("wb", buffering=0) as new:
+                self.end = append_lines(new, Place(0, ""), *kept)
+            self.file = file.open("ab", buffering=0)
+
+    def keep(self, new: list[Arrival]) -> None:
+        with writing(self.path):
+            self.end = append_lines(self.file, self.end, *(arrival._asdict() for arrival in new))
+            os.fsync(self.file.fileno())
 
 
 def run_token(plan: Plan) -> str:

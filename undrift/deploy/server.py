@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -28,6 +28,7 @@ from undrift.deploy.privacy import Ledger
 from undrift.deploy.scores import KINDS, SCORE, Best, Scoring, gather_scores, read_scores
 from undrift.deploy.sums import SecureLetters, Total, check_secure, fill
 from undrift.jobs.protocol import InMemory
+from undrift.oracle.net import Net
 from undrift.round.aggregate import MEAN
 from undrift.round.clients import Answers
 from undrift.round.compressed import Compressed
@@ -38,6 +39,9 @@ from undrift.round.shapes import Forms
 from undrift.round.who import Attendance, Who
 from undrift.simulate.simulation import Simulation
 from undrift.simulate.work import LocalWork
+
+if TYPE_CHECKING:
+    from undrift.deploy.asynchronous import Arriving
 
 # What a client of a private or secure run does not tell, and what the server takes for it: nobody reads these numbers.
 UNTOLD: dict[str, Fact] = {"seconds": 0.0, "gradients": 0, "loss": 0.0, "anew": False}
@@ -52,6 +56,16 @@ class Post(Protocol):
 
     def exchange(self, letters: Mapping[str, Letter]) -> Iterable[tuple[str, Letter | str]]:
         """Give each client's name and answer once, as the answers arrive."""
+
+
+class Stream(Post, Protocol):
+    """A post that need not be waited for."""
+
+    def send(self, letters: Mapping[str, Letter]) -> None:
+        """Send letters, without waiting for their answers."""
+
+    def receive(self) -> list[tuple[str, Letter | str]]:
+        """The answers that have come since, in their order; it waits until there is one, if any is still to come."""
 
 
 class Visit(NamedTuple):
@@ -107,15 +121,11 @@ class Remote:
         arrays = pack(request, work.net)
         letters = {id: self.letter(id, work.round, exchange, arrays) for id in work.ids.tolist()}
 
-        batches = work.table.steps + -(
-            -work.data.sizes[work.ids.cpu().numpy()] // work.batch
-        )  # of a round, and of all samples
-        most = dict(zip((self.names[id] for id in letters), (CALLS * batches).tolist(), strict=True))
+        batches = most_batches(work.table.steps, work.data.sizes[work.ids.cpu().numpy()], work.batch)
+        most = dict(zip((self.names[id] for id in letters), batches.tolist(), strict=True))
 
         def read_counted(answer: Letter) -> Any:
-            gradients, largest = answer.fact("gradients", int), most[answer.fact("client", str)]
-            if not 0 <= gradients <= largest:
-                raise Refused(f"it counts {gradients} gradients, but it can have computed at most {largest}")
+            gradients = counted(answer, most[answer.fact("client", str)])
             content = read(answer)
             work.gradients += gradients
             return content
@@ -185,33 +195,67 @@ class Remote:
         visits: dict[int, Visit] = {}
         for name, answer in self.post.exchange({name: letter for name, (_, letter) in sent.items()}):
             id, letter = sent[name]
-            round, exchange = letter.fact("round", int) + 1, letter.fact("exchange", str)
-            away, seconds, content = time.perf_counter() - began, 0.0, None
-            outcome = answer if isinstance(answer, str) else "answered"
-            if isinstance(answer, Letter):
-                if self.quiet:
-                    answer = replace(answer, facts=answer.facts | UNTOLD | {"samples": int(sizes[id])})
-                try:
-                    for fact in ("run", "client", "round", "exchange"):
-                        if answer.facts.get(fact) != letter.facts[fact]:
-                            raise Refused(f"its {fact} is {answer.facts.get(fact)!r}, not {letter.facts[fact]!r}")
-                    samples = answer.fact("samples", int)
-                    if samples != sizes[id]:  # it joined after the round began, or its file has changed
-                        raise Refused(f"it has {samples} samples, but this round counts on {sizes[id]}")
-                    claimed = answer.number("seconds")
-                    if not 0 <= claimed <= away:
-                        raise Refused(f"it says that it worked for {claimed:g} s, in an exchange of {away:g} s")
-                    seconds, content = claimed, read(answer)
-                except Refused as error:
-                    outcome = f"refused: {error}"[:LONGEST]
-            if content is None:
-                self.say(f"round {round}: {name} {failed}: {outcome}")
-            contents[id], up = content, answer.nbytes if isinstance(answer, Letter) else 0
-            visits[id] = Visit(round, name, exchange, outcome, letter.nbytes, up, seconds, away)
+            away = time.perf_counter() - began
+            contents[id], visits[id] = self.take(letter, answer, int(sizes[id]), away, read, failed)
             del answer  # so that it takes no memory while others are waited for
         away = time.perf_counter() - began
         self.visits += [visits[id]._replace(away=away) for id in letters]
         return list(contents.values())
+
+    def take(
+        self, letter: Letter, answer: Letter | str, size: int, away: float, read: Callable[[Letter], Any], failed: str
+    ) -> tuple[Any, Visit]:
+        """Read the answer to a letter that was sent `away` seconds ago; None for one that is missing or refused."""
+        name, round, exchange = letter.fact("client", str), letter.fact("round", int) + 1, letter.fact("exchange", str)
+        seconds, content, outcome = 0.0, None, answer if isinstance(answer, str) else "answered"
+        if isinstance(answer, Letter):
+            if self.quiet:
+                answer = replace(answer, facts=answer.facts | UNTOLD | {"samples": size})
+            try:
+                for fact in ("run", "client", "round", "exchange"):
+                    if answer.facts.get(fact) != letter.facts[fact]:
+                        raise Refused(f"its {fact} is {answer.facts.get(fact)!r}, not {letter.facts[fact]!r}")
+                samples = answer.fact("samples", int)
+                if samples != size:  # it joined after the round began, or its file has changed
+                    raise Refused(f"it has {samples} samples, but this round counts on {size}")
+                claimed = answer.number("seconds")
+                if not 0 <= claimed <= away:
+                    raise Refused(f"it says that it worked for {claimed:g} s, in an exchange of {away:g} s")
+                seconds, content = claimed, read(answer)
+            except Refused as error:
+                outcome = f"refused: {error}"[:LONGEST]
+        if content is None:
+            self.say(f"round {round}: {name} {failed}: {outcome}")
+        up = answer.nbytes if isinstance(answer, Letter) else 0
+        return content, Visit(round, name, exchange, outcome, letter.nbytes, up, seconds, away)
+
+
+def most_batches(steps: NDArray[np.int64], sizes: NDArray[np.int64], batch: int) -> NDArray[np.int64]:
+    """The most gradients of mini-batches that clients can have computed: of their steps, and of all samples."""
+    return CALLS * (steps + -(-sizes // batch))
+
+
+def counted(letter: Letter, largest: int) -> int:
+    """How many gradients a client says that it has computed."""
+    gradients = letter.fact("gradients", int)
+    if not 0 <= gradients <= largest:
+        raise Refused(f"it counts {gradients} gradients, but it can have computed at most {largest}")
+    return gradients
+
+
+def read_answers(
+    remote: Remote, alg: Algorithm, form: Answers, letter: Letter, round: int, net: Net, x: Tensor
+) -> Answers:
+    """What a client sends when it has trained, in the simulator's form; the client's model stays with it."""
+    reply = check_finite(unpack(letter.arrays, Reply(form.up, form.buffers), net, x.device))
+    if letter.fact("anew", bool):
+        remote.say(f"round {round + 1}: {letter.facts['client']} had lost its state and begins anew")
+    if isinstance(alg, Compressed):
+        refuse_misplaced(alg, reply.up)
+    told = {n: 0.0 if remote.private else bounded(letter, f"fact.{n}") for n in form.facts._fields}
+    numbers = type(form.facts)(*(x.new_tensor([value]) for value in told.values()))
+    loss = x.new_tensor([bounded(letter, "loss")])
+    return Answers(reply.up, Nothing(), reply.buffers, x.new_full((1,), torch.nan), loss, numbers)
 
 
 def bounded(letter: Letter, name: str) -> float:
@@ -250,19 +294,12 @@ class Letters:
         lengths: dict[int, float] = {}
 
         def read(letter: Letter) -> Answers:
-            reply = check_finite(unpack(letter.arrays, Reply(form.up, form.buffers), work.net, x.device))
-            if letter.fact("anew", bool):
-                remote.say(f"round {work.round + 1}: {letter.facts['client']} had lost its state and begins anew")
-            if isinstance(alg, Compressed):
-                refuse_misplaced(alg, reply.up)
-            told = {n: 0.0 if remote.private else bounded(letter, f"fact.{n}") for n in facts._fields}
-            numbers = type(facts)(*(x.new_tensor([value]) for value in told.values()))
-            loss, up = x.new_tensor([bounded(letter, "loss")]), reply.up
-            lengths[remote.names.index(letter.fact("client", str))] = length(up)
+            found = read_answers(remote, alg, form, letter, work.round, work.net, x)
+            lengths[remote.names.index(letter.fact("client", str))] = length(found.up)
             if total is not None:
-                total.add(up)
-                up = Nothing()
-            return Answers(up, Nothing(), reply.buffers, none, loss, numbers)
+                total.add(found.up)
+                found = found._replace(up=Nothing())
+            return found
 
         up = Nothing() if total is not None else fill(form.up, x, remote.absent)
         lost = Answers(up, Nothing(), fill(form.buffers, x), none, fill(form.loss, x), fill(facts, x))
@@ -288,11 +325,13 @@ class Deployment(InMemory):
         weight_cap: float = 1.0,
         best: Best | None = None,
         keep_best: Callable[[dict[str, Tensor], Best], None] | None = None,
+        arriving: Arriving | None = None,
     ) -> None:
         """`keep` stores visits, `samples` are what clients with files report, a private run has a `ledger`.
 
         `weight_cap` is the largest share of a round's weight that a client may have by what it reports. With `best` clients
-        score models on samples that they hold out, and `keep_best` stores the model of the best round.
+        score models on samples that they hold out, and `keep_best` stores the model of the best round. In an asynchronous run
+        answers are taken as they come, by `arriving`.
         """
         self.samples, self.sizes = samples, np.zeros(len(remote.names), np.int64)  # as first reported; 0: not yet
         self.weight_cap, self.told = weight_cap, set[str]()  # lines on reports that were said already
@@ -303,6 +342,9 @@ class Deployment(InMemory):
             ledger.carry_over(simulation.accountant, 0)
         self.net, self.device = simulation.net, simulation.device
         simulation.remote, remote.aggregate = remote, simulation.settings.aggregate
+        self.arriving = arriving
+        if arriving is not None:
+            arriving.serve(simulation)
         how = simulation.settings
         remote.adds_up = (how.aggregate, how.weights, how.compress, how.privacy) == (MEAN, "uniform", "", None)
         if remote.secure_bound:
@@ -394,6 +436,8 @@ class Deployment(InMemory):
             "exchange_seconds": sum({v.exchange: v.away for v in visits}.values()),
             "refused": sum(v.outcome.startswith("refused") for v in visits),
         }
+        if self.arriving is not None:  # its answers are those that were used, and all are there
+            return record._replace(more=record.more | measured)
         # The simulator counts an upload for every client, even those that did not answer.
         bytes_up = record.bytes_up * sum(v.bytes_up > 0 for v in visits) // max(1, len(visits))
         rule = self.simulation.rule

@@ -19,7 +19,8 @@ from undrift.jobs.config import FIELDS, RunConfig, build_algorithm, from_mapping
 
 NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,63}")  # of a client or a run, and of its folder
 OWN = "own"  # the dataset, and the partition, of a run whose clients each read a file
-SIMULATED = ("dropout_rate", "slow", "bandwidth", "latency", "attack")  # real clients are slow, and fail, by themselves
+# Real clients are slow, and fail, by themselves.
+SIMULATED = ("dropout_rate", "slow", "bandwidth", "latency", "attack", "clock", "step_seconds", "over_select")
 HERE_ONLY = (*SIMULATED, "chunk", "client_state")  # have no flag
 REFUSED = "undrift: "  # begins the line of the server's log that says why a run ended
 UNUSED = (*HERE_ONLY, "execution", "replay", "compile", "checkpoint_every")
@@ -190,6 +191,9 @@ class Plan:
             raise BadSetting(f"min_replies is {deploy.min_replies}, but only {chosen.cohort} clients are asked a round")
         if chosen.privacy_clip and deploy.min_replies > 1:
             raise BadSetting("privacy_clip: leave min_replies at 1: a round must not depend on how many answer")
+        for name in ("own_test", "secure_bound"):
+            if chosen.asynchronous and getattr(deploy if name in DEPLOY_FIELDS else chosen, name):
+                raise BadSetting(f"asynchronous: {name} needs clients that are there together; leave it out")
         plan = cls(chosen, alg, deploy)
         if deploy.patience and not plan.scored:
             raise BadSetting(

@@ -193,6 +193,23 @@ class RunConfig(JobConfig):
         0.0, "Mbit/s of each client's link, for the simulated network time; 0: no limit", MESSAGES
     )
     latency: float = setting(0.0, "seconds that each message takes, for the simulated network time", MESSAGES)
+    clock: str = setting(
+        "",
+        "virtual time: lognormal:0.5 draws clients' speeds (lognormal:0.5,0.2 links, too); a trace; a deployed run's folder",
+        MESSAGES,
+    )
+    step_seconds: float = setting(
+        1.0, "with --clock lognormal: virtual seconds of the median client's local step", MESSAGES
+    )
+    over_select: int = setting(
+        0, "with --clock: clients invited beyond the cohort; the first --cohort answers count", MESSAGES
+    )
+    asynchronous: bool = setting(
+        False, "the server steps whenever --cohort answers are there; nobody waits for a round", MESSAGES
+    )
+    concurrent: int = setting(
+        0, "with --asynchronous: clients at work at a time; 0: ten times --cohort, or all", MESSAGES
+    )
     own_test: float = setting(0.0, "share of each client's samples that it holds out to be tested on", CLIENTS)
     colour: float = setting(0.0, "how much clients' pictures differ in brightness and saturation", CLIENTS)
     chunk: int = setting(0, "clients stacked at a time; 0: as many as fit in memory", MACHINE)
@@ -215,8 +232,9 @@ class RunConfig(JobConfig):
             object.__setattr__(self, "steps", 5)
         if not self.batches:
             object.__setattr__(self, "batches", "persistent" if self.steps else "fresh")
-        least = dict(clients=1, cohort=1, batch=1, client_eval_every=0, steps=0, chunk=0)
-        check_numbers(self, least, not_negative=("epochs", "colour", "bandwidth", "latency"))
+        least = dict(clients=1, cohort=1, batch=1, client_eval_every=0, steps=0, chunk=0, over_select=0, concurrent=0)
+        not_negative = ("epochs", "colour", "bandwidth", "latency")
+        check_numbers(self, least, not_negative, ("step_seconds",))
         if not 0.0 <= self.dropout_rate < 1.0:
             raise BadSetting(f"dropout_rate must lie in [0, 1), not {self.dropout_rate}")
         parse_slow(self.slow)
@@ -224,6 +242,7 @@ class RunConfig(JobConfig):
         check_compress(self.compress)
         check_privacy(self)
         check_attacks(self.aggregate, self.attack)
+        check_clock(self)
         check_choices(self, CHOICES)
         if self.batches == "persistent" and self.epochs:
             raise BadSetting("persistent batches count steps; use --steps, or --batches fresh with --epochs")
@@ -233,7 +252,13 @@ class RunConfig(JobConfig):
             )
 
     def remarks(self) -> list[str]:
-        return [*super().remarks(), *build_algorithm(self).remarks(self.rounds, self.cohort)]
+        alg = build_algorithm(self)
+        said = [*super().remarks(), *alg.remarks(self.rounds, self.cohort)]
+        if hasattr(alg, "scale") and not self.asynchronous:
+            said.append(
+                f"{self.algorithm} weighs answers by their staleness, and here none is stale; give --asynchronous"
+            )
+        return said
 
     def advice(self) -> str:
         more = [] if self.set.get("clip") else ["shorter steps (clip=10)"]
@@ -429,6 +454,23 @@ def check_attacks(aggregate: str, attack: str) -> None:
 
     parse_rule(aggregate)
     parse_attack(attack)
+
+
+def check_clock(config: RunConfig) -> None:
+    """Check that the settings of virtual time go together."""
+    from undrift.round.clock import parse_spreads  # with PyTorch
+
+    drawn = parse_spreads(config.clock) is not None or (config.asynchronous and not config.clock)
+    if config.step_seconds != 1.0 and not drawn:
+        raise BadSetting("step_seconds goes with a clock that is drawn; give --clock lognormal:0.5")
+    if config.over_select and (config.asynchronous or not config.clock):
+        raise BadSetting(
+            "over_select is for rounds that wait, on a virtual clock: give --clock, and not --asynchronous"
+        )
+    if config.concurrent and not config.asynchronous:
+        raise BadSetting("concurrent counts clients at work where nobody waits for a round; give --asynchronous")
+    if config.concurrent > config.clients:
+        raise BadSetting(f"concurrent must be at most the {config.clients} clients, not {config.concurrent}")
 
 
 UNRATED = ("fp16", "int8", "int4")  # compressions without a ratio

@@ -25,6 +25,7 @@ from torch import Tensor
 from undrift.core.errors import BadRunFolder, BadSetting, CannotWrite
 from undrift.core.files import make_folder, replaced, sync, writing
 from undrift.core.run_files import (
+    ARRIVALS,
     CHECKPOINTS,
     MODEL,
     ROUNDS,
@@ -121,8 +122,7 @@ class RunFolder:
             if before is None or before.round != facts["round"]:  # else nothing has changed since
                 _save_tensors(file, tensors)
             lines = {ROUNDS: self.written}
-            if place := last_place(self.path / VISITS):
-                lines[VISITS] = place
+            lines |= {name: place for name in (VISITS, ARRIVALS) if (place := last_place(self.path / name))}
             for name in lines:
                 sync(self.path / name)
             facts = facts | {"run": self.run, "sha256": checksum(file), "lines": lines}

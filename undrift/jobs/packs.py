@@ -34,6 +34,7 @@ def kind(config: RunConfig, folder: RunFolder) -> Hashable:
     alg, timed = build_algorithm(config), "time" in parse_stop(config.stop_at)
     apart = alg.personalises or alg.pools  # server work for each client, without a dimension for runs
     apart = apart or config.privacy_clip > 0  # each round has its cost and its clipping to record
+    apart = apart or config.asynchronous or bool(config.clock)  # each run has its own virtual time
     if config.compress or config.attack or execution == "pool" or config.client_state == "disk" or timed or apart:
         return None
     same = {name: value for name, value in asdict(config).items() if name not in DIFFER}

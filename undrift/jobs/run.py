@@ -24,6 +24,7 @@ from undrift.data.dataset import Dataset
 from undrift.data.federation import Federation, Ids, federate
 from undrift.data.from_user import dataset_from
 from undrift.data.load import load_dataset
+from undrift.jobs.clocks import clock_of, concurrent_of
 from undrift.jobs.config import (
     FIELDS,
     RunConfig,
@@ -260,6 +261,7 @@ def settings_of(config: RunConfig, sizes: Ids, device: torch.device) -> Settings
         compile=replayed and compiles(config, config.rounds * int(plan.steps_of(sizes).max())),
         client_eval_every=config.client_eval_every, compress=config.compress, warmup=config.warmup,
         client_state=config.client_state, privacy=privacy_of(config), aggregate=config.aggregate, attack=config.attack,
+        clock=clock_of(config), over_select=config.over_select, concurrent=concurrent_of(config),
     )  # fmt: skip
 
 

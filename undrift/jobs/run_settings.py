@@ -29,6 +29,11 @@ class RunSettings(TypedDict, total=False):
     slow: str
     bandwidth: float
     latency: float
+    clock: str
+    step_seconds: float
+    over_select: int
+    asynchronous: bool
+    concurrent: int
     own_test: float
     colour: float
     chunk: int

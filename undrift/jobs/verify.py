@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 from undrift.core.errors import BadRunFolder
 from undrift.core.files import sync, writing
 from undrift.core.run_files import (
+    ARRIVALS,
     DEPLOYED,
     FIGURES,
     LEDGER,
@@ -69,7 +70,7 @@ def damage_of_checkpoint(folder: RunFolder, file: Path) -> list[str]:
             tensors = folder.tensors(checkpoint)
             if "clients.table" in tensors:
                 find_rows(folder.path, checkpoint.round, tensors)
-        for name, first in ((ROUNDS, folder.run), (VISITS, "")):
+        for name, first in ((ROUNDS, folder.run), (VISITS, ""), (ARRIVALS, "")):
             with noting(damage):
                 skim(read_lines(folder.path / name, first, checkpoint.lines(name), further=False))
     return damage

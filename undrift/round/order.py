@@ -130,12 +130,15 @@ def play(
         cohort = task.cohort(rated, kept)
         answers = agree_answers(task.rule, answers, cohort, state.buffers, net.counters)
 
-        d, companion = rated.gather(companion, answers.up, cohort)
+        weighed = rated.weighed(cohort)
+        d, companion = rated.gather(companion, answers.up, weighed)
         x, server = state.x, state.server
         if not rated.stands_still:
             x, server = rated.server_step(server, x, d, answers.up, cohort)
         companion = rated.companion_step(companion, answers.up, cohort, state.x, x)
-        buffers = average_buffers(net, answers, cohort) if rated.buffers_up else state.buffers
+        buffers = state.buffers
+        if rated.buffers_up:
+            buffers = average_buffers(net, answers, weighed, buffers, rated.mixing(cohort))
         reply = reply_to(rated, companion, answers, cohort)
         cost.reply = nbytes(net.sent(reply)) // max(1, cohort.ids.numel())
         client = receive(rated, answers.client, reply)
@@ -171,7 +174,8 @@ def receive(alg: Algorithm, client: State, reply: State) -> State:
     return client if isinstance(client, Nothing) else alg.receive(client, reply)
 
 
-def average_buffers(net: Net, answers: Answers, cohort: Cohort) -> Tensor:
-    """BatchNorm's statistics, averaged; its counters are aggregated by maximum."""
+def average_buffers(net: Net, answers: Answers, cohort: Cohort, old: Tensor, mixing: float | Tensor) -> Tensor:
+    """BatchNorm's statistics, averaged, as far as the server goes there; its counters are aggregated by maximum."""
     averaged = mean(answers.buffers, cohort.weight)
+    averaged = old + mixing * (averaged - old) if isinstance(mixing, Tensor) else averaged
     return torch.where(net.counters, answers.buffers.amax(-2), averaged) if net.counters.numel() else averaged

@@ -38,6 +38,8 @@ class Who(NamedTuple):
     there: Any = ()  # [..., S, 1] 1 for a client, 0 for an empty place; (): all places are taken
     rate: Any = ()  # [...] eta_l; (): the algorithm's own
     attack: Any = ()  # [..., S] keys of what attackers draw; (): they draw nothing
+    staleness: Any = ()  # [..., S, 1] server steps since the model that each one began with; (): they began with the last one
+    start: Any = ()  # [..., S, P] that model, where it may be an older one
 
 
 class Task:
@@ -53,7 +55,8 @@ class Task:
 
     def cohort(self, alg: Algorithm, who: Who) -> Cohort:
         there = who.there if isinstance(who.there, Tensor) else None
-        return Cohort(who.ids, who.drawn, who.weight, who.steps, alg.lr, self.clients, self.net.layout, there)
+        late = (who.staleness, who.start) if isinstance(who.staleness, Tensor) else (None, None)
+        return Cohort(who.ids, who.drawn, who.weight, who.steps, alg.lr, self.clients, self.net.layout, there, *late)
 
     def everybody(self, who: Who) -> Tensor:
         return torch.ones_like(who.ids, dtype=torch.bool)
@@ -83,6 +86,8 @@ class Task:
             return who, answers
         share = who.share[good]
         kept = Who(who.ids[good], who.drawn[good], share, share / share.sum(-2, keepdim=True), who.steps[good])
+        if isinstance(who.staleness, Tensor):
+            kept = kept._replace(staleness=who.staleness[good], start=who.start[good])
         return kept, map_leaves(lambda v: rows_of(v, good), answers)
 
 
@@ -98,6 +103,16 @@ class Attendance(NamedTuple):
     ids: Ids  # who answers
     drawn: Ids  # their places in the order drawn
     steps: Ids  # K_i
+    versions: Ids | None = None  # the rounds whose model each one began with; None: this one's
+
+    @classmethod
+    def nobody(cls) -> Attendance:
+        none = np.zeros(0, dtype=np.int64)
+        return cls(none, none, none, none)
+
+    def some(self, which: Ids) -> Attendance:
+        """The same, but only some of them answer."""
+        return self._replace(ids=self.ids[which], drawn=self.drawn[which], steps=self.steps[which])
 
 
 class Sampling(NamedTuple):

@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Protocol, TypeVar
+from typing import NamedTuple, Protocol, TypeVar
 
 import numpy as np
 import torch
@@ -58,6 +58,19 @@ class AskHere:
 def shared(down: State) -> State:
     """The server's message with a dimension for clients."""
     return map_leaves(lambda t: t.unsqueeze(-2), down)
+
+
+class Apart(NamedTuple):
+    """Messages that differ between the clients, with a dimension for them; the buffers are then [S, Q]."""
+
+    down: State
+
+
+def message_to(some: slice | int, down: State, buffers: Tensor) -> tuple[State, Tensor]:
+    """What goes to some clients, stacked, or to one alone: the message and BatchNorm's statistics."""
+    if isinstance(down, Apart):
+        return map_leaves(lambda t: t[..., some, :], down.down), buffers[some]
+    return shared(down) if isinstance(some, slice) else down, buffers
 
 
 def row(state: T, clients: slice | int) -> T:
@@ -171,10 +184,10 @@ def train_some(
     limit: int | None = None,
 ) -> Answers:
     """The answers of some clients of the cohort, stacked, or of one alone. A failure names the client."""
-    whole = LocalWhole.of(work, some, buffers)
-    message = shared(down) if isinstance(some, slice) else down
+    message, own = message_to(some, down, buffers)
+    whole = LocalWhole.of(work, some, own)
     try:
-        answers = train(alg, message, row(client, some), buffers, work.steps(some, limit), whole)
+        answers = train(alg, message, row(client, some), own, work.steps(some, limit), whole)
     except ClientFailed as failure:
         if isinstance(some, int):
             raise failure.of(int(work.ids[some])) from failure.error

@@ -21,9 +21,10 @@ from undrift.algorithms.personal import Personal
 from undrift.core import ranks
 from undrift.core.errors import BadSetting, ClientFailed
 from undrift.core.forms import plain_forms
+from undrift.core.layout import MODEL
 from undrift.core.rates import RateSchedule
 from undrift.core.run_files import ADAPTER
-from undrift.core.trees import State, map_leaves, named_leaves, nbytes
+from undrift.core.trees import State, leaves, map_leaves, named_leaves, nbytes
 from undrift.data.batches import Plan, Table
 from undrift.data.federation import Federation, Ids, pool
 from undrift.models._adapters import has_adapters, save_adapter
@@ -33,12 +34,14 @@ from undrift.round.accounting import Accountant
 from undrift.round.aggregate import MEAN, parse_rule
 from undrift.round.attack import attack_keys, flip_labels, make_attackers, parse_attack
 from undrift.round.clients import new_clients
+from undrift.round.clock import Clock, Traffic
 from undrift.round.compressed import Uplink, check_compressed, upload_form, wrap
 from undrift.round.order import Ask, Cost, Nobody, ServerState, first_state, play, send_down
 from undrift.round.private import Privacy, Private, Source, check_private, make_accountant
 from undrift.round.record import RoundRecord, write_record
 from undrift.round.robust import check_rule
 from undrift.round.shapes import Forms
+from undrift.round.timeline import Asynchronous, Recorded, Synchronous, Timeline, check_asynchronous, staleness_of
 from undrift.round.who import Attendance, Sampling, Task, Who
 from undrift.simulate import export
 from undrift.simulate.check_task import check_task
@@ -66,6 +69,7 @@ from undrift.simulate.personal_scores import own_scores
 from undrift.simulate.program import uses_whole
 from undrift.simulate.replay import LONGEST, FirstStates, Replay
 from undrift.simulate.sharded import agree, over_ranks
+from undrift.simulate.stale import AskStale, Held, restored, tensors_of
 from undrift.simulate.work import LocalWork
 
 MOST_SHOWN = 100  # clients whose samples run.toml counts, class by class
@@ -99,6 +103,11 @@ class Settings:
     privacy: Privacy | None = None  # the updates are clipped and their sum gets noise
     aggregate: str = MEAN  # or a rule of undrift/round/aggregate
     attack: str = ""  # what some clients send instead, see round/attack.py
+    clock: Clock | Recorded | None = (
+        None  # how long clients take on the virtual clock; or the arrivals of a real federation
+    )
+    over_select: int = 0  # clients invited beyond the cohort, with a clock: the first answers count
+    concurrent: int = 0  # clients that are at work at a time in an asynchronous run; 0: rounds wait for their cohort
 
     def schedule(self, t: int) -> float:
         """What the local rate of round t (counted from 0) is multiplied by."""
@@ -163,6 +172,9 @@ class Simulation:
         self.t = 0
         x0, buffers = (v.to(device) for v in net.start())
         self.state: ServerState = first_state(alg, net, x0, buffers, data.clients)
+        self.timeline = self.make_timeline()
+        self.clock_before = 0.0  # its seconds when the last round was over
+        self.held: dict[int, Held] = {}  # what clients at work began with, by round
         self.clients: ClientTable | DiskTable = ClientTable()
         self.position = np.zeros(data.clients, dtype=np.int64)  # batches each client has taken so far
         self.counted = np.zeros(
@@ -174,7 +186,9 @@ class Simulation:
         self.execution: Execution | None = None
         self.client_scores: tuple[ClientScores, int] | None = None  # the last ones, and their round
         on_one_gpu = device.type == "cuda" and ranks.count() == 1 and remote is None
-        plain = self.uplink is None and self.accountant is None and settings.execution != "debug"
+        plain = (
+            self.uplink is None and self.accountant is None and self.timeline is None and settings.execution != "debug"
+        )
         self.replays = settings.replay and on_one_gpu and plain
         self.replay: Replay | None = None
         self.evaluation: tuple[Tensor, Tensor, Callable[[], dict[str, Tensor]]] | None = None
@@ -205,7 +219,39 @@ class Simulation:
 
     def attendance(self, t: int) -> Attendance:
         """Who takes part in round t, and how much each one does."""
-        return self.sampling.round(t)
+        return self.sampling.round(t) if self.timeline is None else self.timeline.attend(t, self.sampling)
+
+    def make_timeline(self) -> Timeline | None:
+        """The run's course on a virtual clock, if it has one."""
+        how, clock = self.settings, self.settings.clock
+        if clock is None and not how.concurrent:
+            return None
+        forms = Forms.of(wrap(self.alg.at(0), 1.0, self.uplink), self.net, self.data.clients)
+        if how.concurrent or isinstance(clock, Recorded):
+            self.check_asynchronous(bool(leaves(forms.reply)))
+        if clock is None or isinstance(clock, Recorded):
+            return clock
+        messages = [self.net.sent(state) for state in (forms.down, forms.answers.up, forms.reply)]
+        messages += [forms.buffers, forms.buffers, *([self.net.sent(self.state.x, MODEL)] if self.alg.measures else [])]
+        traffic = Traffic(sum(map(nbytes, messages)), 2 if self.alg.measures else 1)
+        if how.concurrent:
+            return Asynchronous(clock, traffic, how.concurrent)
+        if how.cohort + how.over_select > self.data.clients:
+            raise BadSetting(
+                f"over_select: a cohort of {how.cohort} and {how.over_select} more are more than {self.data.clients} clients"
+            )
+        return Synchronous(clock, traffic, how.over_select)
+
+    def check_asynchronous(self, replies: bool) -> None:
+        """Refuse what needs clients that are there together."""
+        how = self.settings
+        check_asynchronous(self.alg, replies)
+        together = {
+            "compress": bool(how.compress), "privacy_clip": how.privacy is not None, "aggregate": self.rule is not None,
+            "over_select": how.over_select > 0, "sampling": how.sampling != "fixed", "torchrun": ranks.count() > 1,
+        }  # fmt: skip
+        for name in (name for name, given in together.items() if given):
+            raise BadSetting(f"asynchronous: {name} is for rounds whose clients are there together; leave it out")
 
     def wrap(self, alg: Algorithm) -> Algorithm:
         """The algorithm with what the settings put around it, at the rate of the next round."""
@@ -223,14 +269,23 @@ class Simulation:
     def work(self, attendance: Attendance) -> LocalWork:
         """What the clients of the next round train on."""
         ids, how = attendance.ids, self.settings
+        rounds = self.t if attendance.versions is None else attendance.versions
         if self.remote is not None:  # who has samples elsewhere chooses them there; here it could have any number
             table = Table(torch.zeros(len(ids), 0, 0), np.zeros((len(ids), 0), np.int64), attendance.steps)
         else:
-            table = self.data.table(how.plan, how.seed, self.t, ids, self.position[ids])
+            table = self.data.table(how.plan, how.seed, rounds, ids, self.position[ids])
         if (attendance.steps < table.steps).any():
             table = table.shorten(attendance.steps)
+        apart = None if isinstance(rounds, int) else torch.from_numpy(rounds).to(self.device)
         return LocalWork(
-            self.net, self.data, how.seed, self.t, torch.from_numpy(ids).to(self.device), table, how.plan.batch
+            self.net,
+            self.data,
+            how.seed,
+            self.t,
+            torch.from_numpy(ids).to(self.device),
+            table,
+            how.plan.batch,
+            rounds=apart,
         )
 
     def ask(self, work: LocalWork, who: Who) -> Ask:
@@ -250,7 +305,26 @@ class Simulation:
                 lambda name, chunk: choose(name, chunk, alg, down, client, *where),
             )
             work.gradients = 0  # only the round itself counts
-        return AskHere(over_ranks(self.execution), work, self.clients)
+        if work.rounds is None:
+            return AskHere(over_ranks(self.execution), work, self.clients)
+        rate, versions = self.settings.schedule, work.rounds.cpu().numpy()
+        return AskStale(
+            self.execution,
+            work,
+            self.clients,
+            versions,
+            self.held,
+            rate,
+            lambda t: wrap(self.alg, rate(t), self.uplink, t),
+        )
+
+    def late(self, who: Who, attendance: Attendance) -> Who:
+        """The clients of a round with the models that they began with, where these may be older ones."""
+        if attendance.versions is None:
+            return who
+        began = [self.held[version].x for version in attendance.versions.tolist()]
+        missed = torch.from_numpy(self.t - attendance.versions).to(self.state.x).unsqueeze(-1)
+        return who._replace(staleness=missed, start=torch.stack(began))
 
     def down(self, who: Who) -> State:
         """What would go down to these clients now."""
@@ -275,8 +349,10 @@ class Simulation:
         self.enter()
         attendance, cost = self.attendance(self.t), Cost()
         kept, gradients, numbers = attendance.ids[:0], 0, {"train_loss": float("nan"), "consistency": 0.0}
+        if attendance.versions is not None:  # some begin with the present model, in this round or a later one
+            self.held[self.t] = Held(self.state.x, self.state.buffers, self.down(self.who(attendance)))
         if len(attendance.ids):
-            who, work = self.who(attendance), self.work(attendance)
+            who, work = self.late(self.who(attendance), attendance), self.work(attendance)
             with plain_forms(self.settings.execution == "debug"):
                 after = play(self.wrap(self.alg), self.task, self.state, who, self.ask(work, who), cost)
             good = after.good.cpu().numpy()
@@ -293,6 +369,9 @@ class Simulation:
             self.last_reply = None
             numbers |= {name: float(value) for name, value in self.alg.facts(self.state.server).items()}
         record = self.record(attendance, kept, cost, gradients, numbers, began)
+        if self.timeline is not None:
+            needed = self.timeline.needed()
+            self.held = {t: held for t, held in self.held.items() if t in needed}
         self.t += 1
         scores = self.evaluate(torch.from_numpy(attendance.ids).to(self.device), last)
         return record.with_scores(scores)._replace(seconds=time.perf_counter() - began)
@@ -311,8 +390,12 @@ class Simulation:
         if len(kept):
             self.counted[kept] = self.latest = self.t + 1
         self.say_unguarded(len(kept))
+        if len(kept) and attendance.versions is not None:  # its state is that after the round whose model it began with
+            self.counted[kept] = attendance.versions[np.isin(attendance.ids, kept)] + 1
         each = down / max(1, invited) + up / max(1, asked)
         network = self.network_seconds(each, 2 if alg.measures and asked else 1)
+        if self.timeline is not None:
+            network = self.clock_seconds() | staleness_of(attendance, self.t)
         numbers = {**numbers, **network, **self.spend(attendance)}
         return write_record(self.t + 1, began, numbers, invited, invited - len(kept), down, up, gradients)
 
@@ -391,6 +474,12 @@ class Simulation:
         sending = bytes_per_client * 8 / (self.settings.bandwidth * 1e6) if self.settings.bandwidth else 0.0
         return {"network_seconds": 2 * exchanges * self.settings.latency + sending}
 
+    def clock_seconds(self) -> dict[str, float]:
+        """How long the round took on the virtual clock, and when it was over."""
+        assert self.timeline is not None
+        before, self.clock_before = self.clock_before, self.timeline.now
+        return {"network_seconds": self.timeline.now - before, "virtual_seconds": self.timeline.now}
+
     def evaluate(self, cohort: Tensor, last: bool) -> dict[str, Any]:
         """Score the server's model as far as scores are due: on test, validation (val_*) and the clients' own samples."""
         where, data = (self.net, self.state.x, self.state.buffers), self.data
@@ -442,6 +531,9 @@ class Simulation:
         own = {name: torch.from_numpy(array) for name, array in part.items()}
         if self.accountant is not None:
             own |= {"privacy.spent": self.accountant.spent, "privacy.open": self.accountant.open}
+        if self.timeline is not None:
+            own |= self.timeline.tensors()
+            own |= tensors_of(self.held)
         return state | self.clients.tensors() | own | {"class_best": self.class_best}
 
     def restore(self, tensors: dict[str, Tensor], t: int) -> None:
@@ -457,6 +549,12 @@ class Simulation:
         moved, position, counted = (tensors[name].cpu().numpy() for name in ("position.ids", "position", "counted"))
         self.position[moved], self.counted[moved], self.latest = position, counted, int(counted.max(initial=0))
         self.class_best = tensors["class_best"].cpu().clone()
+        if self.timeline is not None:
+            self.timeline.restore(tensors)
+            everybody = np.arange(self.data.clients)
+            who = self.who(Attendance(everybody, everybody, everybody, np.ones_like(everybody)))
+            self.held = restored(tensors, Held(self.state.x, self.state.buffers, self.down(who)))
+            self.clock_before = self.timeline.now
         if self.accountant is not None:
             self.accountant.spent = tensors["privacy.spent"].cpu().clone()
             self.accountant.open = tensors["privacy.open"].cpu().clone()

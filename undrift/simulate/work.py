@@ -33,14 +33,23 @@ class LocalWork:
     batch: int  # B
     gradients: int = 0  # mini-batch gradients computed so far
     mapped: bool = False  # whether some were by vmap
+    rounds: Tensor | None = None  # [S] of each client, where they differ
 
     @functools.cached_property
     def keys(self) -> tuple[Tensor, Tensor]:
         """The streams [S, K] of every client's and step's dropout and augmentation."""
         every = torch.arange(self.table.count.shape[1], device=self.ids.device)
-        names = (stream(self.seed, purpose, self.round) for purpose in (Purpose.DROPOUT, Purpose.AUGMENT))
-        dropout, augment = (fold(fold(name, self.ids).unsqueeze(-1), every) for name in names)
+        dropout, augment = (
+            fold(fold(self.named(purpose), self.ids).unsqueeze(-1), every)
+            for purpose in (Purpose.DROPOUT, Purpose.AUGMENT)
+        )
         return dropout, augment
+
+    def named(self, purpose: Purpose) -> Tensor | int:
+        """The stream of a purpose, in the round of each client."""
+        if self.rounds is None:
+            return stream(self.seed, purpose, self.round)
+        return fold(stream(self.seed, purpose), self.rounds)
 
     def steps(self, clients: slice | int, limit: int | None = None) -> Iterator[tuple[Oracle, Tensor | None]]:
         """An oracle for each local step of some clients of the cohort: a slice is stacked, a number is a client alone."""
