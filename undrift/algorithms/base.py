@@ -9,13 +9,12 @@ two; its fields are its settings.
 
 A part defines its states as NamedTuples of tensors called Companion, Down, Client, Work and Up, where it needs them. Companion
 and Client begin as zeros like x. Down is filled by name from x and the companion. Work begins with x, k, opt, then zeros.
-Override the functions below where that does not fit. More for personal models is in `personal.py`.
+Override the functions below where that does not fit. What few methods need is in `personal.py`, `partial.py` and `stale.py`.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Collection
 from dataclasses import dataclass
 from typing import ClassVar, NamedTuple
 
@@ -25,7 +24,9 @@ from torch import Tensor
 from undrift.algorithms import optimise
 from undrift.algorithms.checks import ServerRate, check_local_steps
 from undrift.algorithms.optimise import LocalOptimizer, W
+from undrift.algorithms.partial import PartialExchange
 from undrift.algorithms.personal import Personal
+from undrift.algorithms.stale import Weighing
 from undrift.core.layout import Layout, weights
 from undrift.core.layout import Vec as Vec
 from undrift.core.trees import Nothing as Nothing
@@ -89,18 +90,13 @@ class Cohort(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Worker(LocalOptimizer, Personal, ABC):
+class Worker(LocalOptimizer, Personal, PartialExchange, ABC):
     """The clients' part of a round."""
 
     lr: float = 0.1  # eta_l; more settings of local steps are in `optimise/`
 
     sends_updates: ClassVar[bool] = True  # Up.d is the client's update d_i
-    whole_uploads: ClassVar[bool] = True  # False: what goes up are no vectors of the model, which `compress` takes
     moves_alone: ClassVar[bool] = False  # True: the model moves in a round in which nobody's answer counts, too
-
-    def trains(self, names: tuple[str, ...]) -> Collection[str]:
-        """Which of the model's trainable tensors are trained; the others stay as they are, and are not sent."""
-        return names
 
     # On the server.
     def companion_init(self, x0: Tensor, clients: int) -> State:
@@ -151,21 +147,6 @@ class Worker(LocalOptimizer, Personal, ABC):
         """The answer, by default d_i = x_t - x_i^K, and the client's state after the round."""
         return Up(down.x - work.x), client
 
-    # Exchanges that overlap with training, see `streaming_diloco.py`.
-    @property
-    def turns(self) -> int:
-        """In how many exchanges the whole model is sent."""
-        return 1
-
-    @property
-    def late(self) -> int:
-        """Local steps that a client makes while the server's message is on its way."""
-        return 0
-
-    def arrive(self, down: State, client: State, work: State, now: Tensor) -> State:
-        """The work once the message is there, where `now` [..., 1] is true."""
-        return work
-
     def local_facts(self, work: State) -> State:
         """A NamedTuple of numbers [..., 1] whose means over the cohort are recorded."""
         return Nothing()
@@ -189,7 +170,7 @@ class Worker(LocalOptimizer, Personal, ABC):
 
 
 @dataclass(frozen=True)
-class Server(ServerRate, ABC):
+class Server(ServerRate, Weighing, ABC):
     """The server's part of a round."""
 
     needs_single_updates: ClassVar[bool] = False  # True: needs every update, not only their sum
@@ -202,14 +183,6 @@ class Server(ServerRate, ABC):
     @abstractmethod
     def server_step(self, server: State, x: Tensor, d: Tensor, up: State, cohort: Cohort) -> tuple[Tensor, State]:
         """The next x and the server's state, from the direction d; `up` holds the single answers [..., S, P]."""
-
-    def weighed(self, cohort: Cohort) -> Cohort:
-        """The cohort as the worker part adds its answers up: with other weights, which add up to one."""
-        return cohort
-
-    def mixing(self, cohort: Cohort) -> float | Tensor:
-        """How far BatchNorm's statistics go towards the mean of the answers': a number, or [..., 1]."""
-        return 1.0
 
     def facts(self, server: State) -> dict[str, Tensor]:
         """Numbers for the round's record."""

@@ -14,12 +14,13 @@ from torch import Tensor
 from undrift.algorithms.base import Cohort, Nothing, Server, State
 from undrift.algorithms.checks import at_least
 from undrift.algorithms.fedprox import Proximal
+from undrift.algorithms.stale import Stale
 from undrift.core.errors import BadSetting
 from undrift.core.vec import mean
 
 
 @dataclass(frozen=True)
-class StaleMixing(Server):
+class StaleMixing(Stale, Server):
     """x_{t+1} = (1 - alpha_t) x_t + alpha_t x_new, with alpha_t = alpha s(t - tau) for an answer that began with x_tau.
 
     A round of several answers mixes in their mean, weighed by s, with the mean of their alpha_t.
@@ -34,19 +35,13 @@ class StaleMixing(Server):
 
     varies: ClassVar[tuple[str, ...]] = ()
 
-    def scale(self, cohort: Cohort) -> Tensor:
-        """s(t - tau) of each answer, [..., S, 1]."""
-        missed = torch.zeros_like(cohort.weight) if cohort.staleness is None else cohort.staleness
-        missed = missed + self.fresh
+    def slowed(self, missed: Tensor) -> Tensor:
+        missed = missed + self.fresh  # t - tau
         if self.staleness == "polynomial":
             return (missed + 1) ** -self.a
         if self.staleness == "hinge":
             return 1 / (self.a * (missed - self.b).clamp(min=0.0) + 1)
         return torch.ones_like(missed)
-
-    def weighed(self, cohort: Cohort) -> Cohort:
-        share = cohort.weight * self.scale(cohort)
-        return cohort._replace(weight=share / share.sum(-2, keepdim=True))
 
     def mixing(self, cohort: Cohort) -> Tensor:
         return self.mixing_rate * mean(self.scale(cohort), cohort.weight)  # alpha_t, [..., 1]

@@ -9,17 +9,17 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
-import torch
 from torch import Tensor
 
 from undrift.algorithms.base import Cohort, LocalSGD, State, Up
 from undrift.algorithms.checks import at_least
 from undrift.algorithms.fedavgm import ServerMomentum
+from undrift.algorithms.stale import Stale
 from undrift.core.vec import mean
 
 
 @dataclass(frozen=True)
-class StaleBuffer(ServerMomentum):
+class StaleBuffer(Stale, ServerMomentum):
     """d = (1/K) sum_i s_i d_i over a buffer of K updates, with s_i = (1 + staleness)^-a.
 
     Differs: the authors' code divides by the sum of s_i, not by K (`divide_by=weights`); a client is in a buffer once at most.
@@ -31,13 +31,8 @@ class StaleBuffer(ServerMomentum):
 
     varies: ClassVar[tuple[str, ...]] = ("beta1", "dampening")
 
-    def scale(self, cohort: Cohort) -> Tensor:
-        """s_i of each update, [..., S, 1]."""
-        return torch.ones_like(cohort.weight) if cohort.staleness is None else (1 + cohort.staleness) ** -self.a
-
-    def weighed(self, cohort: Cohort) -> Cohort:
-        share = cohort.weight * self.scale(cohort)
-        return cohort._replace(weight=share / share.sum(-2, keepdim=True))
+    def slowed(self, missed: Tensor) -> Tensor:
+        return (1 + missed) ** -self.a  # s_i
 
     def server_step(self, server: State, x: Tensor, d: Tensor, up: Up, cohort: Cohort) -> tuple[Tensor, State]:
         if self.divide_by == "count":

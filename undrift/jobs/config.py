@@ -254,7 +254,7 @@ class RunConfig(JobConfig):
     def remarks(self) -> list[str]:
         alg = build_algorithm(self)
         said = [*super().remarks(), *alg.remarks(self.rounds, self.cohort)]
-        if hasattr(alg, "scale") and not self.asynchronous:
+        if alg.weighs_staleness and not self.asynchronous:
             said.append(
                 f"{self.algorithm} weighs answers by their staleness, and here none is stale; give --asynchronous"
             )
