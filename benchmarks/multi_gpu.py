@@ -18,6 +18,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -63,9 +64,12 @@ def timed(part: str, ranks: int, all_ranks: int, rounds: int, small: bool, folde
     """Seconds of a round and the last loss of a command on so many ranks; one rank plays the workers or blocks of all."""
     out = folder / f"{part}-{ranks}"
     given = (SMALL if small else LARGE)[part].split()
+    cut = folder / "pipe-1" / "run.toml"  # where one process has cut the network, which it measures
     more = {"run": [], "dp": ["--workers", str(all_ranks)], "pipe": ["--blocks", str(all_ranks)]}[part]
     if part == "dp" and ranks > 1:
         more = []  # the ranks are the workers
+    if part == "pipe" and ranks > 1:
+        more = ["--cuts", str(tomllib.loads(cut.read_text())["cuts"])]
     lasting = ["--rounds", str(rounds), "--eval-every", str(rounds), "--out", str(out)]
     do([*launched(ranks), "undrift", *given, *more, *lasting])
     records = [json.loads(line) for line in (out / "rounds.jsonl").read_text().splitlines()]

@@ -25,7 +25,7 @@ from undrift.core.vec import mean
 
 BINS = 4
 WIDTH = 1.5  # of a bin, in standard deviations: six for all
-LARGEST = 2**15  # a chunk's entries: a place has 16 bits
+LARGEST = 2**16  # a chunk's entries: a place has 16 bits
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ class SparseUploads(LocalSGD):
         values: Tensor
         bins: Tensor  # uint8, those of four values in a byte
         levels: Tensor  # what the four bins of each chunk stand for
-        places: Tensor  # int16, in the chunk
+        places: Tensor  # uint8, two bytes for each place in its chunk
 
     def local_end(self, down: State, client: Client, work: Work) -> tuple[Up, Client]:
         e = self.beta * client.e + (down.x - work.x)  # e_r <- beta e_r + Delta_r
@@ -64,7 +64,7 @@ class SparseUploads(LocalSGD):
         values = parts.take_along_dim(places, -1)
         none = values[..., :0]
         bins, levels = quantise(values) if self.bits else (none, none)
-        sent = self.Up(none if self.bits else values, pack_bins(bins), levels, places.to(torch.int16))
+        sent = self.Up(none if self.bits else values, pack_bins(bins), levels, split(places))
         up = self.Up(*(part.flatten(-2) for part in sent))
         return up, self.Client(e - self.unpack(up, entries))  # e_r <- e_r - Q(Top-k(e_r))
 
@@ -74,7 +74,7 @@ class SparseUploads(LocalSGD):
     def unpack(self, up: Up, entries: int) -> Tensor:
         """C(e) [..., P] from what travelled."""
         size, chunks, kept = self.sizes(entries)
-        places = up.places.unflatten(-1, (chunks, kept)).long().clamp(0, size - 1)  # whatever a client sends
+        places = join(up.places.unflatten(-1, (chunks, 2 * kept))).clamp(max=size - 1)  # whatever a client sends
         values = (
             up.values.unflatten(-1, (chunks, kept))
             if not self.bits
@@ -134,6 +134,25 @@ def unpack_bins(packed: Tensor, kept: int) -> Tensor:
     [3, 0, 1, 2, 1]
     """
     return (packed.unsqueeze(-1) >> shifts(packed) & 3).flatten(-2)[..., :kept].long()
+
+
+def split(places: Tensor) -> Tensor:
+    """Places [..., k] as bytes [..., 2 k], which every transport knows.
+
+    >>> split(torch.tensor([3, 258])).tolist()
+    [3, 0, 2, 1]
+    """
+    return torch.stack([places & 255, places >> 8], -1).to(torch.uint8).flatten(-2)
+
+
+def join(parts: Tensor) -> Tensor:
+    """What `split` has split.
+
+    >>> join(torch.tensor([3, 0, 2, 1], dtype=torch.uint8)).tolist()
+    [3, 258]
+    """
+    low, high = parts.long().unflatten(-1, (-1, 2)).unbind(-1)
+    return low | high << 8
 
 
 def shifts(like: Tensor) -> Tensor:

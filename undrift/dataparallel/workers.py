@@ -67,11 +67,9 @@ class Ranks:
         self.sent += ring_all_gather(v, self.count)
         if not self.has_group:
             return v.unsqueeze(0)
-        sent = v.contiguous()
-        sent = sent.view(torch.uint8) if v.dtype == torch.int16 else sent  # which neither gloo nor NCCL knows
-        rows = [torch.empty_like(sent) for _ in range(self.count)]
-        self.run(lambda: dist.all_gather(rows, sent, group=self.group))
-        return torch.stack(rows).view(v.dtype)
+        rows = [torch.empty_like(v) for _ in range(self.count)]
+        self.run(lambda: dist.all_gather(rows, v.contiguous(), group=self.group))
+        return torch.stack(rows)
 
     def copy_from_first(self, v: Tensor) -> None:
         """Overwrite v with rank 0's values."""
