@@ -72,12 +72,14 @@ def test_only_trainable_parameters_enter_x_and_the_wire() -> None:
     for p in module[0].parameters():  # type: ignore[index]
         p.requires_grad_(False)
     run = simulation(FedAvg(), module)
-    assert run.net.layout.names == ("2.weight", "2.bias") and run.net.layout.entries == 15
+    assert run.net.layout.names == ("lora_B.weight", "lora_B.bias") and run.net.layout.entries == 15
     before = run.model()
     record = run.round()
     after = run.model()
     assert record.bytes_up == 3 * 15 * 8
-    assert torch.equal(before["0.weight"], after["0.weight"]) and not torch.equal(before["2.weight"], after["2.weight"])
+    assert torch.equal(before["lora_A.weight"], after["lora_A.weight"]) and not torch.equal(
+        before["lora_B.weight"], after["lora_B.weight"]
+    )
     copy.deepcopy(module).double().load_state_dict(after)
     with pytest.raises(BadSetting, match="no trainable parameter"):
         Net(nn.Flatten())
