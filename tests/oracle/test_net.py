@@ -85,6 +85,19 @@ def test_only_trainable_parameters_enter_x_and_the_wire() -> None:
         Net(nn.Flatten())
 
 
+def test_frozen_tensors_are_held_once() -> None:
+    """By all copies of the module in a run, but not with the user's."""
+    module = tiny_mlp().double()
+    module[0].requires_grad_(False)  # type: ignore[index]
+    net = Net(module, dtype=torch.float64).to(torch.device("cpu"))
+    forms = [net.original, net.module(training=True), net.module(training=False)]
+    frozen, trained = (
+        [dict(m.named_parameters())[n].data_ptr() for m in forms] for n in ("lora_A.weight", "lora_B.weight")
+    )
+    assert len({*frozen}) == 1 and module[0].weight.data_ptr() not in frozen  # type: ignore[index]
+    assert trained[0] != trained[1]
+
+
 def test_the_users_module_is_left_alone() -> None:
     module = normed()
     before = copy.deepcopy(module.state_dict())
