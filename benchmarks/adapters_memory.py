@@ -2,8 +2,8 @@
 
     python benchmarks/adapters_memory.py
 
-Each way runs in a process of its own, which says its peak of resident memory and what it had before the model was made. The rival is
-the loop that one writes with peft: a copy of the whole model for each client, trained one after another.
+Each way runs in a process of its own, which says its peak of resident memory and what it had before the model was made. The
+rival is the loop that one writes with peft: a copy of the whole model for each client, trained one after another.
 """
 
 from __future__ import annotations

@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.small import adapted, path, simulation, tiny_mlp
+import undrift
+from tests.small import QUICK, adapted, path, simulation, tiny_mlp
 from undrift.algorithms.fedavg import FedAvg
 from undrift.algorithms.ffa_lora import FFALoRA
 from undrift.algorithms.rolora import RoLoRA
@@ -190,6 +191,25 @@ def test_what_would_move_the_fixed_factor_is_refused() -> None:
     with pytest.raises(BadSetting, match="own updates"):
         simulation(compose("rolora", "gradma-s")(**LR), warm())
     assert path(simulation(compose("ffa-lora", "gradma-s")(**LR), warm()), 2).isfinite().all()
+
+
+def test_noise_for_privacy_is_on_b_alone() -> None:
+    private: dict[str, Any] = {
+        "privacy_clip": 1.0,
+        "privacy_noise": 1.0,
+        "sampling": "bernoulli",
+        "clients": 8,
+        "cohort": 4,
+    }
+    settings = QUICK | private | {"rounds": 2, "model": "tests.small:adapted_logreg"}
+    noisy = undrift.run(settings, algorithm="ffa-lora").model
+    start = undrift.run(
+        QUICK | {"rounds": 1, "model": "tests.small:adapted_logreg"}, algorithm="ffa-lora", lr=1e-30
+    ).model
+    same = {name for name in start if torch.equal(start[name], noisy[name])}
+    assert same == {name for name in start if factor(name) != "B"} and len(same) < len(start)
+    with pytest.raises(BadSetting, match="RoLoRA cannot be made private: its clients send more than their update"):
+        undrift.run(settings, algorithm="rolora")
 
 
 @pytest.mark.parametrize("kind", [FFALoRA, RoLoRA])

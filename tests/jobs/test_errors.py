@@ -238,7 +238,7 @@ def test_losses_and_metrics_that_would_be_misread_are_refused() -> None:
     weighted = nn.CrossEntropyLoss(weight=torch.tensor([9.0, 1.0, 1.0]), reduction="none")
     plain = undrift.run(settings, model=tiny_mlp(), data=own, loss=nn.CrossEntropyLoss())
     heavy = undrift.run(settings, model=tiny_mlp(), data=own, loss=weighted)
-    assert plain.accuracy is not None and not torch.equal(plain.model["0.weight"], heavy.model["0.weight"])
+    assert plain.accuracy is not None and not torch.equal(plain.model["lora_A.weight"], heavy.model["lora_A.weight"])
     with pytest.raises(BadSetting, match="cannot be called 'loss'"):
         undrift.run(settings, model=tiny_mlp(), data=own, metrics={"loss": lambda o, t: o.mean()})
     with pytest.raises(BadSetting, match="class labels"):

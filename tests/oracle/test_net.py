@@ -72,15 +72,30 @@ def test_only_trainable_parameters_enter_x_and_the_wire() -> None:
     for p in module[0].parameters():  # type: ignore[index]
         p.requires_grad_(False)
     run = simulation(FedAvg(), module)
-    assert run.net.layout.names == ("2.weight", "2.bias") and run.net.layout.entries == 15
+    assert run.net.layout.names == ("lora_B.weight", "lora_B.bias") and run.net.layout.entries == 15
     before = run.model()
     record = run.round()
     after = run.model()
     assert record.bytes_up == 3 * 15 * 8
-    assert torch.equal(before["0.weight"], after["0.weight"]) and not torch.equal(before["2.weight"], after["2.weight"])
+    assert torch.equal(before["lora_A.weight"], after["lora_A.weight"]) and not torch.equal(
+        before["lora_B.weight"], after["lora_B.weight"]
+    )
     copy.deepcopy(module).double().load_state_dict(after)
     with pytest.raises(BadSetting, match="no trainable parameter"):
         Net(nn.Flatten())
+
+
+def test_frozen_tensors_are_held_once() -> None:
+    """By all copies of the module in a run, but not with the user's."""
+    module = tiny_mlp().double()
+    module[0].requires_grad_(False)  # type: ignore[index]
+    net = Net(module, dtype=torch.float64).to(torch.device("cpu"))
+    forms = [net.original, net.module(training=True), net.module(training=False)]
+    frozen, trained = (
+        [dict(m.named_parameters())[n].data_ptr() for m in forms] for n in ("lora_A.weight", "lora_B.weight")
+    )
+    assert len({*frozen}) == 1 and module[0].weight.data_ptr() not in frozen  # type: ignore[index]
+    assert trained[0] != trained[1]
 
 
 def test_the_users_module_is_left_alone() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -284,7 +285,8 @@ def build_net(
     loss: Loss = F.cross_entropy,
 ) -> Net:
     """Build the model, and the further networks that the algorithm needs."""
-    if not isinstance(model, nn.Module):
+    given = isinstance(model, nn.Module)
+    if not given:
         if clients.pieces and ":" not in str(model):
             raise BadSetting(
                 f"the inputs have {len(clients.pieces)} parts, but {model} takes one; give a model of yours"
@@ -293,7 +295,7 @@ def build_net(
     if lora := parse_lora(config.lora):
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(stream(config.seed, Purpose.INITIAL, 1) >> 1)
-            model = with_lora(model, lora)
+            model = with_lora(copy.deepcopy(model) if given else model, lora)
     check_next_tokens(model, clients)
     if structures and loss is F.cross_entropy:
         loss = segmentation.dice_loss

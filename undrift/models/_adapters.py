@@ -5,7 +5,6 @@ After the run the adapter is saved as peft itself saves it.
 
 from __future__ import annotations
 
-import copy
 import os
 import shutil
 import warnings
@@ -24,11 +23,10 @@ HEADS = ("classifier", "score")  # of transformers' models for classification
 
 
 def with_lora(module: nn.Module, lora: Lora) -> nn.Module:
-    """A copy of the module with new adapters as its only trainable part, and with the modules in `train` whole."""
+    """The module, changed, with new adapters as its only trainable part, and with the modules in `train` whole."""
     peft = library("peft")
     if isinstance(module, peft.PeftModel):
         raise BadSetting("the model has adapters already; leave lora out")
-    module = copy.deepcopy(module)
     linear = [name for name, part in module.named_modules() if type(part).__name__ in ("Linear", "Conv1D")]
     train = list(lora.train) or [name for name in HEADS if hasattr(module, name)]
     given: dict[str, Any] = {"r": lora.r, "lora_alpha": lora.alpha, "lora_dropout": lora.dropout}
