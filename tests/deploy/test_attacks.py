@@ -40,6 +40,7 @@ from flwr.supernode.node_auth_http_interceptor import NodeAuthHttpInterceptor
 
 from tests.deploy.altered import altered
 from tests.deploy.test_processes import agree, finish, planned, records, until
+from tests.patience import patient
 from undrift.deploy.app import write_app
 from undrift.deploy.clients import admit, revoke
 from undrift.deploy.flower import client_app
@@ -378,12 +379,18 @@ def test_a_node_whose_clock_is_off_ends_with_the_reason(tmp_path: Path) -> None:
             environment = os.environ | {"LD_PRELOAD": str(library), "SECONDS_AHEAD": str(ahead)}
             done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=300)
             assert done.returncode == 2 and reason in done.stderr, done.stderr + done.stdout
-        right = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        # Within what is allowed, but further behind than clients have for an answer: it takes part.
+        environment = os.environ | {"LD_PRELOAD": str(library), "SECONDS_AHEAD": "-200"}
+        behind = subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        plan = planned(tmp_path / "out", clients=1, rounds=2, names="a", timeout=min(180.0, patient(60)))
         try:
             until(lambda: "Activated node_id" in here.log("superlink"), here)
+            finish(here, here.run(plan), plan)
         finally:
-            right.terminate()
-            right.wait(60)
+            behind.terminate()
+            behind.wait(60)
+    assert [r["dropped"] for r in records(plan)] == [0, 0]
+    agree(plan)
 
 
 @pytest.mark.system

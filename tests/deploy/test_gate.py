@@ -17,7 +17,14 @@ pytest.importorskip("flwr")
 import httpx
 from flwr.common.constant import TIMESTAMP_HEADER
 from flwr.proto.fleet_pb2 import PullMessagesResponse, PushMessagesRequest
-from flwr.proto.message_pb2 import Message, Metadata, PullObjectRequest, PullObjectResponse, PushObjectRequest
+from flwr.proto.message_pb2 import (
+    Message,
+    Metadata,
+    ObjectTree,
+    PullObjectRequest,
+    PullObjectResponse,
+    PushObjectRequest,
+)
 from flwr.proto.node_pb2 import Node
 from flwr.supercore.constant import FLEET_HTTP_PUBLIC_KEY_HEADER, FLEET_HTTP_SIGNATURE_HEADER
 from flwr.supercore.primitives.asymmetric import public_key_to_bytes, sign_message
@@ -162,6 +169,7 @@ def test_nobody_sends_in_the_name_of_another_node(guarded: Guarded) -> None:
         messages = [Message(metadata=Metadata(src_node_id=sender)) for sender in senders]
         return PushMessagesRequest(node=Node(node_id=7), messages_list=messages).SerializeToString()
 
+    guarded.gate.exchanges["clinic-a", 0] = Exchange()
     for body, status in ((request(7), 200), (request(8), 403), (request(7, 8), 403), (b"\xff\xff", 400)):
         assert guarded.ask("POST", PUSH, signed_headers(guarded.key), body).status_code == status
     assert len(guarded.passed) == 1 and "clinic-a sends a message in the name of another node" in guarded.said[0]
@@ -193,6 +201,22 @@ def test_an_answer_is_no_larger_than_a_letter_can_need(guarded: Guarded, monkeyp
         assert [push(2400), push(2400), push(300)] == [200, 200, 413]
         assert push(10, run=4) == 403 and push(10**5) == 413
     assert "clinic-a sends more than 5000 bytes in answer to a letter of 500" in " ".join(guarded.said)
+
+
+def test_an_answer_is_announced_with_about_as_many_parts_as_its_letter(guarded: Guarded) -> None:
+    """The SuperLink writes a row for each part, and meanwhile nobody else's answer."""
+
+    def announce(parts: int, run: int = 3) -> int:
+        tree = ObjectTree(object_id="a" * 64, children=[ObjectTree(object_id=f"{n:064}") for n in range(parts)])
+        messages = [Message(metadata=Metadata(src_node_id=7, run_id=run))]
+        request = PushMessagesRequest(node=Node(node_id=7), messages_list=messages, message_object_trees=[tree])
+        return guarded.ask("POST", PUSH, signed_headers(guarded.key), request.SerializeToString()).status_code
+
+    assert announce(10) == 403 and not guarded.passed
+    guarded.gate.exchanges["clinic-a", 3] = Exchange()
+    assert [announce(1000), announce(3000), announce(10, run=4)] == [200, 413, 403]
+    guarded.gate.exchanges["clinic-a", 3] = Exchange(parts={str(n) for n in range(200)})
+    assert announce(3000) == 200
 
 
 def test_what_a_client_sends_at_a_time_is_bounded(guarded: Guarded, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -45,6 +45,10 @@ OPEN = {("POST", f"{FLEET}{action}") for action in ACTIONS}
 HELLO = "/undrift/hello"  # says to a client whether it may come in
 MOST = 64 << 20  # bytes of all requests of a client at a time; Flower cuts arrays into pieces of 5 MiB
 AT_A_TIME = 32  # requests of a client; a node makes a few
+LIST, IN_LIST = (
+    100_000,
+    1000,
+)  # most bytes of the announcement of an answer, and for each part of its letter; a part takes 70
 REFUSALS = 1000  # most different refusals that are logged, so that nobody can fill the disk
 PASSED = ("content-type", "accept")  # headers that are passed on, beside Flower's own
 Scope = MutableMapping[str, Any]
@@ -123,7 +127,7 @@ class Gate:
         with self.counted(name):
             body = await self.read_body(name, receive)
             if path == PUSH:
-                check_sender(body, name)
+                self.check_answer(name, body)
             if path == PUSH_PART:
                 self.count_up(name, body)
             kept = {n: v for n, v in headers.items() if n in PASSED or n.startswith("flwr-")}
@@ -166,12 +170,28 @@ class Gate:
             self.held[name] -= len(body)
         return bytes(body)
 
+    def check_answer(self, name: str, body: bytes) -> None:
+        """Refuse messages in another node's name, and lists of parts so long that the SuperLink is busy with them for minutes.
+
+        Flower checks the key of the request's node, but not of its messages' nodes.
+        """
+        request = read(PushMessagesRequest, body, name)
+        if any(message.metadata.src_node_id != request.node.node_id for message in request.messages_list):
+            raise TurnedAway(403, f"{name} sends a message in the name of another node")
+        for message in request.messages_list:
+            most = LIST + IN_LIST * len(self.exchange(name, message.metadata.run_id).parts)
+            if len(body) > most:
+                raise TurnedAway(413, f"{name} announces an answer with more than {most} bytes")
+
+    def exchange(self, name: str, run: int) -> Exchange:
+        """The client's exchange in a run."""
+        if (name, run) not in self.exchanges:
+            raise TurnedAway(403, f"{name} answers no letter")
+        return self.exchanges[name, run]
+
     def count_up(self, name: str, body: bytes) -> None:
         """Refuse a part of an answer that is larger than any method needs, before it takes room on the server's disk."""
-        run = read(PushObjectRequest, body, name).run_id
-        exchange = self.exchanges.get((name, run))
-        if exchange is None:
-            raise TurnedAway(403, f"{name} sends parts of an answer to no letter")
+        exchange = self.exchange(name, read(PushObjectRequest, body, name).run_id)
         exchange.up += len(body)
         if exchange.up > (most := most_bytes(exchange.down)):
             raise TurnedAway(413, f"{name} sends more than {most} bytes in answer to a letter of {exchange.down}")
@@ -218,10 +238,3 @@ def read(kind: Any, body: bytes, name: str) -> Any:
         return kind.FromString(body)
     except DecodeError as error:
         raise TurnedAway(400, f"{name} sends what is no message") from error
-
-
-def check_sender(body: bytes, name: str) -> None:
-    """Refuse messages in another node's name: Flower checks the key of the request's node, not of its messages' nodes."""
-    request = read(PushMessagesRequest, body, name)
-    if any(message.metadata.src_node_id != request.node.node_id for message in request.messages_list):
-        raise TurnedAway(403, f"{name} sends a message in the name of another node")
