@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -11,8 +12,10 @@ import torch
 from PIL import Image
 
 from undrift.core.errors import BadData, BadSetting, MissingData, UnknownName
-from undrift.data import prostate, retina, synthetic_sites
-from undrift.data._sites import Site, dataset_of_sites, draw_split
+from undrift.data import imagefolder, prostate, retina, synthetic_sites
+from undrift.data._site_files import read_folder_site
+from undrift.data._sites import Site, check, dataset_of_sites, draw_split
+from undrift.data._user_file import read_user_file
 from undrift.data.federation import federate, hold_out
 from undrift.data.load import load_dataset
 from undrift.data.partition import Holdings
@@ -91,6 +94,37 @@ def write_site(folder: Path, name: str, samples: int, groups: list[str] | None =
     if groups:
         with (folder / name / "samples.csv").open("w", newline="") as file:
             csv.writer(file).writerows([["name", "group"], *([f"p{n}", g] for n, g in enumerate(groups))])
+
+
+def test_no_sample_of_a_site_is_lost_or_put_elsewhere_in_silence(tmp_path: Path) -> None:
+    """A split with another word, two pictures of one name, two rows of one picture."""
+    x, y = np.zeros((8, 16, 16, 3), np.uint8), np.zeros((8, 16, 16), np.uint8)
+    split = np.array(["train"] * 4 + ["val", "val", "test", "Test"])
+    site = Site("a", x, y, None, split)
+    with pytest.raises(BadData, match="site a: the split of 1 samples is 'Test'; give train, val or test"):
+        check(site, 2)
+    check(replace(site, split=np.char.lower(split)), 2)
+    np.savez(tmp_path / "own.npz", x=x, y=np.arange(8) % 3, split=split)
+    with pytest.raises(BadData, match="the split of 1 samples is 'Test'"):
+        read_user_file(tmp_path / "own.npz", False)
+    write_site(tmp_path, "b", 3, ["p", "q", "r"])
+    with (tmp_path / "b/samples.csv").open("a") as file:
+        file.write("p1,other\n")
+    with pytest.raises(BadData, match="several rows for 'p1'"):
+        read_folder_site(tmp_path / "b", 16, 2)
+    (tmp_path / "b/samples.csv").unlink()
+    Image.fromarray(x[0]).save(tmp_path / "b/images/p1.bmp")
+    with pytest.raises(BadData, match="both p1.bmp and p1.png"):
+        read_folder_site(tmp_path / "b", 16, 2)
+
+
+def test_a_class_whose_pictures_are_not_read_is_refused(tmp_path: Path) -> None:
+    for name, file in (("cats", "a.png"), ("dogs", "b.heic")):
+        for half in ("train", "val"):
+            (tmp_path / half / name).mkdir(parents=True)
+            Image.fromarray(np.zeros((8, 8, 3), np.uint8)).save(tmp_path / half / name / file, format="PNG")
+    with pytest.raises(BadData, match="dogs: no pictures"):
+        imagefolder.load(None, str(tmp_path))
 
 
 def test_retina_reads_archives_and_folders(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import csv
 import io
+from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -83,10 +84,7 @@ def join(arrays: Mapping[str, NDArray[Any]], what: str, path: Path) -> NDArray[A
 
 
 def read_folder_site(folder: Path, size: int, structures: int) -> Site:
-    images, masks = (
-        {p.stem: p for p in sorted((folder / part).glob("*")) if p.suffix.lower() in SUFFIXES}
-        for part in ("images", "masks")
-    )
+    images, masks = (pictures_in(folder / part) for part in ("images", "masks"))
     lone = sorted(images.keys() ^ masks.keys())
     if not images or lone:
         what = f"{lone[0]} has no picture or no mask" if lone else "there are no pictures"
@@ -102,6 +100,20 @@ def read_folder_site(folder: Path, size: int, structures: int) -> Site:
     if 0 < len(empty) < len(split):
         raise BadData(f"{folder / 'samples.csv'} has no split for {empty[0]}, but for others; give all, or none")
     return Site(folder.name, x, y, patients(np.array(groups)), np.array(split) if all(split) else None)
+
+
+def pictures_in(folder: Path) -> dict[str, Path]:
+    """The pictures in a folder by their names without endings."""
+    found: dict[str, Path] = {}
+    for file in sorted(folder.glob("*")):
+        if file.suffix.lower() not in SUFFIXES:
+            continue
+        if file.stem in found:
+            raise BadData(
+                f"{folder} has both {found[file.stem].name} and {file.name}; give each picture a name of its own"
+            )
+        found[file.stem] = file
+    return found
 
 
 def pixels(path: Path, size: int, mode: str) -> NDArray[np.uint8]:
@@ -130,9 +142,13 @@ def samples_table(path: Path, names: list[str]) -> dict[str, dict[str, str]]:
     if not path.exists():
         return {name: {} for name in names}
     try:
-        rows = {row.get("name", ""): row for row in csv.DictReader(io.StringIO(read_text(path), newline=""))}
+        listed = list(csv.DictReader(io.StringIO(read_text(path), newline="")))
     except csv.Error as error:
         raise BadData(f"{path} is not a table in CSV: {error}") from error
+    rows = {row.get("name", ""): row for row in listed}
+    if len(rows) < len(listed):
+        twice = next(name for name, count in Counter(row.get("name", "") for row in listed).items() if count > 1)
+        raise BadData(f"{path} has several rows for {twice!r}; give one of each picture")
     missing = [name for name in names if name not in rows]
     if missing:
         raise BadData(f"{path} has no row for {missing[0]}; give name, group and split of each picture")

@@ -102,6 +102,15 @@ def split_site(site: Site, seed: int) -> NDArray[np.str_]:
     return site.split
 
 
+def check_split(what: str, split: NDArray[np.str_]) -> None:
+    """Refuse a word other than train, val and test, whose samples would be lost, or trained on though they were to test."""
+    unknown = sorted(set(split.tolist()) - set(SPLITS))
+    if unknown:
+        raise BadData(
+            f"{what}: the split of {int((split == unknown[0]).sum())} samples is {unknown[0]!r}; give train, val or test"
+        )
+
+
 def check(site: Site, structures: int) -> None:
     """Raise BadData unless pictures and masks match."""
     images, masks = site.images, site.masks
@@ -124,5 +133,5 @@ def check(site: Site, structures: int) -> None:
     for what, values in (("groups", site.groups), ("split", site.split)):
         if values is not None and values.shape != (len(masks),):
             raise BadData(f"site {site.name} has {len(masks)} masks but {what} of shape {list(values.shape)}")
-    if site.split is not None and not set(np.unique(site.split).tolist()) <= set(SPLITS):
-        raise BadData(f"the split of site {site.name} must say train, val or test for each sample")
+    if site.split is not None:
+        check_split(f"site {site.name}", site.split)

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from undrift.core.errors import BadData
 from undrift.data._formats import read_arrays
+from undrift.data._sites import check_split
 from undrift.data.from_user import Arrays, pair
 
 
@@ -26,6 +27,7 @@ def read_user_file(path: Path, masks: bool, part: str = "train") -> Arrays:
             split = arrays["split"].astype(str)
             if split.shape != (len(y),):
                 raise BadData(f"{path}: split has shape {list(split.shape)}, but there are {len(y)} samples")
+            check_split(str(path), split)
             x, y = x[split == part], y[split == part]
     else:
         held = ", ".join(arrays) or "nothing"

@@ -13,7 +13,10 @@ from torch import nn
 from undrift.data.federation import Federation, Split
 from undrift.oracle.net import Net
 
-READ = 1024  # samples of a split whose inputs count; of those that are read from files, only the targets do
+READ, BYTES = (
+    1024,
+    1 << 25,
+)  # the most samples and bytes of a split's inputs that count; of picture files, only the targets do
 
 
 def identity(net: Net, data: Federation) -> dict[str, str]:
@@ -35,8 +38,10 @@ def identity_of_data(data: Federation) -> dict[str, str]:
 
 def arrays_of(split: Split) -> list[NDArray[Any]]:
     """A split's targets, and inputs from all over it."""
-    some = np.linspace(0, len(split) - 1, min(READ, len(split))).astype(np.int64)
-    inputs = [split.samples[some]] if isinstance(split.samples, np.ndarray) else []
+    inputs = []
+    if isinstance(samples := split.samples, np.ndarray) and len(samples):
+        count = min(len(samples), READ, 1 + BYTES * len(samples) // max(1, samples.nbytes))
+        inputs = [samples[np.linspace(0, len(samples) - 1, count).astype(np.int64)]]
     return [split.targets.cpu().numpy(), *inputs]
 
 
