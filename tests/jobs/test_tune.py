@@ -11,7 +11,7 @@ import pytest
 from undrift import cli
 from undrift.jobs.config import from_mapping, from_toml
 from undrift.jobs.sweep import plan
-from undrift.jobs.tune import halve
+from undrift.jobs.tune import halve, tune
 
 SEARCH = """
 dataset = "digits"
@@ -82,3 +82,11 @@ def test_rungs_that_make_no_sense_are_refused(tmp_path: Path, capsys: pytest.Cap
     for wrong in ("--rungs=0.5,0.1", "--keep=1", "--rungs=0"):
         assert cli.main(["tune", str(tmp_path / "s.toml"), "--out", str(tmp_path / "o"), wrong]) == 2
         assert "rungs are rising shares" in capsys.readouterr().err
+
+
+def test_personal_models_are_judged_by_their_own_samples(tmp_path: Path) -> None:
+    """`local` leaves the server's model where it was: on its validation samples every rate is as good as any other."""
+    file = tmp_path / "own.toml"
+    text = SEARCH.replace('["fedavg", "fedavgm"]', '["local"]').partition("[sweep.only")[0]
+    file.write_text(text.replace("[sweep]", "own_test = 0.3\n[sweep]"))
+    assert tune(file, tmp_path / "tuned", lambda _: None) == {"local": {"lr": 0.2}}

@@ -77,9 +77,13 @@ def halve(
 
 
 def trial_score(line: Line | None) -> float | None:
-    """What a trial is judged by: its best score on validation samples, or the loss there where nothing else is known."""
+    """What a trial is judged by: its best score on validation samples, or the loss there where nothing else is known.
+
+    With `own_test` it is that of the models that serve the clients, on what each one holds out under the trial's own seed.
+    """
     scores = {} if line is None or line["stopped"] == "diverged" else line["scores"]
-    for name in ("val_own_dice", "val_own_accuracy", "val_dice", "val_accuracy"):
+    own = ("own_dice", "own_accuracy") if line is not None and line["settings"].get("own_test") else ()
+    for name in ("val_own_dice", "val_own_accuracy", *own, "val_dice", "val_accuracy"):
         if name in scores:
             return float(scores[name]["best"])
     return -float(scores["val_loss"]["best"]) if "val_loss" in scores else None
