@@ -21,7 +21,7 @@ from undrift.algorithms.base import Average, Cohort, LocalSGD, State, Work
 from undrift.algorithms.checks import at_least
 from undrift.compress import LargestEntries, count_kept
 from undrift.core.errors import BadSetting
-from undrift.core.vec import mean
+from undrift.core.vec import first_numbers, mean
 
 BINS = 4
 WIDTH = 1.5  # of a bin, in standard deviations: six for all
@@ -112,7 +112,7 @@ def quantise(values: Tensor) -> tuple[Tensor, Tensor]:
     centred = values - values.mean(-1, keepdim=True)
     width = WIDTH * (centred.square().sum(-1, keepdim=True) / max(1, kept - 1)).sqrt()
     bins = ((centred / width).nan_to_num(0.0).round() + BINS // 2).clamp(0, BINS - 1)  # all alike: the width is 0
-    there = bins.unsqueeze(-1) == torch.arange(BINS, device=values.device)
+    there = bins.unsqueeze(-1) == first_numbers(BINS, values)
     levels = (there * values.unsqueeze(-1)).sum(-2) / there.sum(-2).clamp(min=1)  # NaN is not hidden
     return bins.long(), levels
 
@@ -156,7 +156,7 @@ def join(parts: Tensor) -> Tensor:
 
 
 def shifts(like: Tensor) -> Tensor:
-    return torch.arange(0, 8, 2, dtype=torch.uint8, device=like.device)
+    return (2 * first_numbers(4, like)).to(torch.uint8)
 
 
 @dataclass(frozen=True)

@@ -84,4 +84,9 @@ def place_with(t: Tensor, other: Tensor) -> Tensor:
 
 def positions(t: Tensor, dim: int) -> Tensor:
     """0, 1, 2, ... for each place along a dimension of t."""
-    return torch.arange(t.shape[dim], device=t.device)
+    return first_numbers(t.shape[dim], t)
+
+
+def first_numbers(n: int, like: Tensor) -> Tensor:
+    """0, 1, ..., n - 1, for use with `like`."""
+    return torch.arange(n, device=like.device)

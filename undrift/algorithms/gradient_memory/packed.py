@@ -17,6 +17,7 @@ from torch import Tensor
 from undrift.algorithms.gradient_memory.cone import Projection, gram, project
 from undrift.algorithms.gradient_memory.memory import Memory, stored_scale
 from undrift.core.forms import plain
+from undrift.core.vec import first_numbers
 
 LEVELS = (-1.7240, -0.7646, 0.0, 0.7646, 1.7240)  # Max, Quantizing for minimum distortion, 1960, table I
 LIMITS = (-1.2443, -0.3823, 0.3823, 1.2443)  # half way between two of them
@@ -34,7 +35,7 @@ class PackedMemory(NamedTuple):
     @classmethod
     def empty(cls, m: int, x0: Tensor, parts: int) -> PackedMemory:
         blocks = -(-len(x0) // BLOCK)
-        codes = torch.zeros(m, blocks * BLOCK // BYTE, dtype=torch.uint8, device=x0.device)
+        codes = x0.new_zeros(m, blocks * BLOCK // BYTE, dtype=torch.uint8)
         return cls(codes, x0.new_zeros(m, blocks, dtype=torch.bfloat16), Memory.empty(m, x0[:0], parts))
 
     @property
@@ -103,7 +104,7 @@ def pack(rows: Tensor) -> tuple[Tensor, Tensor]:
     scales = blocks.square().mean(-1).sqrt().to(torch.bfloat16)
     unit = scales.to(rows).unsqueeze(-1)
     digits = torch.bucketize(torch.where(unit > 0, blocks / unit, 0.0), rows.new_tensor(LIMITS))
-    powers = torch.tensor([len(LEVELS) ** k for k in range(BYTE)], device=rows.device)
+    powers = len(LEVELS) ** first_numbers(BYTE, rows)
     return (digits.flatten(1).unflatten(1, (-1, BYTE)) * powers).sum(-1).to(torch.uint8), scales
 
 
