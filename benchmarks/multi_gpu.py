@@ -69,7 +69,7 @@ def timed(part: str, ranks: int, all_ranks: int, rounds: int, small: bool, folde
     if part == "dp" and ranks > 1:
         more = []  # the ranks are the workers
     if part == "pipe" and ranks > 1:
-        more = ["--cuts", str(tomllib.loads(cut.read_text())["cuts"])]
+        more = ["--cuts", str(tomllib.loads(cut.read_text())["set"]["cuts"])]
     lasting = ["--rounds", str(rounds), "--eval-every", str(rounds), "--out", str(out)]
     do([*launched(ranks), "undrift", *given, *more, *lasting])
     records = [json.loads(line) for line in (out / "rounds.jsonl").read_text().splitlines()]

@@ -12,6 +12,7 @@ from tests.small import SIZES, data, federation, path, simulation
 from undrift.algorithms.base import Cohort, Down, Up, Work
 from undrift.algorithms.fedexp import FedExP
 from undrift.algorithms.fednova import FedNova
+from undrift.algorithms.sparseloco import SparseLoCo
 from undrift.core.errors import BadSetting
 from undrift.core.layout import Layout
 from undrift.data.federation import federate
@@ -24,6 +25,8 @@ UNEQUAL: dict[str, Any] = dict(epochs=1, batch=4)  # K_i from 1 to 9
 FALLING: dict[str, Any] = dict(epochs=1, batch=4, lr_decay=0.8, lr_drops=(2,), lr_drop=0.5)
 MOMENTUM: dict[str, Any] = dict(optimizer="momentum", momentum=0.7)
 NESTEROV: dict[str, Any] = dict(optimizer="nesterov", momentum=0.7)
+
+KEPT: dict[str, Any] = dict(optimizer="adamw", keep_moments=True)
 
 
 def walk(name: str, fields: dict[str, Any], settings: dict[str, Any], rounds: int = 4) -> Tensor:
@@ -47,6 +50,8 @@ def walk(name: str, fields: dict[str, Any], settings: dict[str, Any], rounds: in
         ("fedlesam", {"before": "server"}, "fedlesam", {}, UNEQUAL | {"cohort": N}),
         ("fedbabu", {"begin": 0, "tunes": "all"}, "ft", {"begin": 0}, UNEQUAL),
         ("ditto", {"lam": 3.0}, "fedavg", {}, UNEQUAL),
+        ("streaming-diloco", {"fragments": 1, "delay": 0, "alpha": 0.0}, "diloco", {}, FALLING),
+        ("sparseloco", {"ratio": 1.0, "bits": 0, "beta": 0.3}, "fedavg", KEPT, FALLING),
     ],
 )
 def test_one_method_is_another(
@@ -65,6 +70,10 @@ def test_one_method_is_another(
         ("fedspeed", {"correct": "all"}, "fedspeed", {}, {}),
         ("fedsmoo", {"dual": "code"}, "fedsmoo", {}, {}),
         ("fedlesam", {"before": "server"}, "fedlesam", {}, {}),
+        ("streaming-diloco", {"delay": 0}, "streaming-diloco", {"delay": 2}, {"cohort": N}),
+        ("streaming-diloco", {"alpha": 0.0}, "streaming-diloco", {"alpha": 0.5}, {"cohort": N}),
+        ("streaming-diloco", {"fragments": 1}, "streaming-diloco", {}, {"cohort": N}),
+        ("sparseloco", {"bits": 0, "ratio": 4.0}, "sparseloco", {"ratio": 4.0}, {"cohort": N}),
     ],
 )
 def test_one_method_is_not_another(
@@ -172,6 +181,19 @@ def test_the_servers_head_never_changes_and_the_body_does(name: str) -> None:
     assert moved == {"0": True, "2": False}
     own = [served.x for served in personal_models(run)]
     assert (torch.equal(own[0], own[1])) == (name == "fedbabu"), "heads differ, unless they have not been tuned yet"
+
+
+def test_sparseloco_that_forgets_nothing_is_top_k_with_error_feedback() -> None:
+    ours = walk("sparseloco", {"ratio": 5.0, "bits": 0, "beta": 1.0}, {"cohort": N})
+    torch.testing.assert_close(ours, walk("fedavg", KEPT, {"cohort": N, "compress": "topk:5"}), **EXACT)
+    assert not torch.allclose(ours, walk("sparseloco", {"ratio": 5.0, "bits": 0}, {"cohort": N}), rtol=1e-4)
+
+
+def test_places_that_a_chunk_has_not_are_in_it() -> None:
+    """A client may send any; the server must not fail."""
+    alg = SparseLoCo(ratio=4.0)
+    up = SparseLoCo.Up(torch.zeros(0), torch.zeros(1).byte(), torch.ones(4), torch.full((4,), 255).byte())
+    assert alg.unpack(up, 8).tolist() == [0, 0, 0, 0, 0, 0, 0, 1]
 
 
 def test_a_model_of_one_layer_has_no_last_one() -> None:

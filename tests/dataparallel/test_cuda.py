@@ -34,10 +34,11 @@ def test_data_parallel_workers_agree_with_the_cpu(method: str, how: dict[str, An
 
 
 @pytest.mark.parametrize(("backend", "ranks"), [("nccl", 1), ("gloo", 2)])
-def test_def_over_a_process_group(backend: str, ranks: int) -> None:
+@pytest.mark.parametrize("case", ["cuda_case", "islands_case"])  # DEF's, and islands'
+def test_over_a_process_group(case: str, backend: str, ranks: int) -> None:
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
     done = subprocess.run(
-        [*launch, "-m", "tests.dataparallel.cuda_case", backend], capture_output=True, text=True, timeout=200
+        [*launch, "-m", f"tests.dataparallel.{case}", backend], capture_output=True, text=True, timeout=200
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("5 ways as on the CPU") == ranks

@@ -16,7 +16,7 @@ STEPS = 20 * 22.5  # epochs of digits' 1438 training samples on two islands, in 
 
 
 def test_there_is_an_example_for_each() -> None:
-    assert {path.stem for path in (FOLDER / "islands").glob("*.py")} == set(NEEDED)
+    assert {path.stem for path in (FOLDER / "frameworks").glob("*.py")} == set(NEEDED)
 
 
 @pytest.mark.parametrize("name", NEEDED)
@@ -25,7 +25,7 @@ def test_islands_in_a_framework(name: str, tmp_path: Path) -> None:
     package = NEEDED[name]
     if importlib.util.find_spec(package) is None:
         pytest.skip(f"{package} is not installed")
-    printed = torchrun(str(FOLDER / "islands" / f"{name}.py"), cwd=tmp_path)
+    printed = torchrun(str(FOLDER / "frameworks" / f"{name}.py"), cwd=tmp_path)
     found = re.search(r"2 islands, (\d+) exchanges, (\d+) bytes, accuracy (\d\.\d+)", printed)
     assert found, printed
     exchanges, sent, accuracy = int(found[1]), int(found[2]), float(found[3])

@@ -157,7 +157,16 @@ def spoilt(rank: int) -> dict[str, Any]:
             if rank == 1 and k == EVERY - 1:
                 next(model.parameters()).data.fill_(float("nan"))
             learn(model, optimizer, outer, rank)
-    return {"x": vector(model), "told": [str(w.message) for w in told]}
+        island = made("streaming-diloco")
+        for k in range(2 * EVERY + 2):
+            if rank == 1 and k == EVERY - 1:
+                next(island[0].parameters()).data.fill_(float("nan"))
+                island[1].state.clear()
+            learn(*island, rank)
+            if rank == 1 and k == EVERY:  # its moments are not finite either
+                island[1].state.clear()
+    late = {"streaming": vector(island[0]), "rounds": island[2].rounds}
+    return {"x": vector(model), "told": [str(w.message) for w in told]} | late
 
 
 def wrapped_later(rank: int) -> bool:
@@ -304,7 +313,10 @@ def test_an_island_that_is_not_finite_is_left_out(on_ranks: list[dict[str, Any]]
         optimizer.step()
     assert (on_ranks[0]["spoilt"]["x"] - vector(model)).norm() < 1e-12
     assert on_ranks[0]["spoilt"]["told"] == []
-    assert "what island 1 has trained is not finite and was left out" in on_ranks[1]["spoilt"]["told"][0]
+    told = on_ranks[1]["spoilt"]["told"]
+    assert len(told) == 2 and all("what island 1 has trained is not finite and was left out" in line for line in told)
+    for found in on_ranks:  # a fragment's too: the island begins from the server's model
+        assert found["spoilt"]["rounds"] == 2 and found["spoilt"]["streaming"].isfinite().all()
 
 
 def test_islands_that_disagree_are_told(on_ranks: list[dict[str, Any]]) -> None:

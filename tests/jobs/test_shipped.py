@@ -19,7 +19,7 @@ def test_everything_has_a_name_of_its_own_and_a_sentence() -> None:
         kind: {entry.name for entry in entries if entry.kind == kind} for kind in ("sweep", "reproduce", "example")
     }
     assert {"demo", "quick"} <= kinds["sweep"] and kinds["reproduce"] == set(names_of_suites())
-    assert {"my_algorithm", "deploy"} <= kinds["example"]
+    assert {"my_algorithm", "deploy", "frameworks"} <= kinds["example"]
     assert sum(len(names) for names in kinds.values()) == len(entries)
 
 

@@ -8,7 +8,10 @@ import pytest
 
 from undrift.core.errors import BadSetting, UnknownName
 from undrift.jobs import suite as suites
-from undrift.jobs.batch import Run
+from undrift.jobs.batch import Batch, Run
+from undrift.jobs.cells import Asked, Work
+from undrift.jobs.compare import cost_of_links
+from undrift.jobs.results import Results
 from undrift.jobs.suite import check_suite, load_suite, names_of_suites
 from undrift.report.verdicts import check_claim, read_number
 
@@ -84,3 +87,23 @@ def test_mistakes_are_named(tmp_path: Path) -> None:
     for seeds in (-1, 2**63):
         with pytest.raises(BadSetting, match="seeds must be at least 1 and at most 10000"):
             load_suite("gradma-table1", seeds=seeds, at_hand=False)
+
+
+def test_islands_are_tuned_in_one_column_and_say_what_links_cost() -> None:
+    """A pick of one column serves all; a long column has one seed; DDP's bytes are those of every island in every step."""
+    suite = load_suite("islands", at_hand=False)
+    found = {(cell.column, cell.row): cell for cell in suite.cells}
+    assert {cell.tuned_in for cell in suite.cells} == {"iid-50"} and len(suite.rows) == len(suite.columns) == 8
+    tokens = {cell.config(0, {}).rounds * cell.settings["steps"] * cell.settings["batch"] for cell in suite.cells}
+    assert tokens == {5000 * 16, 5000 * 128}, "one client of DDP has all islands' samples"
+    batch = Batch(Results(Path("nowhere"), "x"), print)
+    work = Work(suite, batch, Asked("islands", Path("nowhere")), {}, {"iid-50/diloco": {"lr": 0.004, "server_lr": 0.5}})
+    for column, seeds in (("roles-10", [0, 1]), ("roles-500", [0])):
+        cell = found[column, "diloco"]
+        picked = work.pick(cell)
+        assert picked == {"lr": 0.004, "server_lr": 0.5}
+        assert [run.config.seed for run in work.finals(cell, picked)] == seeds
+    line = {"bytes": 1000}
+    ours, ddp = (cost_of_links(suite, found["iid-10", row], [line, line]) for row in ("diloco", "ddp-adamw"))
+    assert ours == {"bytes": 1000, "network_seconds": {"100": 125 * 8 / 1e8, "1000": 125 * 8 / 1e9}}
+    assert ddp["bytes"] == 1000 * 8 * 50

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 import numpy as np
 import pytest
@@ -118,9 +119,12 @@ def test_weight_decay_can_spare_biases(name: str) -> None:
     """With a huge decay and no gradient to speak of, weights shrink and biases do not; both shrink by default."""
     lr, decay = 1e-3, 100.0
     kind = algorithm_class(name)
-    fields = {"lr": lr, "weight_decay": decay} | (
-        {"head_steps": 0} if name == "fedrep" else {}
-    )  # the body moves at once
+    at_once: dict[str, dict[str, Any]] = {  # the body moves, and all entries are sent
+        "fedrep": {"head_steps": 0},
+        "streaming-diloco": {"fragments": 1},
+        "sparseloco": {"ratio": 1.0, "bits": 0},
+    }
+    fields = {"lr": lr, "weight_decay": decay} | at_once.get(name, {})
     x = {}
     for spare in (True, False):
         run = small.simulation(

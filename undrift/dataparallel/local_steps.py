@@ -266,8 +266,8 @@ class LocalSteps:
 
     # A round.
     @torch.no_grad()
-    def open(self) -> None:
-        """Begin a round: what the server sends, and the work before the first step."""
+    def open(self, goes_on: bool = True) -> None:
+        """Begin a round: what the server sends, and the work before the first step, or what has become of it meanwhile."""
         later = Later()
         close = play(
             self.wrapped, self.task, self.state, self.who, later, Cost(),
@@ -287,7 +287,8 @@ class LocalSteps:
                 f"{kind} sets the buffers of local momentum, which your optimizer has; take another method"
             )
         if self.k:  # the islands have trained while the exchange was under way
-            self.work = self.work._replace(x=self.read()[0], k=self.work.k + self.k)
+            x = self.read()[0] if goes_on else self.work.x
+            self.work = self.work._replace(x=x, k=self.work.k + self.k)
         self.work = self.alg.arrive(self.down, self.own_client, self.work, self.work.k == self.alg.late)
         self.buffers, self.flight, self.corrected = self.state.buffers, None, False
         self.write(self.work.x, self.buffers)
@@ -342,7 +343,7 @@ class LocalSteps:
         self.rounds += 1
         if self.optimizer is not None and not self.alg.keep_moments:
             self.optimizer.state.clear()
-        self.open()
+        self.open(goes_on=len(mine) > 0)
 
     @property
     def wrapped(self) -> Any:
@@ -414,7 +415,7 @@ class LocalSteps:
             )
         self.state = put(self.state, state["server"])
         self.rounds = int(state["rounds"])
-        if other and state["own"] and leaves(self.client) and self.workers.rank == 0:
+        if other and leaves(self.client) and self.workers.rank == 0:
             warnings.warn(
                 f"the checkpoint was made by {before} islands, now there are {now}: each begins anew", stacklevel=3
             )

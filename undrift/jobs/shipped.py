@@ -13,6 +13,10 @@ from undrift.core.errors import BadSetting, UnknownName
 from undrift.core.outline import PACKAGE
 
 SWEEPS, PAPERS, EXAMPLES = (PACKAGE / "jobs" / "suites" / name for name in ("sweeps", "papers", "examples"))
+FOLDERS = {
+    "deploy": "systemd units and a Containerfile for a federation's server and nodes",
+    "frameworks": "islands inside Accelerate, the Trainer of transformers and Lightning",
+}
 
 
 class Shipped(NamedTuple):
@@ -29,11 +33,11 @@ def shipped() -> list[Shipped]:
     sweeps = [Shipped(f.stem, "sweep", first_comment(f), (f,)) for f in sorted(SWEEPS.glob("*.toml"))]
     tables = [Shipped(f.stem, "reproduce", title(f), files_beside(f)) for f in sorted(PAPERS.glob("*.toml"))]
     scripts = [Shipped(f.stem, "example", first_sentence(f), (f,)) for f in sorted(EXAMPLES.glob("*.py"))]
-    folder = tuple(sorted(f for f in (EXAMPLES / "deploy").iterdir() if f.is_file()))
-    units = Shipped(
-        "deploy", "example", "systemd units and a Containerfile for a federation's server and nodes", folder
-    )
-    return [*sweeps, *tables, *scripts, units]
+    folders = [
+        Shipped(name, "example", about, tuple(sorted(f for f in (EXAMPLES / name).iterdir() if f.is_file())))
+        for name, about in FOLDERS.items()
+    ]
+    return [*sweeps, *tables, *scripts, *folders]
 
 
 def find(name: str) -> Shipped:
