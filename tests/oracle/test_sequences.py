@@ -248,7 +248,9 @@ def test_checkpoints_compute_the_same_again(name: str, how: str) -> None:
     plain, again = after("", execution="debug"), after(how, execution="debug")
     assert all(torch.equal(a, b) for a, b in zip(plain, again, strict=True))
     if how == "other" and name == "fedavg":
-        assert all(torch.equal(a, b) for a, b in zip(again, after(how, execution="auto"), strict=True)), "clients in turn"
+        assert all(torch.equal(a, b) for a, b in zip(again, after(how, execution="auto"), strict=True)), (
+            "clients in turn"
+        )
 
 
 def test_what_is_checkpointed_is_computed_again_and_kept_nowhere() -> None:

@@ -31,7 +31,9 @@ class MethodConfig(JobConfig):
     batch: int = setting(8, "samples in a batch of each worker or replica")
     steps: int = setting(0, "batches in a round; 0: a pass over the training samples")
     ratio: float = setting(64.0, "R of compressed methods and --reduce def: ceil(d / R) of d numbers are sent")
-    lam: str = setting("0.3", "lambda of def, def-a and --reduce def, in [0, 1], or auto")
+    lam: str = setting(
+        "auto", "lambda of def, def-a, def-adamw and --reduce def, in [0, 1] (the thesis': 0.3), or auto"
+    )
     lr: float = setting(0.02, "learning rate")
     momentum: float = setting(0.9, "of each worker or block; beta_1 of adamw and def-adamw")
     weight_decay: float = setting(0.0, "added to the gradient")
