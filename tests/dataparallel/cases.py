@@ -33,15 +33,16 @@ PARALLEL = [
     "--eval-every", "2", "--checkpoint-every", "3", "--lr-drops", "3", "--warmup", "1",
 ]  # fmt: skip
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
-    "def": ("DEF", {"ratio": 7}),
+    "def": ("DEF", {"lam": 0.3, "ratio": 7}),
     "def auto": ("DEF", {"ratio": 7, "lam": "auto"}),
-    "def tensor": ("DEF", {"ratio": 7, "block": "tensor"}),
-    "def shuffle": ("DEF", {"ratio": 7, "block": "shuffle"}),
-    "def randk": ("DEF", {"ratio": 7, "compressor": "randk"}),
-    "def randk tensor": ("DEF", {"ratio": 7, "compressor": "randk", "block": "tensor"}),
-    "def topk": ("DEF", {"ratio": 7, "compressor": "topk"}),
-    "def topk tensor": ("DEF", {"ratio": 7, "compressor": "topk", "block": "tensor"}),
-    "def plain sgd": ("DEF", {"ratio": 7, "momentum": 0.0, "weight_decay": 0.0}),
+    "def auto topk": ("DEF", {"ratio": 7, "lam": "auto", "compressor": "topk"}),
+    "def tensor": ("DEF", {"lam": 0.3, "ratio": 7, "block": "tensor"}),
+    "def shuffle": ("DEF", {"lam": 0.3, "ratio": 7, "block": "shuffle"}),
+    "def randk": ("DEF", {"lam": 0.3, "ratio": 7, "compressor": "randk"}),
+    "def randk tensor": ("DEF", {"lam": 0.3, "ratio": 7, "compressor": "randk", "block": "tensor"}),
+    "def topk": ("DEF", {"lam": 0.3, "ratio": 7, "compressor": "topk"}),
+    "def topk tensor": ("DEF", {"lam": 0.3, "ratio": 7, "compressor": "topk", "block": "tensor"}),
+    "def plain sgd": ("DEF", {"lam": 0.3, "ratio": 7, "momentum": 0.0, "weight_decay": 0.0}),
     "def 0": ("DEF", {"ratio": 7, "lam": 0.0}),
     "def 1": ("DEF", {"ratio": 7, "lam": 1.0}),
     "ef": ("EF", {"ratio": 7}),
@@ -208,7 +209,7 @@ def scaled(rank: int) -> dict[str, Any]:
 def narrow(rank: int) -> dict[str, Tensor]:
     """A model in bfloat16 is trained on a float32 copy."""
     model = network().bfloat16()
-    optimizer = undrift.DEF(model, lr=0.1, momentum=0.9, ratio=7)
+    optimizer = undrift.DEF(model, lr=0.1, momentum=0.9, ratio=7, lam=0.3)
     for t in range(6):
         optimizer.zero_grad()
         inputs, targets = samples(t, rank)

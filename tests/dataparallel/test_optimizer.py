@@ -115,7 +115,9 @@ def reference(case: str, workers: int) -> tuple[Tensor, Tensor]:
     elif name == "EF21SGDM":
         found = plain.ef21_sgdm(*common)
     else:
-        found = plain.error_feedback({"EF": 0.0, "SAEF": 1.0}.get(name, settings.get("lam", 0.3)), *common)
+        lam = {"EF": 0.0, "SAEF": 1.0}.get(name, settings.get("lam", "auto"))
+        lam = 0.6 if lam == "auto" and settings.get("compressor") == "topk" else lam  # which is not measured
+        found = plain.error_feedback(lam, *common)
     return torch.stack(found[0]), torch.stack(found[1])
 
 
@@ -274,7 +276,7 @@ def test_simulated_workers_equal_real_ranks(on_ranks: Outcome) -> None:
     for workers, ranks in on_ranks.items():
         for case in ("def", "def tensor", "def topk", "def auto", "saef") if workers < 4 else ("def",):
             settings = CASES[case][1]
-            method = Detached({"saef": 1.0}.get(case, settings.get("lam", 0.3)))
+            method = Detached({"saef": 1.0}.get(case, settings.get("lam", "auto")))
             made = make_compressor(
                 settings.get("compressor", "rbgs"), settings.get("block", "flat"), 7, SHARED["seed"], SIZES
             )
@@ -390,10 +392,10 @@ def test_averaged_errors_are_equal_and_keep_y() -> None:
 
 
 def test_lambda_auto_finds_the_common_part() -> None:
-    """Workers that agree get lambda = 1; W workers with independent noise get 1 / W."""
+    """Workers that agree get lambda = 1; W workers with independent noise come near 1 / 2, half way to the best one's 1 / W."""
     d, workers = 20_000, 4
     made, method = make_compressor("rbgs", "flat", 5, 0, [d]), Detached("auto")
-    for noise, wanted in ((0.0, 1.0), (1.0, 1 / workers), (0.5, None)):
+    for noise, wanted in ((0.0, 1.0), (1.0, 0.5 + 0.5 / workers), (0.5, None)):
         together = SimulatedWorkers(workers)
         state = method.start(torch.zeros(d), together)
         random = torch.Generator().manual_seed(0)
@@ -404,7 +406,7 @@ def test_lambda_auto_finds_the_common_part() -> None:
         lam = method.estimate(state)
         mean = state.e.mean(0)
         best = (state.e @ mean).unsqueeze(-1) / state.e.square().sum(-1, keepdim=True)  # of the whole errors
-        assert torch.allclose(lam, best, atol=0.03)
+        assert torch.allclose(lam, (1 + best) / 2, atol=0.03)
         assert wanted is None or torch.allclose(lam, torch.full_like(lam, wanted), atol=0.03)
         assert torch.allclose(method.point(state, torch.empty_like(state.e)), state.x - lam * state.e, atol=1e-6)
 
@@ -459,7 +461,6 @@ MISTAKES: list[tuple[Callable[[], Any], type[Exception], str]] = [
     (lambda: undrift.DEF(network(), lr=-1.0), BadSetting, "lr must be a number of at least 0"),
     (lambda: undrift.DEF(network(), lr=0.1, compressor="rgbs"), UnknownName, "did you mean 'rbgs'?"),
     (lambda: undrift.DEF(network(), lr=0.1, block="tensors"), UnknownName, "did you mean 'tensor'?"),
-    (lambda: undrift.DEF(network(), lr=0.1, compressor="topk", lam="auto"), BadSetting, "use rbgs or randk"),
     (lambda: undrift.DEF(network(), lr=0.1, compressor="topk", block="shuffle"), BadSetting, "use flat or tensor"),
     (lambda: undrift.DEF([nn.Parameter(torch.ones(2, dtype=torch.cfloat))], lr=0.1), BadSetting, "is complex"),
     (lambda: undrift.EF(network(), lr=0.1).add_param_group({"params": [nn.Parameter(torch.ones(1))]}), BadSetting, "later"),

@@ -79,7 +79,9 @@ def error_feedback(
     for t in range(steps):
         kept = []
         for k in range(workers):
-            weight = lam if lam != "auto" else (min(max(along[k] / square[k], 0.0), 1.0) if square[k] else 0.0)
+            weight = (
+                lam if lam != "auto" else (1 + (min(max(along[k] / square[k], 0.0), 1.0) if square[k] else 0.0)) / 2
+            )
             m[k] = momentum * m[k] + gradient(t, k, x - weight * e[k])
             p = lr * m[k] + e[k]
             kept.append(torch.where(mask(t, p), p, 0.0))

@@ -12,7 +12,10 @@ and an error e_k, in units of the parameters. In each iteration:
 
 lambda = 0 is EF, lambda = 1 is SAEF and PSync. DEF returns y = x - mean_k e_k, DEF-A returns x.
 
-Differs: the thesis prints C(g + e) in (2-4), which must be C(eta g + e), and knows no lambda = "auto".
+lambda = "auto" is measured: see `estimate`. The part of the errors that all workers share leaves the mean of the gradients
+unchanged to first order only with lambda = 1; a worker's own part would be left out with 0.
+
+Differs: the thesis has lambda = 0.3 and no "auto". It prints C(g + e) in (2-4), which must be C(eta g + e).
 """
 
 from __future__ import annotations
@@ -24,13 +27,14 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
-from undrift.compress import Compressor, Fill, LargestEntries, overlaps, skip
+from undrift.compress import Compressor, Fill, overlaps, skip
 from undrift.core.errors import BadSetting
 from undrift.core.vec import dot
 from undrift.dataparallel.workers import Workers
 
 ALL = slice(None)
 MEMORY = 0.99  # decay of the running products for lambda = "auto"
+UNMEASURED = 0.6  # lambda = "auto" with topk
 
 
 class GroupRates(NamedTuple):
@@ -60,7 +64,7 @@ class Errors(NamedTuple):
 class Detached:
     """The engine of DEF, EF, SAEF and PSync."""
 
-    lam: float | str = 0.3  # lambda, or "auto"
+    lam: float | str = "auto"  # lambda, or "auto"
     returns: str = "y"  # or x
     average_every: int = 0  # average the errors every so many iterations (SAEF's tau); 0: never
 
@@ -68,10 +72,7 @@ class Detached:
     decoupled: ClassVar[bool] = False  # whether weight decay is beside the gradient
 
     def check(self, compressor: Compressor) -> None:
-        if self.lam == "auto":
-            if isinstance(compressor, LargestEntries):
-                raise BadSetting("lam auto compares the workers' blocks, but topk's differ; use rbgs or randk")
-        elif not isinstance(self.lam, int | float) or not 0.0 <= self.lam <= 1.0:
+        if self.lam != "auto" and not (isinstance(self.lam, int | float) and 0.0 <= self.lam <= 1.0):
             raise BadSetting(f"lam must lie in [0, 1] or be 'auto', not {self.lam!r}; 0.3 is the paper's")
 
     def start(self, x: Tensor, workers: Workers) -> Any:
@@ -116,9 +117,12 @@ class Detached:
         return torch.sub(x, e, alpha=float(self.lam), out=out)
 
     def estimate(self, state: Any) -> Tensor:
-        """[..., 1] lambda = <mean p, p_k> / |p_k|^2, which minimises |mean e - lambda e_k| on the blocks."""
+        """[..., 1] lambda = (1 + s) / 2, where s = <mean p, p_k> / |p_k|^2 minimises |mean e - s e_k| on the blocks.
+
+        Topk's blocks differ between workers and are not measured.
+        """
         along, square = state.products.split(1, -1)
-        return torch.where(square > 0, along / square, 0.0).clamp(0.0, 1.0)
+        return torch.where(square > 0, 0.5 + 0.5 * (along / square).clamp(0.0, 1.0), UNMEASURED)
 
     def model(self, state: Any, workers: Workers, which: str = "") -> Tensor:
         """The model [d]: x, or y = x - mean_k e_k, which costs one exchange of d numbers."""
@@ -126,5 +130,5 @@ class Detached:
         return x if (which or self.returns) == "x" else x - workers.mean(state.e.clone())
 
     def facts(self, state: Any) -> dict[str, Tensor]:
-        """Numbers for the record."""
-        return {"lambda": self.estimate(state).mean()} if self.lam == "auto" else {}
+        """Numbers of each worker [..., 1], whose means are recorded."""
+        return {"lambda": self.estimate(state)} if self.lam == "auto" else {}

@@ -377,7 +377,7 @@ class DEF(CompressedOptimizer):
     `model` is a module, plain or wrapped in DistributedDataParallel, or parameters as torch.optim takes them; `params`
     are groups of the model's parameters. A step sends about 2/ratio of the model. `lam` is the weight of the error
     where gradients are taken, or "auto". `compressor` is rbgs, randk or topk; `block` is flat (one block of the whole
-    vector), tensor (one of each tensor) or shuffle (each block once in `ratio` steps).
+    vector), tensor (one of each tensor) or shuffle (each block once in `ratio` steps). The thesis has lam=0.3.
 
     >>> model = nn.Linear(4, 2)
     >>> optimizer = DEF(model, lr=0.1, momentum=0.9, ratio=4)
@@ -392,7 +392,7 @@ class DEF(CompressedOptimizer):
         momentum: float = 0.0,
         weight_decay: float = 0.0,
         ratio: float = 64,
-        lam: float | str = 0.3,
+        lam: float | str = "auto",
         compressor: str = "rbgs",
         block: str = "flat",
         seed: int = 0,
@@ -423,7 +423,7 @@ class DEFAdamW(CompressedOptimizer):
         eps: float = 1e-8,
         weight_decay: float = 0.01,
         ratio: float = 64,
-        lam: float | str = 0.3,
+        lam: float | str = "auto",
         compressor: str = "rbgs",
         block: str = "flat",
         seed: int = 0,

@@ -37,7 +37,9 @@ class MethodConfig(JobConfig):
     ratio: float = setting(
         64.0, "of compressed methods and --reduce def: one in so many numbers is sent (R)", COMPRESSION
     )
-    lam: str = setting("0.3", "lambda of def, def-a and --reduce def: from 0 to 1, or auto", COMPRESSION)
+    lam: str = setting(
+        "auto", "lambda of def, def-a, def-adamw and --reduce def: from 0 to 1 (the thesis': 0.3), or auto", COMPRESSION
+    )
     lr: float = setting(0.02, "learning rate", STEPS)
     momentum: float = setting(0.9, "momentum of each worker or block; first beta of adamw and def-adamw", STEPS)
     weight_decay: float = setting(0.0, "times the parameters, added to the gradient", STEPS)

@@ -162,7 +162,7 @@ class ParallelTraining(InMemory):
         self.t += 1
         train_loss = float(self.workers.mean((losses / self.steps).expand(*self.workers.lead, 1).clone()))
         self.diverged = not train_loss < float("inf")
-        facts = {name: float(value) for name, value in self.method.facts(self.vectors).items()}
+        facts = {name: float(self.workers.mean(value)) for name, value in self.method.facts(self.vectors).items()}
         scores = self.evaluate() if last or self.t % self.config.eval_every == 0 else {}
         numbers = {"train_loss": train_loss} | scores | facts
         workers = self.workers.count

@@ -34,7 +34,7 @@ def main() -> None:
     model: nn.Module = nn.Sequential(nn.Linear(train[0][0].numel(), 200), nn.ReLU(), nn.Linear(200, 10))
     if ranks > 1:
         model = DistributedDataParallel(model)
-    optimizer = undrift.DEF(model, lr=0.1, momentum=0.9, weight_decay=5e-4, ratio=64, lam=0.3)  # was torch.optim.SGD
+    optimizer = undrift.DEF(model, lr=0.1, momentum=0.9, weight_decay=5e-4, ratio=64)  # was torch.optim.SGD
     schedule = torch.optim.lr_scheduler.StepLR(optimizer, 15, 0.1)
 
     for epoch in range(20):
