@@ -280,7 +280,7 @@ def test_a_deployed_client_builds_the_servers_model(tmp_path: Path) -> None:
     again = Plan.from_flat(plan.flat())
     assert again.run.model == plan.run.model and "#" in plan.run.model
     node = {"partition-id": 1, "state-dir": str(tmp_path / "states")}
-    with pytest.raises(BadSetting, match='reads no files of its own choice.*allow="hf"'):
+    with pytest.raises(BadSetting, match='reads no model that the server names by a path.*allow="hf"'):
         check_allowed(plan.flat(), node)
     check_allowed(plan.flat(), node | {"allow": "hf"})
     server = build_simulation(plan.run, plan.alg, load_dataset(plan.run.dataset), plan.run.model, torch.device("cpu"))

@@ -44,7 +44,7 @@ def check_allowed(run: Mapping[str, Any], node: Mapping[str, Any]) -> None:
             package = value.partition(":")[0]
             if ":" in value and not any(package == a or package.startswith(f"{a}.") for a in allowed):
                 hf = package == "hf"  # a config, or weights, at a path that the server chooses
-                named = "reads no files of its own choice for it" if hf else "runs only what undrift has"
+                named = "reads no model that the server names by a path" if hf else "runs only what undrift has"
                 first = f"put {value.partition('#')[0][3:]} where it starts" if hf else "install the package"
                 raise BadSetting(
                     f"the run's {setting} is {value}, and this node {named}; to allow it, {first} "

@@ -14,7 +14,6 @@ from dataclasses import asdict, dataclass, field
 from typing import Any, get_type_hints
 
 from undrift.core.errors import BadSetting
-from undrift.core.pinned import pinned
 from undrift.jobs.config import FIELDS, RunConfig, build_algorithm, from_mapping, parse_value, setting, typed
 
 NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,63}")  # of a client or a run, and of its folder
@@ -164,8 +163,6 @@ class Plan:
         """A plan from settings by name; the algorithm's fields are under `set`."""
         for old in given.keys() & RENAMED:
             raise BadSetting(f"{old} is called {RENAMED[old]} now")
-        if isinstance(given.get("model"), str):
-            given = {**given, "model": pinned(str(given["model"]))}
         deployed = typed({n: v for n, v in given.items() if n in DEPLOY_FIELDS}, TYPES)
         simulated = {n: v for n, v in given.items() if n not in DEPLOY_FIELDS}
         chosen = from_mapping(({"partition": OWN} if simulated.get("dataset") == OWN else {}) | simulated)

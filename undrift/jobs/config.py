@@ -14,6 +14,7 @@ from undrift.core.errors import BadSetting, UndriftError, UnknownName, closest
 from undrift.core.lora import parse_lora
 from undrift.core.names import algorithms_of, check_text, names, outline_of
 from undrift.core.names import parse_value as parse_value
+from undrift.core.pinned import pinned
 from undrift.core.rates import RateSchedule
 
 MOST = 2**31 - 1  # of a whole number
@@ -324,6 +325,8 @@ def from_mapping(settings: Mapping[str, Any]) -> RunConfig:
     for name, other in (("steps", "epochs"), ("epochs", "steps")):
         if name in checked and not checked[name] and not checked.get(other):
             raise BadSetting(f"{name} must be greater than 0")
+    if "model" in checked:
+        checked["model"] = pinned(checked["model"])
     return RunConfig(**checked)
 
 
