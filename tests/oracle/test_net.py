@@ -154,6 +154,7 @@ class Reused(nn.Module):
         return self.layers(x)  # type: ignore[no-any-return]
 
 
+@pytest.mark.filterwarnings("ignore:the model's outputs do not depend on 2 of its parameters .unused")
 def test_layers_that_are_reused_unused_or_frozen() -> None:
     runs = [simulation(FedAvg(), Reused(), cohort=3, execution=e) for e in ("stacked", "pool")]
     first, second = (torch.cat([path(run, 2)[-1], run.state.buffers]) for run in runs)

@@ -166,3 +166,49 @@ def test_targets_may_be_probabilities() -> None:
 
     for ours, theirs in zip(records(np.eye(3, dtype=np.float32)[y]), records(y), strict=True):
         assert ours["accuracy"] == theirs["accuracy"] and ours["loss"] == pytest.approx(theirs["loss"], rel=1e-5)
+
+
+class Idle(nn.Module):
+    """One layer is never called, one is cut off from the gradient."""
+
+    def __init__(self, head: bool) -> None:
+        super().__init__()
+        self.inner, self.first, self.last = tiny_mlp(), nn.Linear(5, 5), nn.Linear(5, 3)
+        self.head = head
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.first(x).detach()
+        return self.inner(h) + self.last(h) if self.head else self.inner(h)  # type: ignore[no-any-return]
+
+
+def said_of(module: nn.Module) -> list[str]:
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        simulation(FedAvg(), module).round()
+    return [str(warning.message) for warning in said]
+
+
+def test_parameters_that_are_not_trained_are_warned_of() -> None:
+    (both,) = said_of(Idle(False))
+    assert "do not depend on 4 of its parameters (first.weight, first.bias, last.weight, last.bias)" in both
+    (one,) = said_of(Idle(True))
+    assert "do not depend on 2 of its parameters (first.weight, first.bias)" in one
+    frozen = Idle(True)
+    frozen.first.requires_grad_(False)
+    zero = tiny_mlp()
+    nn.init.zeros_(zero[2].weight)  # type: ignore[index]  # its gradient is not zero, the one before it is
+    for fine in (frozen, zero, tiny_mlp()):
+        assert said_of(fine) == []
+
+
+def test_probabilities_in_place_of_numbers_before_the_softmax_are_warned_of() -> None:
+    (told,) = said_of(nn.Sequential(tiny_mlp(), nn.Softmax(1)))
+    assert "leave the softmax out" in told
+    assert (
+        said_of(nn.Sequential(tiny_mlp(), nn.LogSoftmax(1))) == [] == said_of(nn.Sequential(tiny_mlp(), nn.Sigmoid()))
+    )
+
+
+def test_lazy_layers_are_refused() -> None:
+    with pytest.raises(BadSetting, match="lazy layers without parameters yet"):
+        Net(nn.Sequential(nn.LazyLinear(4), nn.Linear(4, 3)))

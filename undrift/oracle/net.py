@@ -20,6 +20,7 @@ from torch.func import functional_call
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.dropout import _DropoutNd
 from torch.nn.modules.instancenorm import _InstanceNorm
+from torch.nn.parameter import is_lazy
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
@@ -374,6 +375,8 @@ class Net:
         """`trains` chooses among the names of trainable tensors; the others stay as they are, for all clients."""
         if getattr(loss, "weight", None) is not None and getattr(loss, "reduction", "none") == "mean":
             raise BadSetting("a loss with class weights must not average by itself here; give it reduction='none'")
+        if any(is_lazy(p) for p in (*module.parameters(), *module.buffers())):
+            raise BadSetting("the model has lazy layers without parameters yet; call it once on a sample before")
         if isinstance(loss, nn.Module) and any(p.requires_grad for p in loss.parameters()):
             raise BadSetting(
                 "the loss has parameters, which would not be trained; put them into the model, or call requires_grad_(False)"
@@ -439,6 +442,16 @@ class Net:
         self.counters = self.counters.to(device)
         return self
 
+    def untouched(self, x: Tensor, buffers: Tensor, inputs: Tensor, context: Context) -> list[str]:
+        """The parameters on which the outputs do not depend, as far as autograd knows."""
+        alone = {name: tensor.detach().clone().requires_grad_() for name, tensor in self.layout.split(x).items()}
+        outputs, _ = self._run(x, buffers, context, False, lambda m: call(m, self.pieces, inputs), alone)
+        total = logits_of(outputs).sum()
+        if not total.requires_grad:
+            return list(alone)
+        found = torch.autograd.grad(total, list(alone.values()), allow_unused=True)
+        return [name for name, gradient in zip(alone, found, strict=True) if gradient is None]
+
     def shared_buffers(self) -> dict[str, Tensor]:
         """The buffers that no client has for itself."""
         return {n: b for n, b in self._training.named_buffers() if n not in self.buffer_layout.names}
@@ -473,11 +486,17 @@ class Net:
         return outputs[-1]
 
     def _run(
-        self, x: Tensor, buffers: Tensor, context: Context | None, stacked: bool, use: Callable[[nn.Module], Any]
+        self,
+        x: Tensor,
+        buffers: Tensor,
+        context: Context | None,
+        stacked: bool,
+        use: Callable[[nn.Module], Any],
+        parameters: Mapping[str, Tensor] | None = None,
     ) -> tuple[Any, Tensor]:
-        """The result of `use` on the module with the tensors of x and the buffers, and the buffers after the pass."""
+        """The result of `use` on the module with the tensors of x, or those given, and the buffers; and the buffers after it."""
         self.current.drops = 0
-        tensors = self.layout.split(x) | self.buffer_layout.split(buffers)
+        tensors = dict(parameters or self.layout.split(x)) | self.buffer_layout.split(buffers)
         holder, half = _Holder(self.module(context is not None)), half_precision(x.device)
         outputs, statistics = self._pass(holder, tensors, context, stacked, half, use)
         if half:

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from undrift.core.errors import BadData, BadSetting, UndriftError
-from undrift.oracle.net import IGNORED, Net, classes_first
+from undrift.oracle.net import IGNORED, Context, Net, classes_first
 from undrift.oracle.segmentation import dice_loss
 from undrift.oracle.tasks import LOSSES
 from undrift.simulate.work import LocalWork
@@ -26,6 +26,7 @@ def check_task(net: Net, x: Tensor, buffers: Tensor, work: LocalWork) -> None:
     check_blocks(*where)
     check_labels(*where)
     check_loss(*where)
+    check_outputs(*where)
     check_repeatable(*where)
 
 
@@ -148,5 +149,30 @@ def check_loss(net: Net, x: Tensor, buffers: Tensor, work: LocalWork) -> None:
             f"the loss of {len(rows)} samples together is {float(whole):.4g}, the mean of their single losses "
             f"{float(single):.4g}: it is called for each sample by itself, where class weights cancel, a sum is no mean, and "
             "samples cannot be compared; give it reduction='none', or mark one that needs the whole mini-batch with batch_loss",
+            stacklevel=2,
+        )
+
+
+def check_outputs(net: Net, x: Tensor, buffers: Tensor, work: LocalWork) -> None:
+    """Warn of parameters that are never trained, and of probabilities where cross-entropy takes numbers before the softmax."""
+    oracle, _ = next(work.steps(int(work.table.count[:, 0].argmax()), 1))
+    inputs, targets, real, key, _ = oracle.batch
+    with blame_model(work):
+        outputs, _ = net(x, buffers, inputs, None)
+        idle = net.untouched(x, buffers, inputs, Context(real, key))
+    if idle:
+        named = ", ".join(idle[:4]) + (", ..." if len(idle) > 4 else "")
+        warnings.warn(
+            f"the model's outputs do not depend on {len(idle)} of its parameters ({named}), which are therefore not trained; "
+            "leave them out, or set requires_grad to False, if that is meant",
+            stacklevel=2,
+        )
+    shares = classes_first(outputs.detach(), targets)
+    if net.loss is not F.cross_entropy or shares.dim() < 2 or shares.shape[1] < 2 or len(shares) < 2:
+        return
+    if bool((shares >= 0).all()) and bool(torch.isclose(shares.sum(1), torch.ones_like(shares[:, 0]), atol=1e-4).all()):
+        warnings.warn(
+            "the model's outputs look like probabilities, but cross-entropy takes the numbers before the softmax; leave the "
+            "softmax out",
             stacklevel=2,
         )
