@@ -139,14 +139,7 @@ def test_the_defaults_of_every_method_learn(name: str) -> None:
     assert result.stopped == "rounds" and learned(result.records, 10)
 
 
-WEAK = (
-    "ef",
-    "ef21",
-    "dni",
-)  # with 64 times less sent, or gradients that are guessed, these need a lower rate than the others
-OTHERS = [("dp", name) for name in METHODS if name not in WEAK] + [
-    ("pipe", name) for name in PIPE_CHOICES["method"] if name not in WEAK
-]
+OTHERS = [("dp", name) for name in METHODS] + [("pipe", name) for name in PIPE_CHOICES["method"]]
 
 
 @pytest.mark.parametrize(

@@ -23,6 +23,8 @@ from undrift.jobs.config import (
 )  # fmt: skip
 
 COMPRESSION = "compression"
+RATE = 0.02  # the learning rate, where none is given
+RATES = {"ef": 0.005, "ef21": 0.005, "dni": 0.01}  # of methods that do not learn with that one
 # Fields of the method, which --set takes too.
 OWN = ("ratio", "lam", "compressor", "block", "average_every", "lr", "momentum", "weight_decay", "momentum2", "epsilon")
 
@@ -40,12 +42,14 @@ class MethodConfig(JobConfig):
     lam: str = setting(
         "auto", "lambda of def, def-a, def-adamw and --reduce def: from 0 to 1 (the thesis': 0.3), or auto", COMPRESSION
     )
-    lr: float = setting(0.02, "learning rate", STEPS)
+    lr: float = setting(0.0, "learning rate [0.02; of ef and ef21 0.005, of dni 0.01]", STEPS)
     momentum: float = setting(0.9, "momentum of each worker or block; first beta of adamw and def-adamw", STEPS)
     weight_decay: float = setting(0.0, "times the parameters, added to the gradient", STEPS)
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if not self.lr:
+            object.__setattr__(self, "lr", RATES.get(self.method, RATE))
         check_numbers(self, least=dict(batch=1, steps=0), not_negative=("lr", "momentum", "weight_decay"))
         from undrift.dataparallel.methods import parse_lam
 
