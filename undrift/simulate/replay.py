@@ -176,7 +176,8 @@ def lay_out(
     whole = one.unrolled and one.always_whole  # then all rows are filled alike, and there is no need to go one by one
     if whole:
         of_rows = [part for of_round in zip(*parts, strict=True) for part in of_round]
-        ids[:], drawn[:], steps[:] = (np.stack(column) for column in zip(*(part[1:] for part in of_rows), strict=True))
+        columns = zip(*((part.ids, part.drawn, part.steps) for part in of_rows), strict=True)
+        ids[:], drawn[:], steps[:] = (np.stack(column) for column in columns)
         clients[:] = S
     for run, (mine, before) in enumerate(zip(parts, positions, strict=True)):
         position = before.copy()
