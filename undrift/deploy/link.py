@@ -39,6 +39,8 @@ LIFE = 3650  # days for which that is valid
 PATIENCE = 600.0  # seconds until the SuperLink must answer; on a busy machine it takes minutes
 LOOK = 1.0  # seconds between two looks at the folder
 HURRY = 20.0  # seconds within which a connection must make a request
+# glibc keeps what was freed for the thread that had it; each answer has a thread, so that this adds up to gigabytes.
+MEMORY = {"MALLOC_MMAP_THRESHOLD_": str(1 << 20), "MALLOC_ARENA_MAX": "2"}
 QUIET = {"FLWR_TELEMETRY_ENABLED": "0", "FLWR_DISABLE_UPDATE_CHECK": "1"}
 
 
@@ -189,7 +191,7 @@ def super_link(server: Path, lock: int) -> Iterator[tuple[subprocess.Popen[bytes
     process = subprocess.Popen(
         [*superlink.COMMAND, *security, "--enable-supernode-auth", "--host", LOOPBACK, "--port", address.split(":")[1],
          "--database", str(server / "state.db"), "--disable-runtime-dependency-installation"],
-        env=environment, stdin=subprocess.DEVNULL, pass_fds=[lock],
+        env=environment | MEMORY, stdin=subprocess.DEVNULL, pass_fds=[lock],
     )  # fmt: skip
     try:
         wait_for(process, address, server / "ca.crt")
