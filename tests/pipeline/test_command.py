@@ -16,6 +16,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from tests.patience import patient
 from undrift import cli
 from undrift.core.errors import BadRunFolder, BadSetting, UnknownName
 from undrift.pipeline.engines import METHODS
@@ -243,7 +244,7 @@ def launched(processes: int, *command: str, **environment: str) -> list[tuple[in
         for rank in range(processes)
     ]
     try:
-        said = [process.communicate(timeout=60)[1] for process in started]  # a hang is a failure
+        said = [process.communicate(timeout=patient(60))[1] for process in started]  # a hang is a failure
     finally:
         for process in started:
             process.kill()

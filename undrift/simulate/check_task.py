@@ -26,8 +26,8 @@ def check_task(net: Net, x: Tensor, buffers: Tensor, work: LocalWork) -> None:
     check_blocks(*where)
     check_labels(*where)
     check_loss(*where)
-    check_outputs(*where)
     check_repeatable(*where)
+    check_outputs(*where)
 
 
 @contextlib.contextmanager
