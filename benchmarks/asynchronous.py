@@ -48,8 +48,8 @@ METHODS: dict[str, dict[str, Any]] = {
 }
 MANY: dict[str, Any] = {
     "dataset": "mnist", "model": "mlp", "partition": "iid", "clients": 10_000, "steps": 5, "batch": 6, "algorithm": "fedbuff",
-    "asynchronous": True, "concurrent": 1000, "cohort": 10, "rounds": 500, "clock": "lognormal:1", "eval_every": 100,
-    "checkpoint_every": 250, "device": "cpu",
+    "asynchronous": True, "concurrent": 1000, "cohort": 10, "rounds": 200, "clock": "lognormal:1", "eval_every": 100,
+    "checkpoint_every": 100, "device": "cpu",
 }  # fmt: skip
 
 
