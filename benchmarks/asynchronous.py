@@ -109,8 +109,10 @@ def alone(out: Path) -> dict[str, Any]:
     found = context.Queue()
     process = context.Process(target=memory, args=(found, str(out)))
     process.start()
+    process.join()  # what it leaves is small
+    if process.exitcode:
+        raise SystemExit("the run of 10,000 clients failed")
     answer: dict[str, Any] = found.get()
-    process.join()
     return answer
 
 
