@@ -891,8 +891,10 @@ def data_command(arguments: argparse.Namespace) -> None:
 
     root = datasets.data_root()
     if arguments.action == "list":
-        for name, state in datasets.available(root):
-            print(f"{name:15} {state}")
+        entries = datasets.available(root)
+        width = max(len(name) for name, _ in entries)
+        for name, state in entries:
+            print(f"{name:{width}}  {state}")
     elif arguments.action == "add":
         if arguments.file is None:
             raise BadSetting("say what to add: undrift data add NAME FILE.npz")

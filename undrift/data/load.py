@@ -124,10 +124,11 @@ def available(root: Path | None) -> list[tuple[str, str]]:
         try:
             data = read_added(name) if name in added() else module_of("datasets", name).load(root)
         except MissingData:
-            return "not there"
+            return "not found"
         except UndriftError as error:
             return str(error)
-        return f"{len(data.y_train)} training and {len(data.y_test)} test samples, {data.classes} classes"
+        classes = f", {data.classes} classes" if data.classes > 1 else ""
+        return f"{len(data.y_train)} training and {len(data.y_test)} test samples{classes}"
 
     return [(name, state(name)) for name in [*names("datasets"), *added()]]
 

@@ -122,7 +122,8 @@ def data() -> Iterator[tuple[str, str]]:
         yield "data", str(error)
         return
     yield "data folder", str(root or "none; set UNDRIFT_DATA, or use undrift data add")
-    found = [f"{name} (in the package)" for name in names("datasets") if name in ("digits", "noise", "synthetic-sites")]
+    own = [name for name in names("datasets") if name in ("digits", "noise") or name.startswith("synthetic-")]
+    found = [f"{name} (in the package)" for name in own]
     found += [name for name in names("datasets") if root is not None and at_hand(name, root)]
     yield "data sets", ", ".join([*found, *(f"{name} (added)" for name in added())])
 
