@@ -113,7 +113,10 @@ def agree(plain: Simulation, one: list[RoundRecord], packed: Simulation, two: li
     return max(float((other[n].double() - t.double()).abs().max()) for n, t in mine.items() if t.numel())
 
 
-PACKABLE = [n for n in names("algorithms") if not (algorithm_class(n).personalises or algorithm_class(n).pools)]
+APART = small.ADAPTERS  # choose what is trained
+PACKABLE = [
+    n for n in names("algorithms") if not (algorithm_class(n).personalises or algorithm_class(n).pools or n in APART)
+]
 
 
 @pytest.mark.parametrize("name", sorted({*names("algorithms")} - {*PACKABLE}))

@@ -10,6 +10,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from undrift.algorithms.base import Algorithm, Worker
 from undrift.core.device import arithmetic, available_memory, pick_device
 from undrift.core.trees import nbytes
 from undrift.data.dataset import Dataset
@@ -33,6 +34,7 @@ def kind(config: RunConfig, folder: RunFolder) -> Hashable:
     execution = folder.settings().get("execution", "auto") if folder.exists() else config.execution
     alg, timed = build_algorithm(config), "time" in parse_stop(config.stop_at)
     apart = alg.personalises or alg.pools  # server work for each client, without a dimension for runs
+    apart = apart or chooses_tensors(alg) or bool(config.lora)  # what is frozen differs with the seed
     apart = apart or config.privacy_clip > 0  # each round has its cost and its clipping to record
     apart = apart or config.asynchronous or bool(config.clock)  # each run has its own virtual time
     if config.compress or config.attack or execution == "pool" or config.client_state == "disk" or timed or apart:
@@ -40,6 +42,11 @@ def kind(config: RunConfig, folder: RunFolder) -> Hashable:
     same = {name: value for name, value in asdict(config).items() if name not in DIFFER}
     seed = config.seed if config.colour else None  # which decides the clients' colours
     return folder.reached(), seed, *same.items(), structure(alg)
+
+
+def chooses_tensors(alg: Algorithm) -> bool:
+    """Whether a method leaves tensors out, for good or from round to round."""
+    return type(alg).trains is not Worker.trains or type(alg).at is not Worker.at
 
 
 def set_up(
