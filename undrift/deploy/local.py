@@ -28,7 +28,7 @@ from undrift.deploy.clients import admit
 from undrift.deploy.flower import UNBOUND
 from undrift.deploy.join import fork_words, node_config, node_words, write_programs
 from undrift.deploy.keys import LOOPBACK, write_certificate, write_identity, write_keys
-from undrift.deploy.link import READY, flower_environment
+from undrift.deploy.link import MEMORY, READY, flower_environment
 from undrift.deploy.ports import free_port
 from undrift.deploy.settings import REFUSED, Plan
 from undrift.jobs.folder import RunFolder
@@ -63,10 +63,11 @@ class LocalFederation:
 
     def start(self, name: str, *command: str) -> subprocess.Popen[bytes]:
         """Start a process whose output goes to its log."""
+        more = MEMORY if name == "superlink" else {}
         with (self.home / f"{name}.log").open("ab") as log:
             process = subprocess.Popen(
                 [*self.within(name), *command], stdout=log, stderr=log, stdin=subprocess.DEVNULL,
-                env=self.environment | {MARK: name}, cwd=self.home, start_new_session=True, umask=0o077,
+                env=self.environment | more | {MARK: name}, cwd=self.home, start_new_session=True, umask=0o077,
             )  # fmt: skip
         self.started[name] = process
         return process
