@@ -321,10 +321,6 @@ class GradMAS(FedAvg):
             self.count[i] = self.count.get(i, 0) + 1
         return new
 
-    def kept(self, update: Named) -> Named:
-        """What is kept of an update."""
-        return update
-
     def step(self, mean: Named, answers: dict[int, Answer], sampled: list[int]) -> Named:
         m = {n: self.option["beta1"] * self.m[n] + mean[n] for n in mean}
         if self.option["slots"] == 0:
@@ -333,11 +329,11 @@ class GradMAS(FedAvg):
         new = self.mem_red(sampled)
         for i in self.buf:
             if i in new:
-                self.memory[i] = self.kept(answers[i].d)
+                self.memory[i] = answers[i].d
                 continue
             self.memory[i] = {n: self.option["beta2"] * t for n, t in self.memory[i].items()}
             if i in answers:
-                self.memory[i] = self.kept({n: t + answers[i].d[n] for n, t in self.memory[i].items()})
+                self.memory[i] = {n: t + answers[i].d[n] for n, t in self.memory[i].items()}
         self.active = 0
         scopes: Iterable[list[str]] = [[n] for n in m] if self.option["qp_scope"] == "tensor" else [list(m)]
         self.m = {}
@@ -351,20 +347,6 @@ class GradMAS(FedAvg):
 
     def facts(self) -> dict[str, float]:
         return {"evictions": self.evictions, "qp_active": self.active, "qp_failed": 0}
-
-
-class GradMASCompact(GradMAS):
-    """Every remembered update is rounded to one of five levels of its block of 96 entries."""
-
-    def kept(self, update: Named) -> Named:
-        flat, parts = joined(update, list(update)), []
-        for first in range(0, len(flat), 96):
-            block = flat[first : first + 96]
-            size = float(torch.tensor(np.sqrt((block**2).sum() / 96)).to(torch.bfloat16))
-            levels = size * np.array([-1.7240, -0.7646, 0.0, 0.7646, 1.7240])
-            parts.append(levels[np.abs(block[:, None] - levels).argmin(1)])
-        rounded = torch.from_numpy(np.concatenate(parts)).split([t.numel() for t in update.values()])
-        return {n: part.view(update[n].shape) for n, part in zip(update, rounded, strict=True)}
 
 
 def mean_steps(answers: dict[int, Answer]) -> float:
@@ -1143,7 +1125,6 @@ class RoLoRA(FFALoRA):
 
 ALGORITHMS = {
     "fedavg": FedAvg, "fedprox": FedProx, "fedavgm": FedAvgM, "scaffold": Scaffold, "gradma-s": GradMAS,
-    "gradma-s-compact": GradMASCompact,
     "fedproxm": FedProxM, "dp-ftrl": DPFTRL, "fedadam": FedAdam, "fedyogi": FedYogi, "fedadagrad": FedAdagrad, "fedsam": FedSAM,
     "fedcm": FedCM, "mofedsam": MoFedSAM, "fedavglm": FedAvgLM, "fedavglm-z": FedAvgLMZ, "fedavgslm": FedAvgSLM,
     "fedavgslm-z": FedAvgSLMZ, "feddyn": FedDyn, "mifa": MIFA, "mifam": MIFAM, "fedmim": FedMIM, "domo": DOMO,

@@ -161,12 +161,6 @@ CASES = [
         model="norm",
     ),
     Case("gradma-s", "bad sample", {"slots": 6, "beta1": 0.8}, Plan(batch=4, steps=1), data="bad", cohort=6),
-    Case("gradma-s-compact", "plain", {"beta1": 0.9}),
-    Case("gradma-s-compact", "evictions, by size", dict(slots=5, beta2=0.8, server_lr=0.7), EPOCHS, "size"),
-    Case("gradma-s-compact", "margin", dict(rho=0.0625, slots=6, beta2=0.7, order="sampling"), EPOCHS, **FALL),
-    Case("gradma-s-compact", "tensors", dict(qp_scope="tensor", beta1=0.8, beta2=0.7), EPOCHS),
-    Case("gradma-s-compact", "wiped memory", dict(beta1=0.9, beta2=0.0)),
-    Case("gradma-s-compact", "bad sample", dict(slots=6), Plan(batch=4, steps=1), data="bad", cohort=6),
     # The nineteen that build on them.
     Case(
         "fedavg", "falling rate", {"lr": 0.3, "weight_decay": 0.02}, EPOCHS, lr_decay=0.8, lr_drops=(2, 4), lr_drop=0.5

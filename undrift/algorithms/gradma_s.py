@@ -14,8 +14,8 @@ from torch import Tensor
 
 from undrift.algorithms.base import Cohort, LocalSGD, Server, Up
 from undrift.algorithms.checks import below_one
+from undrift.algorithms.gradient_memory.cone import project_parts
 from undrift.algorithms.gradient_memory.memory import Memory
-from undrift.algorithms.gradient_memory.packed import PackedMemory
 from undrift.algorithms.gradient_memory.scope import Projected
 from undrift.core.errors import BadSetting
 from undrift.core.layout import Layout
@@ -38,17 +38,16 @@ class ServerMemory(Server, Projected):
     needs_single_updates: ClassVar[bool] = True
     varies: ClassVar[tuple[str, ...]] = ("beta1", "beta2")
     one_run: ClassVar[bool] = True
-    remembers: ClassVar[type[Memory] | type[PackedMemory]] = Memory
 
     class State(NamedTuple):
         m: Tensor  # m~, the projected momentum
-        memory: Memory | PackedMemory  # D; its `ids` are buf, and new_buf those of them whose `age` is below 0
+        memory: Memory  # D; its `ids` are buf, and new_buf those of them whose `age` is below 0
         active: Tensor  # [T, m] the last programme's active constraints, where the next one starts
         failed: Tensor  # programmes so far that had no solution (non-finite input, no convergence)
 
     def server_init(self, x0: Tensor, clients: int, layout: Layout) -> State:
         parts = len(self.segments(layout))
-        memory = self.remembers.empty(min(self.slots, clients), x0, parts)
+        memory = Memory.empty(min(self.slots, clients), x0, parts)
         active = torch.zeros(parts, len(memory.ids), dtype=torch.bool)
         return self.State(torch.zeros_like(x0), memory, active, memory.evictions)
 
@@ -63,7 +62,7 @@ class ServerMemory(Server, Projected):
         memory, along = memory.remember(place, up.d[turn], self.beta2, segments, m)
         D = memory.constrains(self.beta2)
         # Line 9: m~ = QP_g(m, D)
-        qp = memory.project(m, segments, along, D, server.active, self.rho)
+        qp = project_parts(m, memory.rows, segments, memory.products, along, D, server.active, self.rho)
         failed = server.failed + (~qp.solved).sum()
         return x - self.server_lr * qp.u, self.State(qp.u, memory, qp.z > 0, failed)  # x <- x - eta_g m~
 

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from undrift.algorithms.gradient_memory.cone import Projection, grams, project_parts
+from undrift.algorithms.gradient_memory.cone import grams
 from undrift.core.forms import plain
 from undrift.core.vec import place_with
 
@@ -47,7 +47,8 @@ class Memory(NamedTuple):
 
         Also the products [T, m] of the vector m with the rows.
         """
-        scale, at = stored_scale(self.age[place], beta2, updates), place_with(place, updates)
+        age, at = self.age[place].unsqueeze(-1), place_with(place, updates)
+        scale = torch.where(age < 0, 0.0, beta2 ** (age + 1).to(updates.dtype)).to(updates)
         # D[i] <- scale D[i] + d_i. Only the cohort's rows and columns of the Gram matrix change: S m d operations, not m m d.
         new = renew_products(self.rows, at, scale, updates, m, segments)
         new, along = new[:, :-1].to(self.products), new[:, -1]
@@ -55,21 +56,9 @@ class Memory(NamedTuple):
         age = (self.age + 1).index_fill(0, place, 0)
         return self._replace(age=age, products=products), along
 
-    def project(
-        self, p: Tensor, segments: list[slice], along: Tensor, counts: Tensor, start: Tensor, rho: float
-    ) -> Projection:
-        """The nearest vector to p that goes against no row in `counts`, from the products `along` of p with the rows."""
-        return project_parts(p, self.rows, segments, self.products, along, counts, start, rho)
-
     def constrains(self, beta2: float) -> Tensor:
         """[m] the rows that constrain. Their length does not matter, but beta_2 = 0 wipes those of absent clients."""
         return (self.ids >= 0) & ((self.age == 0) | (beta2 > 0))
-
-
-def stored_scale(age: Tensor, beta2: float, updates: Tensor) -> Tensor:
-    """[S, 1] what a row [S] of this age is multiplied by when an update is added: beta_2^(age + 1), or 0 for a new one."""
-    age = age.unsqueeze(-1)
-    return torch.where(age < 0, 0.0, beta2 ** (age + 1).to(updates.dtype)).to(updates)
 
 
 @plain(by_value=True)
