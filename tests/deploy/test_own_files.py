@@ -167,7 +167,7 @@ def test_masks_too_and_a_test_set_of_the_servers(tmp_path: Path) -> None:
     [
         ("shape", "its inputs have the shape 4, but the run's model takes 5"),
         ("classes", "its targets go up to 4 classes, but the run's model has 3"),
-        ("missing", "cannot be read"),
+        ("missing", "there is no file"),
         ("none", "start the node with data"),
         ("negative", "whole numbers from 0 on"),
     ],

@@ -79,9 +79,10 @@ def test_data_parallel_methods_are_tuned_too(tmp_path: Path) -> None:
 
 def test_rungs_that_make_no_sense_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "s.toml").write_text(SEARCH)
-    for wrong in ("--rungs=0.5,0.1", "--keep=1", "--rungs=0"):
+    rungs, keep = "rungs are rising shares", "keep must be at least 2"
+    for wrong, says in {"--rungs=0.5,0.1": rungs, "--keep=1": keep, "--rungs=0": rungs}.items():
         assert cli.main(["tune", str(tmp_path / "s.toml"), "--out", str(tmp_path / "o"), wrong]) == 2
-        assert "rungs are rising shares" in capsys.readouterr().err
+        assert says in capsys.readouterr().err
 
 
 def test_personal_models_are_judged_by_their_own_samples(tmp_path: Path) -> None:

@@ -196,6 +196,7 @@ def scaled() -> nn.Module:
     return module
 
 
+@pytest.mark.filterwarnings("ignore:the model's outputs do not depend")  # `scale` is nobody's
 @pytest.mark.parametrize("build", [hooked, patched, scaled, lambda: nn.Sequential(scaled(), nn.Linear(4, 4))])
 def test_what_looks_like_a_chain_is_computed_as_the_module_says(build: object) -> None:
     """Stacked or in a pool as in plain PyTorch, one client after another."""

@@ -72,7 +72,7 @@ def test_fedavg_equals_a_plain_loop(spec: str, execution: str) -> None:
 
 def can_be_compressed(name: str) -> bool:
     kind = algorithm_class(name)
-    return kind.whole_uploads and not looks_at_single_uploads(kind)
+    return kind.whole_uploads and not looks_at_single_uploads(kind) and name != "rolora"  # A and B go up in turn
 
 
 SUMMED = [name for name in names("algorithms") if can_be_compressed(name)]
@@ -85,7 +85,9 @@ def made(name: str, **settings: Any) -> Any:
 @pytest.mark.parametrize("name", names("algorithms"))
 def test_every_summed_method(name: str) -> None:
     if name not in SUMMED:
-        with pytest.raises(BadSetting, match="need only the uploads' sum|a part of the model's entries by itself"):
+        with pytest.raises(
+            BadSetting, match="need only the uploads' sum|a part of the model's entries by itself|changes what it sends"
+        ):
             made(name, compress="rbgs:5")
         return
     whole = path(made(name), 2)
@@ -207,7 +209,7 @@ def test_a_run_ends_and_is_made_longer(arguments: list[str], tmp_path: Path) -> 
 def test_refused_are_those_that_look_at_single_uploads() -> None:
     refused = {name for name in names("algorithms") if looks_at_single_uploads(algorithm_class(name))}
     assert {"gradma", "gradma-s", "sparseloco"} <= refused and len(refused) < 10
-    assert {*names("algorithms")} - {*SUMMED} - refused == {"streaming-diloco"}
+    assert {*names("algorithms")} - {*SUMMED} - refused == {"streaming-diloco", "rolora"}
 
 
 def test_every_vector_of_an_upload_arrives_in_the_end() -> None:

@@ -154,7 +154,7 @@ def test_every_method_runs_privately_or_is_refused_in_one_line(name: str) -> Non
     settings: dict[str, Any] = dict(cohort=3, sampling="bernoulli", privacy=privacy(), seed=3)
     allowed = {
         "dp-ftrl", "fedadagrad", "fedadam", "fedavg", "fedavglm-z", "fedavgm", "fedavgslm-z", "fedcm", "fedmim", "fedmlb",
-        "fedmlbm", "fedprox", "fedproxm", "fedsam", "fedyogi", "mofedsam", "fedacg", "fedntd",
+        "fedmlbm", "fedprox", "fedproxm", "fedsam", "fedyogi", "mofedsam", "fedacg", "fedntd", "fedasync", "fedbuff", "ffa-lora",
     }  # fmt: skip
     if name not in allowed:
         with pytest.raises(BadSetting, match="cannot be made private: .*; use one that needs only the sum") as refusal:

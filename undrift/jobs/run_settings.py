@@ -9,6 +9,7 @@ class RunSettings(TypedDict, total=False):
     """Each is a flag of `undrift run`, where its help stands."""
 
     lr: float  # the same as set={"lr": ...}
+    lora: str
     partition: str
     clients: int
     cohort: int

@@ -73,11 +73,6 @@ def check_labels(net: Net, x: Tensor, buffers: Tensor, work: LocalWork) -> None:
     train, test = work.data.train.targets, work.data.test.targets
     if train.is_floating_point() and not (net.of_batch or net.loss in LOSSES.values()):
         warn_of_broadcasting(net, x, buffers, work)
-    if net.loss is F.cross_entropy and train.is_floating_point() and train.dim() > 1:
-        raise BadData(
-            f"the targets are {list(train.shape[1:])} of {train.dtype} for each sample; give the numbers of classes, "
-            "such as y.argmax(1)"
-        )
     if net.loss is not F.cross_entropy or train.is_floating_point():
         return
     oracle, _ = next(work.steps(0, 1))
