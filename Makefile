@@ -61,7 +61,7 @@ hooks: $(INSTALLED) ## lint, format, types and the import rule before every comm
 
 system: $(INSTALLED) ## slow checks of the whole system (kills, damages, fuzzing, real federations); writes docs/reliability.md; SEED=n draws others
 	@rm -f build/reliability.json
-	$(BIN)/pytest -q -m system --minutes 85 --seed $(SEED) -rs --durations=20; code=$$?; $(BIN)/python tests/reliability.py; exit $$code
+	$(BIN)/pytest -q -m system --minutes 75 --seed $(SEED) -rs --durations=20; code=$$?; $(BIN)/python tests/reliability.py; exit $$code
 
 cuda: $(INSTALLED) ## the tests that need a GPU; writes benchmarks/results/cuda-tests.json
 	$(BIN)/pytest -q -m cuda

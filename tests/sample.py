@@ -1,4 +1,4 @@
-"""A budget of time: `pytest --minutes 85 --seed 3` takes tests in an order drawn by the seed, and skips those left after that.
+"""A budget of time: `pytest --minutes 75 --seed 3` takes tests in an order drawn by the seed, and skips those left after that.
 
 Some tests of every file come first, so that each kind of check is made whatever the machine; then the rest of them. What was
 skipped is counted in the last line, and another seed leaves out others. The tests of a file stay together in both parts, because
