@@ -28,7 +28,8 @@ from undrift.data.federation import Federation, federate
 from undrift.jobs.course import commit
 from undrift.jobs.registry import algorithm_class, build_model
 from undrift.oracle.net import Net
-from undrift.simulate.simulation import Settings, Simulation
+from undrift.simulate.settings import Settings
+from undrift.simulate.simulation import Simulation
 
 GPU = torch.device("cuda")
 SETTINGS = {  # clients, batch: FedMIM's Table I, DOMO's tables, GradMA's largest model

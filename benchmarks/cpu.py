@@ -32,7 +32,8 @@ from undrift.data.federation import federate
 from undrift.jobs.course import commit
 from undrift.jobs.registry import algorithm_class, build_model
 from undrift.oracle.net import Net
-from undrift.simulate.simulation import Settings, Simulation
+from undrift.simulate.settings import Settings
+from undrift.simulate.simulation import Simulation
 
 # models beside the plain loop only, and rounds of a turn for the slow ones
 BESIDE_THE_LOOP = {"gradma-nn": 10, "gradma-lenet5": 4, "resnet20-gn": 1, "unet": 1}

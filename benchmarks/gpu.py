@@ -38,7 +38,8 @@ from undrift.jobs.course import commit
 from undrift.jobs.registry import algorithm_class, build_model
 from undrift.models import resnet20_gn
 from undrift.oracle.net import Net
-from undrift.simulate.simulation import Settings, Simulation
+from undrift.simulate.settings import Settings
+from undrift.simulate.simulation import Simulation
 
 GPU = torch.device("cuda")
 

@@ -28,7 +28,8 @@ from undrift.jobs.course import commit
 from undrift.jobs.registry import algorithm_class, build_model
 from undrift.oracle.net import Net
 from undrift.simulate.packed import Pack
-from undrift.simulate.simulation import Settings, Simulation
+from undrift.simulate.settings import Settings
+from undrift.simulate.simulation import Simulation
 
 METHODS: tuple[tuple[str, dict[str, Any]], ...] = (
     ("fedavg", {}),

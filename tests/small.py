@@ -20,7 +20,8 @@ from undrift.data.federation import Federation, federate
 from undrift.data.from_user import dataset_from
 from undrift.oracle.net import Net
 from undrift.simulate.evaluate import accuracy
-from undrift.simulate.simulation import Settings, Simulation
+from undrift.simulate.settings import Settings
+from undrift.simulate.simulation import Simulation
 
 CPU = torch.device("cpu")
 ADAPTERS = ("ffa-lora", "rolora")  # need a model with adapters

@@ -20,7 +20,8 @@ from undrift.data.from_user import dataset_from
 from undrift.jobs.registry import algorithm_class
 from undrift.models._blocks import Blocks
 from undrift.oracle.net import Net
-from undrift.simulate.simulation import Settings, Simulation
+from undrift.simulate.settings import Settings
+from undrift.simulate.simulation import Simulation
 
 SIZES, FEATURES, HIDDEN, CLASSES = (6, 20, 9, 13), 5, 4, 3
 CLIENTS, SOME = len(SIZES), 3  # all of them, or a cohort of three

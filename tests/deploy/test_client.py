@@ -23,7 +23,8 @@ from undrift.deploy.messages import Letter
 from undrift.deploy.server import Deployment, Remote
 from undrift.oracle.net import Net
 from undrift.round.order import first_state
-from undrift.simulate.simulation import Settings, Simulation
+from undrift.simulate.settings import Settings
+from undrift.simulate.simulation import Simulation
 
 SLOTS, CLIENTS = 100, 120
 NAMES = [str(id) for id in range(CLIENTS)]

@@ -25,7 +25,7 @@ from undrift.jobs.config import JobConfig, RunConfig
 from undrift.jobs.protocol import Run
 from undrift.pipeline import pipe_config as pipeline
 from undrift.pipeline.train import run_pipe
-from undrift.simulate.simulation import Settings
+from undrift.simulate.settings import Settings
 
 PACKAGE = Path(undrift.__file__).parent
 COMMANDS = ("run", "deploy", "dataparallel", "pipe")

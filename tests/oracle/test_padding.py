@@ -22,7 +22,8 @@ from undrift.oracle.net import Net
 from undrift.oracle.oracle import Batch, Oracle
 from undrift.pipeline.block_scores import ScoreSums
 from undrift.simulate.evaluate import accuracy
-from undrift.simulate.simulation import Settings, Simulation
+from undrift.simulate.settings import Settings
+from undrift.simulate.simulation import Simulation
 from undrift.simulate.work import LocalWhole
 
 WORDS, CLASSES = 6, 4

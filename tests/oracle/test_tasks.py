@@ -19,7 +19,8 @@ from undrift.data.batches import Plan
 from undrift.data.federation import federate
 from undrift.oracle.net import Net, batch_loss
 from undrift.oracle.tasks import LOSSES, binary_accuracy, binary_loss, concordance, cox_loss
-from undrift.simulate.simulation import Settings, Simulation
+from undrift.simulate.settings import Settings
+from undrift.simulate.simulation import Simulation
 from undrift.simulate.whole_metrics import CIndex
 
 

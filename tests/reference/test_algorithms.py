@@ -26,7 +26,8 @@ from undrift.data.load import load_dataset
 from undrift.jobs.registry import algorithm_class
 from undrift.oracle.net import Net
 from undrift.round.record import RoundRecord
-from undrift.simulate.simulation import Settings, Simulation
+from undrift.simulate.settings import Settings
+from undrift.simulate.simulation import Simulation
 
 ROUNDS = 5
 TOLERANCE = 1e-10

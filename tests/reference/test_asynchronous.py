@@ -27,7 +27,8 @@ from undrift.oracle.net import Net
 from undrift.round.clock import Drawn
 from undrift.round.timeline import Asynchronous
 from undrift.round.who import chances
-from undrift.simulate.simulation import Settings, Simulation
+from undrift.simulate.settings import Settings
+from undrift.simulate.simulation import Simulation
 
 STEPS = 12
 

@@ -35,7 +35,8 @@ from undrift.data.federation import federate
 from undrift.data.load import load_dataset
 from undrift.jobs.registry import algorithm_class
 from undrift.oracle.net import Net
-from undrift.simulate.simulation import Settings, Simulation
+from undrift.simulate.settings import Settings
+from undrift.simulate.simulation import Simulation
 from undrift.simulate.work import LocalWhole, LocalWork
 
 CLASSES: dict[str, type[Any]] = {name: algorithm_class(name) for name in (*others.ALGORITHMS, "fedavg")}

@@ -20,7 +20,8 @@ from undrift.jobs.registry import algorithm_class
 from undrift.oracle.net import Net
 from undrift.simulate.evaluate import accuracy
 from undrift.simulate.personal_scores import personal_models
-from undrift.simulate.simulation import Settings, Simulation
+from undrift.simulate.settings import Settings
+from undrift.simulate.simulation import Simulation
 
 N = len(SIZES)
 PLAIN = {

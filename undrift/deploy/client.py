@@ -31,7 +31,7 @@ from undrift.round.compressed import Uplink, upload_form, wrap
 from undrift.round.order import receive
 from undrift.round.shapes import Forms
 from undrift.simulate.evaluate import Metrics, means, sample_scores, weights_of
-from undrift.simulate.simulation import Settings
+from undrift.simulate.settings import Settings
 from undrift.simulate.work import LocalWhole, LocalWork
 
 # The exchanges: two in a round, and one after the last round for replies that are still to be sent.

@@ -71,7 +71,7 @@ def deploy(
         least, bound = plan.deploy.min_replies, plan.deploy.secure_bound
         remote = Remote(post, plan.names, token, least, say, plan.private, bound, plan.told)
         reported = samples if plan.site_files else None
-        best = Best(next(iter(simulation.metrics), "loss"), plan.deploy.patience) if plan.scored else None
+        best = Best(next(iter(simulation.score_keeper.metrics), "loss"), plan.deploy.patience) if plan.scored else None
 
         def keep_best(model: dict[str, Tensor], best: Best) -> None:
             with writing(out / BEST), replaced(out / BEST) as temporary:

@@ -171,7 +171,7 @@ class Remote:
         down = run.down(run.who(Attendance(every, every, every, np.ones_like(every))))
         arrays = pack(Scoring(run.state.x, down, run.state.buffers), run.net)
         kinds = KINDS if run.alg.personalises else KINDS[:1]
-        metrics = ["loss", *run.metrics]
+        metrics = ["loss", *run.score_keeper.metrics]
         letters = {id: self.letter(id, run.t - 1, SCORE, arrays) for id in every.tolist()}
         marks = self.visit(letters, run.data.sizes, lambda a: read_scores(a, kinds, metrics), "is not scored")
         return gather_scores(marks, kinds, metrics)

@@ -48,7 +48,7 @@ from undrift.round.aggregate import MEAN
 from undrift.round.clients import Answers
 from undrift.round.shapes import Forms
 from undrift.round.who import Who
-from undrift.simulate.simulation import Settings
+from undrift.simulate.settings import Settings
 from undrift.simulate.work import LocalWork
 
 if TYPE_CHECKING:

@@ -47,7 +47,8 @@ from undrift.oracle.net import IGNORED, Loss, Net
 from undrift.oracle.tasks import LOSSES, binary_accuracy, binary_loss, cox_loss
 from undrift.round.private import Privacy
 from undrift.simulate.evaluate import Metric, accuracy
-from undrift.simulate.simulation import Settings, Simulation
+from undrift.simulate.settings import Settings
+from undrift.simulate.simulation import Simulation
 from undrift.simulate.whole_metrics import CIndex, WholeMetric, metrics_of
 
 OnRound = Callable[[dict[str, Any]], object]

@@ -225,7 +225,7 @@ class Pack(Replay):
         None, and nothing changed, for a run with an answer that was not finite: it is to leave the pack.
         """
         began = time.perf_counter()
-        records = self.rounds(min(most, self.runs[0].until_scores()))
+        records = self.rounds(min(most, self.runs[0].score_keeper.until_due(self.runs[0].t)))
         if records is None:
             return [[run.round(last and most == 1)] for run in self.runs]
         for r, (run, own) in enumerate(zip(self.runs, records, strict=True)):

@@ -39,7 +39,7 @@ class Scored(Protocol):
     net: Net
     data: Federation
     state: ServerState
-    all_metrics: Metrics
+    metrics: Metrics
 
     @property
     def plan(self) -> Plan: ...
@@ -100,7 +100,7 @@ def listed(of_models: list[dict[str, T]]) -> dict[str, list[T]]:
 def together(run: Scored, own: HeldOut, outputs: Tensor | None, some: Tensor) -> dict[str, float]:
     """What the metrics say that see many samples together, of some samples; NaN where they see none."""
     found = {}
-    for name, metric in run.all_metrics.items():
+    for name, metric in run.metrics.items():
         if is_whole(metric) and outputs is not None:
             metric.reset()
             if len(some):
@@ -164,9 +164,9 @@ def personal_models(run: Scored) -> list[Served]:
 def scores_of(run: Scored, own: HeldOut, model: Served, some: Tensor | None = None) -> Scores:
     """The scores of one model on the samples, or on some of them."""
     rows, owners = (own.rows, own.owners) if some is None else (own.rows[some], own.owners[some])
-    metrics = of_samples(run.all_metrics)
+    metrics = of_samples(run.metrics)
     each = sample_scores(run.net, *model, own.split, run.data.transform, metrics, rows, owners)
-    whole = len(metrics) < len(run.all_metrics)
+    whole = len(metrics) < len(run.metrics)
     return Scores(each, outputs_of(run, run.net, model, own, rows, owners) if whole else None)
 
 
@@ -210,7 +210,7 @@ def selector_outputs(run: Scored, own: HeldOut) -> Tensor:
 def tuned(run: Scored, own: HeldOut, shared: Served, served: list[Served]) -> float:
     """The threshold with the best client-average score."""
     choice = choose("threshold", selector_outputs(run, own), 0.0)
-    metric = next(iter(of_samples(run.all_metrics)), "loss")
+    metric = next(iter(of_samples(run.metrics)), "loss")
     personal = by_model(run, own, served, choice.weights.argmax(-1)).each[metric]
     of_server = scores_of(run, own, shared).each[metric]
     labels = weights_of(run.net, own.split, own.rows)
@@ -236,7 +236,7 @@ def mixed_scores(run: Scored, own: HeldOut, models: list[Served], weights: Tenso
     """The scores of the mixture of all models' probabilities."""
     net = run.net
     found: dict[str, list[Tensor]] = {}
-    said, metrics = list[Tensor](), of_samples(run.all_metrics)
+    said, metrics = list[Tensor](), of_samples(run.metrics)
     for at in range(0, len(own.rows), batch):
         rows, owners, weight = (t[at : at + batch] for t in (own.rows, own.owners, weights))
         inputs = run.data.transform(own.split.take(rows), net.dtype, clients=owners)
@@ -248,7 +248,7 @@ def mixed_scores(run: Scored, own: HeldOut, models: list[Served], weights: Tenso
         outputs = (
             mixed - 0.5 if own.split.targets.dim() > 1 else mixed
         )  # metrics see where an output is above 0, or largest
-        said += [outputs] if len(metrics) < len(run.all_metrics) else []
+        said += [outputs] if len(metrics) < len(run.metrics) else []
         for name, metric in metrics.items():
             found.setdefault(name, []).append(torch.as_tensor(metric(outputs, targets)).double())
     return Scores({name: torch.cat(values) for name, values in found.items()}, torch.cat(said) if said else None)

@@ -6,13 +6,12 @@ import functools
 import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from undrift.algorithms.base import Algorithm
@@ -21,97 +20,42 @@ from undrift.algorithms.personal import Personal
 from undrift.core import ranks
 from undrift.core.errors import BadSetting, ClientFailed
 from undrift.core.forms import plain_forms
-from undrift.core.layout import MODEL
-from undrift.core.rates import RateSchedule
 from undrift.core.run_files import ADAPTER
-from undrift.core.trees import State, leaves, map_leaves, named_leaves, nbytes
+from undrift.core.trees import State, map_leaves, named_leaves, nbytes
 from undrift.data.batches import Plan, Table
 from undrift.data.federation import Federation, Ids, pool
 from undrift.models._adapters import has_adapters, save_adapter
 from undrift.oracle.identity import identity
 from undrift.oracle.net import Net
 from undrift.round.accounting import Accountant
-from undrift.round.aggregate import MEAN, parse_rule
+from undrift.round.aggregate import parse_rule
 from undrift.round.attack import attack_keys, flip_labels, make_attackers, parse_attack
 from undrift.round.clients import new_clients
-from undrift.round.clock import Clock, Traffic
 from undrift.round.compressed import Uplink, check_compressed, upload_form, wrap
 from undrift.round.order import Ask, Cost, Nobody, ServerState, first_state, play, send_down
-from undrift.round.private import Privacy, Private, Source, check_private, make_accountant
+from undrift.round.private import Private, Source, check_private, make_accountant
 from undrift.round.record import RoundRecord, write_record
 from undrift.round.robust import check_rule
 from undrift.round.shapes import Forms
-from undrift.round.timeline import Asynchronous, Recorded, Synchronous, Timeline, check_asynchronous, staleness_of
+from undrift.round.timeline import staleness_of
 from undrift.round.who import Attendance, Sampling, Task, Who
 from undrift.simulate import export
 from undrift.simulate.check_task import check_task
 from undrift.simulate.choose import choose, keep_freed_memory
 from undrift.simulate.client_store import DiskTable, choose_table
 from undrift.simulate.clients import ClientTable
-from undrift.simulate.evaluate import (
-    MOST_CLASSES,
-    ClientScores,
-    Metric,
-    Metrics,
-    accuracy,
-    client_scores,
-    forgetting,
-    group_means,
-    means,
-    of_samples,
-    rounded,
-    sample_scores,
-    weights_of,
-)
-from undrift.simulate.graphs import recorded
+from undrift.simulate.evaluate import MOST_CLASSES, Metrics
 from undrift.simulate.here import AskHere, Execution, Stacked, shared
-from undrift.simulate.personal_scores import own_scores
 from undrift.simulate.program import uses_whole
 from undrift.simulate.replay import LONGEST, FirstStates, Replay
+from undrift.simulate.score_keeper import ScoreKeeper
+from undrift.simulate.settings import Settings
 from undrift.simulate.sharded import agree, over_ranks
 from undrift.simulate.stale import AskStale, Held, restored, tensors_of
+from undrift.simulate.virtual_time import make_timeline
 from undrift.simulate.work import LocalWork
 
 MOST_SHOWN = 100  # clients whose samples run.toml counts, class by class
-
-
-@dataclass(frozen=True)
-class Settings:
-    """How rounds are run, apart from what is trained on what."""
-
-    cohort: int
-    plan: Plan
-    seed: int = 0
-    weights: str = "uniform"  # or size: n_i / sum of the cohort's n_i
-    eval_every: int = 1
-    execution: str = "auto"  # or stacked, or pool
-    chunk: int = 0  # clients stacked at a time; 0: as many as fit in memory
-    lr_decay: float = 1.0  # the local rate is multiplied by this after every round
-    lr_drops: tuple[int, ...] = ()  # and by lr_drop after these rounds
-    lr_drop: float = 0.1
-    sampling: str = "fixed"  # or bernoulli: every client with probability cohort / clients
-    dropout_rate: float = 0.0  # how often an invited client fails to answer
-    slow: tuple[float, float] = (0.0, 1.0)  # how often a client makes only that share of its steps
-    bandwidth: float = 0.0  # Mbit/s of each client's link, for simulated seconds; 0: infinite
-    latency: float = 0.0  # seconds of each message
-    replay: bool = True  # on a GPU, replay rounds as CUDA graphs
-    compile: bool = False  # fuse the local step's kernels with torch.compile, where rounds are replayed
-    client_eval_every: int = 0  # rounds between scores on the clients' own samples; 0: only in the last round
-    compress: str = ""  # of the uploads, with error feedback: rbgs:R, randk:R, topk:R, fp16, int8 or int4
-    warmup: float = 0.0  # rounds in which the local rate rises
-    client_state: str = "auto"  # where it is kept: memory, disk, or auto
-    privacy: Privacy | None = None  # the updates are clipped and their sum gets noise
-    aggregate: str = MEAN  # or a rule of undrift/round/aggregate
-    attack: str = ""  # what some clients send instead, see round/attack.py
-    clock: Clock | Recorded | None = (
-        None  # how long clients take on the virtual clock; or the arrivals of a real federation
-    )
-    over_select: int = 0  # clients invited beyond the cohort, with a clock: the first answers count
-    concurrent: int = 0  # clients that are at work at a time in an asynchronous run; 0: rounds wait for their cohort
-
-    def schedule(self, t: int) -> float:
-        """What the local rate of round t (counted from 0) is multiplied by."""
-        return RateSchedule(self.warmup, self.lr_decay, self.lr_drops, self.lr_drop).rate(1.0, t, t + 1.0)
 
 
 class Simulation:
@@ -136,11 +80,6 @@ class Simulation:
             raise BadSetting(f"cohort must lie between 1 and the {data.clients} clients, not {settings.cohort}")
         self.most = data.clients if settings.sampling == "bernoulli" else settings.cohort  # clients in a round
         check_algorithm(alg, data.clients, self.most)
-        taken = [name for name in metrics if name in RoundRecord._fields and name != "accuracy"]
-        if taken:
-            raise BadSetting(
-                f"a metric cannot be called {taken[0]!r}, which the record uses itself; give it another name"
-            )
         self.accountant: Accountant | None = None
         self.source: Source | None = None  # a secret for noise and cohorts; None: they come from the seed
         if settings.privacy is not None:
@@ -151,8 +90,7 @@ class Simulation:
             alg = Private(alg, settings.privacy, settings.seed)
         self.whole = alg  # `alg` is what it does in the present round
         self.alg, self.net, self.data, self.settings = alg, net.to(device), data, settings
-        self.all_metrics = metrics
-        self.metrics: Mapping[str, Metric] = of_samples(metrics)
+        self.metrics = metrics
         self.device, self.remote = device, remote
         self.uplink: Uplink | None = None
         if settings.compress:
@@ -172,7 +110,7 @@ class Simulation:
         self.t = 0
         x0, buffers = (v.to(device) for v in net.start())
         self.state: ServerState = first_state(alg, net, x0, buffers, data.clients)
-        self.timeline = self.make_timeline()
+        self.timeline = make_timeline(settings, self.alg, self.uplink, net, data.clients)
         self.clock_before = 0.0  # its seconds when the last round was over
         self.held: dict[int, Held] = {}  # what clients at work began with, by round
         self.clients: ClientTable | DiskTable = ClientTable()
@@ -182,16 +120,14 @@ class Simulation:
         )  # the last round, from 1 on, that counts each one's answer
         self.latest = 0  # the last round that counts anybody's
         self.last_reply: tuple[Tensor, State] | None = None  # to whom the server replied after the round, and what
-        self.class_best = torch.full((data.classes,), -1.0, dtype=torch.float64)  # accuracy so far; -1: none
-        self.execution: Execution | None = None
-        self.client_scores: tuple[ClientScores, int] | None = None  # the last ones, and their round
-        on_one_gpu = device.type == "cuda" and ranks.count() == 1 and remote is None
-        plain = (
-            self.uplink is None and self.accountant is None and self.timeline is None and settings.execution != "debug"
+        self.score_keeper = ScoreKeeper(
+            metrics, settings.eval_every, settings.client_eval_every, settings.seed, data.classes
         )
-        self.replays = settings.replay and on_one_gpu and plain
+        self.execution: Execution | None = None
+        on_one_gpu = device.type == "cuda" and ranks.count() == 1 and remote is None
+        on_the_host = self.uplink or self.accountant or self.timeline or settings.execution == "debug"
+        self.replays = settings.replay and on_one_gpu and not on_the_host
         self.replay: Replay | None = None
-        self.evaluation: tuple[Tensor, Tensor, Callable[[], dict[str, Tensor]]] | None = None
         if device.type == "cpu":
             keep_freed_memory()
 
@@ -220,38 +156,6 @@ class Simulation:
     def attendance(self, t: int) -> Attendance:
         """Who takes part in round t, and how much each one does."""
         return self.sampling.round(t) if self.timeline is None else self.timeline.attend(t, self.sampling)
-
-    def make_timeline(self) -> Timeline | None:
-        """The run's course on a virtual clock, if it has one."""
-        how, clock = self.settings, self.settings.clock
-        if clock is None and not how.concurrent:
-            return None
-        forms = Forms.of(wrap(self.alg.at(0), 1.0, self.uplink), self.net, self.data.clients)
-        if how.concurrent or isinstance(clock, Recorded):
-            self.check_asynchronous(bool(leaves(forms.reply)))
-        if clock is None or isinstance(clock, Recorded):
-            return clock
-        messages = [self.net.sent(state) for state in (forms.down, forms.answers.up, forms.reply)]
-        messages += [forms.buffers, forms.buffers, *([self.net.sent(self.state.x, MODEL)] if self.alg.measures else [])]
-        traffic = Traffic(sum(map(nbytes, messages)), 2 if self.alg.measures else 1)
-        if how.concurrent:
-            return Asynchronous(clock, traffic, how.concurrent)
-        if how.cohort + how.over_select > self.data.clients:
-            raise BadSetting(
-                f"over_select: a cohort of {how.cohort} and {how.over_select} more are more than {self.data.clients} clients"
-            )
-        return Synchronous(clock, traffic, how.over_select)
-
-    def check_asynchronous(self, replies: bool) -> None:
-        """Refuse what needs clients that are there together."""
-        how = self.settings
-        check_asynchronous(self.alg, replies)
-        together = {
-            "compress": bool(how.compress), "privacy_clip": how.privacy is not None, "aggregate": self.rule is not None,
-            "over_select": how.over_select > 0, "sampling": how.sampling != "fixed", "torchrun": ranks.count() > 1,
-        }  # fmt: skip
-        for name in (name for name, given in together.items() if given):
-            raise BadSetting(f"asynchronous: {name} is for rounds whose clients are there together; leave it out")
 
     def wrap(self, alg: Algorithm) -> Algorithm:
         """The algorithm with what the settings put around it, at the rate of the next round."""
@@ -429,7 +333,7 @@ class Simulation:
             return [self.round(last and most == 1)]
         began = time.perf_counter()
         try:
-            replayed = self.replay.rounds(min(most, alike, self.until_scores()))
+            replayed = self.replay.rounds(min(most, alike, self.score_keeper.until_due(self.t)))
         except (RuntimeError, ClientFailed) as error:  # what was changed has been put back
             warnings.warn(f"rounds are run one by one, because they could not be replayed: {error}", stacklevel=2)
             self.replay, self.replays, replayed = None, False, None
@@ -463,10 +367,6 @@ class Simulation:
         scores = self.evaluate(torch.from_numpy(cohort).to(self.device), last)
         return [*records[:-1], records[-1].with_scores(scores)]
 
-    def until_scores(self) -> int:
-        """Rounds up to the next evaluation."""
-        return min(e - self.t % e for e in (self.settings.eval_every, self.settings.client_eval_every) if e)
-
     def network_seconds(self, bytes_per_client: float, exchanges: int) -> dict[str, float]:
         """How long the messages of a round would take, where a network is simulated."""
         if not (self.settings.bandwidth or self.settings.latency):
@@ -481,47 +381,8 @@ class Simulation:
         return {"network_seconds": self.timeline.now - before, "virtual_seconds": self.timeline.now}
 
     def evaluate(self, cohort: Tensor, last: bool) -> dict[str, Any]:
-        """Score the server's model as far as scores are due: on test, validation (val_*) and the clients' own samples."""
-        where, data = (self.net, self.state.x, self.state.buffers), self.data
-        scores: dict[str, Any] = {}
-        if last or self.t % self.settings.eval_every == 0:
-            tested, rows = self.tested(), torch.arange(len(data.test), device=self.device)
-            weight = weights_of(self.net, data.test, rows)
-            scores |= means(tested, weight)
-            if "accuracy" in tested and data.test.labelled:
-                group = data.test.targets.clamp(min=0)  # what has no label weighs nothing
-                now = group_means(tested["accuracy"], group, data.classes, weight).cpu()
-                lost, self.class_best = forgetting(self.class_best, now)
-                scores |= {} if lost.isnan() else {"forgetting": float(lost)}
-                scores |= {"class_accuracies": rounded(now)} if data.classes <= MOST_CLASSES else {}
-            validation = torch.from_numpy(data.validation).to(self.device)
-            held_out = sample_scores(*where, data.train, data.transform, self.all_metrics, validation)
-            scores |= {f"val_{n}": v for n, v in means(held_out, weights_of(self.net, data.train, validation)).items()}
-        if data.held_out and (last or self.t % self.settings.eval_every == 0):
-            scores |= own_scores(self, last)
-        every = self.settings.client_eval_every
-        if len(data.train) and (last or (every and self.t % every == 0)):  # none here where each client has its own
-            self.client_scores = client_scores(*where, data, self.metrics, cohort, self.settings.seed), self.t
-            scores |= self.client_scores[0].numbers
-        return scores
-
-    def tested(self) -> dict[str, Tensor]:
-        """The scores of every test sample; a CUDA graph where rounds are replayed and nothing of the user's is called."""
-        rows = torch.arange(len(self.data.test), device=self.device)
-
-        def play(x: Tensor, buffers: Tensor) -> dict[str, Tensor]:
-            return sample_scores(self.net, x, buffers, self.data.test, self.data.transform, self.all_metrics, rows)
-
-        ours = self.net.loss is F.cross_entropy and all(metric is accuracy for metric in self.all_metrics.values())
-        if self.replay is None or not ours or self.data.test.held is None or self.device.type != "cuda":
-            return play(self.state.x, self.state.buffers)
-        if self.evaluation is None:
-            at = self.state.x.clone(), self.state.buffers.clone()
-            self.evaluation = *at, recorded(lambda: play(*at), [], self.device)
-        x, buffers, replay = self.evaluation
-        x.copy_(self.state.x)
-        buffers.copy_(self.state.buffers)
-        return replay()
+        """The scores that are due after a round in which `cohort` took part."""
+        return self.score_keeper.scores(self, cohort, last, self.replay is not None)
 
     # What a checkpoint holds: tensors only, under names that say where they belong.
     def tensors(self) -> dict[str, Tensor]:
@@ -534,7 +395,7 @@ class Simulation:
         if self.timeline is not None:
             own |= self.timeline.tensors()
             own |= tensors_of(self.held)
-        return state | self.clients.tensors() | own | {"class_best": self.class_best}
+        return state | self.clients.tensors() | own | {"class_best": self.score_keeper.class_best}
 
     def restore(self, tensors: dict[str, Tensor], t: int) -> None:
         for name, leaf in named_leaves("state", self.state):
@@ -548,7 +409,7 @@ class Simulation:
         self.position, self.counted = (np.zeros(self.data.clients, dtype=np.int64) for _ in range(2))
         moved, position, counted = (tensors[name].cpu().numpy() for name in ("position.ids", "position", "counted"))
         self.position[moved], self.counted[moved], self.latest = position, counted, int(counted.max(initial=0))
-        self.class_best = tensors["class_best"].cpu().clone()
+        self.score_keeper.class_best = tensors["class_best"].cpu().clone()
         if self.timeline is not None:
             self.timeline.restore(tensors)
             everybody = np.arange(self.data.clients)
@@ -608,19 +469,8 @@ class Simulation:
         self.clients.saved(self.t)
 
     def client_rows(self) -> list[dict[str, Any]]:
-        """What is known of each client: its samples, and how the server's model does on them."""
-        data = self.data
-        if not len(data.train):
-            return []
-        found, of = self.client_scores or (None, 0)
-        if found is None or of != self.t:
-            nobody = torch.zeros(0, dtype=torch.int64, device=self.device)
-            where = self.net, self.state.x, self.state.buffers
-            found = client_scores(*where, data, self.metrics, nobody, self.settings.seed)
-        scores = {name: values.tolist() for name, values in found.each.items()}
-        names = {"name": [data.site_names[id] for id in found.ids]} if data.site_names else {}
-        columns = {"client": found.ids.tolist()} | names | {"samples": data.sizes[found.ids].tolist()} | scores
-        return [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
+        """What is known of each client."""
+        return self.score_keeper.client_rows(self)
 
     def extras(self, settings: Mapping[str, Any], records: Sequence[Mapping[str, Any]]) -> export.Models | None:
         """All models of a personal method."""
