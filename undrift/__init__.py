@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from undrift.jobs.course import Result
     from undrift.jobs.curves import Curves
     from undrift.jobs.run import rounds, run
+    from undrift.oracle.losses import batch_loss
     from undrift.personal.supermodel import SuperModel
 else:
     __getattr__, __dir__ = exports(
@@ -25,6 +26,7 @@ else:
             "Result": "undrift.jobs.course",
             "RunConfig": "undrift.jobs.config",
             "SuperModel": "undrift.personal.supermodel",
+            "batch_loss": "undrift.oracle.losses",
             "rounds": "undrift.jobs.run",
             "run": "undrift.jobs.run",
             **dict.fromkeys(
@@ -35,5 +37,5 @@ else:
 
 __all__ = [
     "DEF", "EF", "EF21", "EF21SGDM", "SAEF", "Curves", "DEFAdamW", "Dataset", "LocalSteps", "PSync", "Result", "RunConfig",
-    "SuperModel", "UndriftError", "__version__", "rounds", "run",
+    "SuperModel", "UndriftError", "__version__", "batch_loss", "rounds", "run",
 ]  # fmt: skip

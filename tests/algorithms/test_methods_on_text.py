@@ -22,7 +22,8 @@ from undrift.data.federation import Federation, federate
 from undrift.data.from_user import dataset_from
 from undrift.jobs.registry import algorithm_class
 from undrift.models import gpt
-from undrift.oracle.net import IGNORED, Net
+from undrift.oracle.losses import IGNORED
+from undrift.oracle.net import Net
 
 T, V = 4, 6
 

@@ -14,7 +14,7 @@ pytest.importorskip("triton")
 from undrift.kernels import conv_stacked_gpu
 from undrift.kernels.conv_stacked_gpu import convolution
 from undrift.kernels.norm_stacked_gpu import to_batch, to_groups
-from undrift.oracle.net import normalise
+from undrift.oracle.layers import normalise
 
 GPU = torch.cuda.is_available()
 pytestmark = [pytest.mark.cuda] if GPU else []

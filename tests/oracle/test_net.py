@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from tests.small import path, simulation, tiny_mlp
 from undrift.algorithms.fedavg import FedAvg
 from undrift.core.errors import BadSetting
-from undrift.oracle.net import Context, Net
+from undrift.oracle.layers import Context
+from undrift.oracle.net import Net
 from undrift.oracle.oracle import Batch, Oracle
 
 

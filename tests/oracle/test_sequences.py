@@ -20,7 +20,9 @@ from undrift.core.errors import BadSetting
 from undrift.data.federation import Federation, federate
 from undrift.data.from_user import dataset_from
 from undrift.jobs.registry import algorithm_class
-from undrift.oracle.net import IGNORED, Context, DropoutInFunctions, Net, attention_weights
+from undrift.oracle.layers import Context, DropoutInFunctions, attention_weights
+from undrift.oracle.losses import IGNORED
+from undrift.oracle.net import Net
 from undrift.simulate import evaluate
 from undrift.simulate.evaluate import accuracy, means, sample_scores, weights_of
 from undrift.simulate.whole_metrics import Bits, Perplexity

@@ -17,7 +17,8 @@ from undrift.core.errors import BadSetting
 from undrift.data import synthetic_patients
 from undrift.data.batches import Plan
 from undrift.data.federation import federate
-from undrift.oracle.net import Net, batch_loss
+from undrift.oracle.losses import batch_loss
+from undrift.oracle.net import Net
 from undrift.oracle.tasks import LOSSES, binary_accuracy, binary_loss, concordance, cox_loss
 from undrift.simulate.settings import Settings
 from undrift.simulate.simulation import Simulation

@@ -17,7 +17,8 @@ import undrift
 from tests.small import federation, simulation, tiny_mlp
 from undrift.algorithms.fedavg import FedAvg
 from undrift.core.errors import BadSetting
-from undrift.oracle.net import Net, batch_loss
+from undrift.oracle.losses import batch_loss
+from undrift.oracle.net import Net
 
 
 class Noisy(nn.Module):

@@ -33,7 +33,8 @@ from undrift.jobs.protocol import InMemory
 from undrift.jobs.registry import build_model
 from undrift.jobs.start import compiles
 from undrift.oracle.identity import identity
-from undrift.oracle.net import Context, Net
+from undrift.oracle.layers import Context
+from undrift.oracle.net import Net
 from undrift.oracle.oracle import Oracle
 from undrift.round.record import RoundRecord, write_record
 from undrift.simulate.evaluate import accuracy, means, sample_scores, weights_of

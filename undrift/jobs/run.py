@@ -43,7 +43,8 @@ from undrift.jobs.start import begin, compiles, read
 from undrift.models._adapters import with_lora
 from undrift.models._hugging_face import predicts_next
 from undrift.oracle import segmentation
-from undrift.oracle.net import IGNORED, Loss, Net
+from undrift.oracle.losses import IGNORED, Loss
+from undrift.oracle.net import Net
 from undrift.oracle.tasks import LOSSES, binary_accuracy, binary_loss, cox_loss
 from undrift.round.private import Privacy
 from undrift.simulate.evaluate import Metric, accuracy

@@ -19,7 +19,9 @@ from torch import Tensor, nn
 from undrift.core.forms import faster, plain
 from undrift.kernels import devices
 from undrift.kernels.dense_cpu import Block, Dense, Norm
-from undrift.oracle.net import IGNORED, Net, is_altered, kept_entries, only_runs_its_parts
+from undrift.oracle.layers import kept_entries
+from undrift.oracle.losses import IGNORED
+from undrift.oracle.net import Net, is_altered, only_runs_its_parts
 from undrift.oracle.oracle import Oracle, stacks_in_a_thread, task_gradient, task_step
 
 aten: Any = torch.ops.aten

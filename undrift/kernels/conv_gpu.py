@@ -16,7 +16,7 @@ from undrift.core.device import half_precision
 from undrift.core.forms import faster
 from undrift.kernels import devices
 from undrift.kernels.launch import allocate, clients_first, current, launch, only_stacked, take_part, tl, triton
-from undrift.oracle.net import StackedConv2d, conv2d
+from undrift.oracle.layers import StackedConv2d, conv2d
 
 CHANNELS, OUTPUTS, TAPS = 8, 64, 256  # limits: channels of the inputs, filters, and entries of a filter
 BLOCK = 128  # output places of a program

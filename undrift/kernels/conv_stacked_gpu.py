@@ -25,7 +25,7 @@ from undrift.core.forms import faster
 from undrift.kernels import conv_each_gpu, devices
 from undrift.kernels.choices import choose
 from undrift.kernels.launch import allocate, clients_first, current, launch, only_stacked, take_part, tl, triton
-from undrift.oracle.net import StackedConv2d, conv2d
+from undrift.oracle.layers import StackedConv2d, conv2d
 
 HALF = torch.bfloat16
 FEW = 8  # channels of an input that are taken together with the taps

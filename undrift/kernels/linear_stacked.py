@@ -9,7 +9,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from undrift.core.forms import faster
-from undrift.oracle.net import StackedLinear, linear
+from undrift.oracle.layers import StackedLinear, linear
 
 
 @faster(linear, when=lambda layer, x: layer.current.stacked)

@@ -15,7 +15,7 @@ from undrift.core.forms import faster
 from undrift.kernels import devices
 from undrift.kernels.conv_stacked_gpu import first, last
 from undrift.kernels.launch import allocate, clients_first, current, launch, only_stacked, take_part, tl, triton
-from undrift.oracle.net import MaskedBatchNorm, StackedGroupNorm, batch_norm, group_norm, normalise
+from undrift.oracle.layers import MaskedBatchNorm, StackedGroupNorm, batch_norm, group_norm, normalise
 
 BLOCK = 8192  # entries that a program holds at once
 PARTS, CHANNELS = 32, 32  # of them, where parts are joined

@@ -1,7 +1,7 @@
 """A module as a pure function of (x, buffers, inputs), safe to run for many clients at once.
 
 The vector x holds the trainable parameters of any `nn.Module`, the vector of buffers BatchNorm's running statistics. All clients
-share the rest. BatchNorm ignores padded samples, and Dropout draws from counter-based streams.
+share the rest. BatchNorm ignores padded samples, and Dropout draws from counter-based streams (`layers.py`).
 """
 
 from __future__ import annotations
@@ -10,344 +10,28 @@ import contextlib
 import copy
 import threading
 from collections.abc import Callable, Collection, Mapping
-from typing import Any, NamedTuple, TypeGuard, TypeVar
+from typing import Any, TypeGuard, TypeVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch._ops import OpOverload, OpOverloadPacket
 from torch.func import functional_call
-from torch.nn.modules.batchnorm import _BatchNorm
-from torch.nn.modules.dropout import _DropoutNd
-from torch.nn.modules.instancenorm import _InstanceNorm
 from torch.nn.parameter import is_lazy
-from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_map_only
 
 from undrift.core.device import half_precision
 from undrift.core.errors import BadSetting
-from undrift.core.forms import plain
 from undrift.core.layout import MODEL, Layout
 from undrift.core.pieces import Piece, part
-from undrift.core.streams import mix
 from undrift.core.trees import map_tagged
 from undrift.oracle import checkpoints
 from undrift.oracle.checkpoints import inside
-from undrift.oracle.segmentation import dice_loss, soft_dice_loss
+from undrift.oracle.layers import Context, DropoutInFunctions, MaskedBatchNorm, Pass, Promotion, StreamDropout, prepare
+from undrift.oracle.losses import Loss, SampleLosses, logits_of
 
 T = TypeVar("T")
-Loss = Callable[..., Tensor]  # of outputs and targets
-IGNORED = -100  # the label of what does not count, in PyTorch's cross-entropy
+
 ALIGNED = 8  # entries: a GPU accesses 32 bytes at once, and each client's row should begin at such a boundary
-
-
-def batch_loss(loss: Loss) -> Loss:
-    """Mark loss(outputs, targets, real) as one that sees a whole mini-batch, because it is no mean over samples.
-
-    real [B] is 1 for a sample and 0 for padding, or None where all samples are real. The loss is one number, or a part for each
-    sample [B], of which the mean over the real samples is taken. Padding must not change it.
-    """
-    vars(loss)["of_batch"] = True
-    return loss
-
-
-class Context(NamedTuple):
-    """The arguments of a forward pass in training besides the inputs."""
-
-    real: Tensor | None  # [B], 1 for a real sample and 0 for padding; None: all are real
-    key: Tensor  # [] dropout stream of the pass
-    dropout: bool = True
-
-
-class _Pass(threading.local):
-    """The current forward pass of this thread: its context and the new BatchNorm statistics."""
-
-    context: Context | None = None  # None: evaluation mode
-    stacked: bool = False  # the pass runs under vmap
-    statistics: dict[str, Tensor]
-    drops: int = 0
-
-
-class MaskedBatchNorm(_BatchNorm):
-    """BatchNorm whose batch statistics cover only the real samples."""
-
-    name: str  # prefix of its tensors' names, with the dot
-    current: _Pass
-    frozen: bool  # the user put it in evaluation mode: its statistics stay unchanged
-
-    def forward(self, x: Tensor) -> Tensor:
-        running_mean: Tensor | None = getattr(self, "running_mean", None)
-        running_var: Tensor | None = getattr(self, "running_var", None)
-        context = None if self.frozen else self.current.context
-        if context is None and running_mean is not None:
-            return F.batch_norm(x, running_mean, running_var, self.weight, self.bias, False, 0.0, self.eps)
-        real = None if context is None else context.real
-        if real is not None and len(x) % len(real):
-            raise BadSetting(f"BatchNorm sees {len(x)} rows for {len(real)} samples: padding is not recognisable")
-        out, mean, var, n = batch_norm(self, x, real)
-        if context is not None and running_mean is not None and running_var is not None:
-            self.track(mean.detach(), (var * (n / (n - 1).clamp(min=1))).detach())  # the unbiased variance
-        return out
-
-    def track(self, mean: Tensor, var: Tensor) -> None:
-        """Store the new running statistics; the second use of a layer in a pass continues from the first."""
-        new, parts = self.current.statistics, ("running_mean", "running_var", "num_batches_tracked")
-        running_mean, running_var, seen = (new.get(self.name + part, getattr(self, part)) for part in parts)
-        seen = seen + 1
-        share = 1.0 / seen if self.momentum is None else torch.full_like(seen, self.momentum)
-        new[f"{self.name}running_mean"] = torch.lerp(running_mean, mean, share.to(mean))
-        new[f"{self.name}running_var"] = torch.lerp(running_var, var, share.to(var))
-        new[f"{self.name}num_batches_tracked"] = seen
-
-
-class StreamDropout(_DropoutNd):
-    """Dropout whose mask is a hash of (key of the pass, number of the call, index of the element)."""
-
-    current: _Pass
-    frozen: bool
-    whole_channels: bool
-
-    def forward(self, x: Tensor) -> Tensor:
-        context = None if self.frozen else self.current.context
-        if context is None or self.p == 0.0 or not context.dropout:
-            return x
-        shape = x.shape[:2] + (1,) * (x.dim() - 2) if self.whole_channels else x.shape
-        return drop(self.current, context, x, self.p, shape)
-
-
-class StackedGroupNorm(nn.GroupNorm):
-    """A GroupNorm that knows whether its clients are stacked."""
-
-    current: _Pass
-
-    def forward(self, x: Tensor) -> Tensor:
-        return group_norm(self, x)
-
-
-def kept_entries(key: Tensor, shape: torch.Size, p: float) -> Tensor:
-    """Which entries of a shape dropout keeps; the key is that of the pass plus the number of the call."""
-    place = torch.arange(shape.numel(), device=key.device).view(shape)
-    return ((mix(mix(key) + place) >> 32) & 0xFFFFFFFF) >= int(p * 2**32)
-
-
-def drop(current: _Pass, context: Context, x: Tensor, p: float, shape: torch.Size) -> Tensor:
-    """x with entries set to zero, as the next call in this pass draws them."""
-    current.drops += 1
-    keep = kept_entries(context.key + current.drops, shape, p)
-    return x * keep.to(x.dtype) * (1.0 / (1.0 - p) if p < 1.0 else 0.0)
-
-
-class DropoutInFunctions(TorchFunctionMode):
-    """Dropout that a model's own code calls as a function, inside attention too, from the pass's streams."""
-
-    def __init__(self, current: _Pass, context: Context | None) -> None:
-        super().__init__()
-        self.current, self.context = current, context
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if func is F.dropout:
-            return self.dropout(*args, **kwargs)
-        if func is F.scaled_dot_product_attention:
-            return self.attention(*args, **kwargs)
-        return func(*args, **kwargs)
-
-    def dropout(self, x: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
-        context = self.drops(p if training else 0.0)
-        return x if context is None else drop(self.current, context, x, p, x.shape)
-
-    def drops(self, p: float) -> Context | None:
-        """The pass from whose streams entries are dropped; None: none are."""
-        if p and self.context is None:
-            raise BadSetting(
-                "the model calls dropout in evaluation too, so its scores cannot be repeated; use nn.Dropout, or give "
-                "the function training=self.training (attention: dropout_p=p if self.training else 0.0)"
-            )
-        return self.context if p and self.context is not None and self.context.dropout else None
-
-    def attention(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        attn_mask: Tensor | None = None,
-        dropout_p: float = 0.0,
-        is_causal: bool = False,
-        scale: float | None = None,
-        enable_gqa: bool = False,
-    ) -> Tensor:
-        context = self.drops(dropout_p)
-        if context is None:
-            with_mask: Tensor = F.scaled_dot_product_attention(
-                q, k, v, attn_mask, 0.0, is_causal, scale=scale, enable_gqa=enable_gqa
-            )
-            return with_mask
-        if enable_gqa:
-            k, v = (t.repeat_interleave(q.shape[-3] // t.shape[-3], -3) for t in (k, v))
-        share = attention_weights(q, k, attn_mask, is_causal, scale)
-        return drop(self.current, context, share, dropout_p, share.shape) @ v
-
-
-def attention_weights(q: Tensor, k: Tensor, mask: Tensor | None, causal: bool, scale: float | None = None) -> Tensor:
-    """softmax(q k^T / sqrt(d) + mask) [..., L, S]; a mask of truth values says who may be seen."""
-    scores = q @ k.mT * (q.shape[-1] ** -0.5 if scale is None else scale)
-    if causal:
-        seen = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).tril()
-        scores = scores.masked_fill(~seen, -torch.inf)
-    if mask is not None:
-        scores = scores.masked_fill(~mask, -torch.inf) if mask.dtype == torch.bool else scores + mask
-    return scores.softmax(-1)
-
-
-class StreamAttention(nn.MultiheadAttention):
-    """Multi-head attention whose dropout comes from the pass's streams."""
-
-    current: _Pass
-    frozen: bool
-    p: float  # of dropout; `dropout` is zero
-
-    def forward(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        key_padding_mask: Tensor | None = None,
-        need_weights: bool = True,
-        attn_mask: Tensor | None = None,
-        average_attn_weights: bool = True,
-        is_causal: bool = False,
-    ) -> tuple[Tensor, Tensor | None]:
-        context = None if self.frozen else self.current.context
-        if context is None or self.p == 0.0 or not context.dropout:
-            out: tuple[Tensor, Tensor | None] = nn.MultiheadAttention.forward(
-                self, query, key, value, key_padding_mask, need_weights, attn_mask, average_attn_weights, is_causal
-            )
-            return out
-        if not self._qkv_same_embed_dim or self.bias_k is not None or self.add_zero_attn or query.dim() != 3:
-            raise BadSetting(
-                "nn.MultiheadAttention with dropout takes batches, and no kdim, vdim, bias_kv or zero_attn here"
-            )
-        given = query, key, value
-        q, k, v = given if self.batch_first else (t.transpose(0, 1) for t in given)
-        biases = (None,) * 3 if self.in_proj_bias is None else self.in_proj_bias.chunk(3)
-        q, k, v = (
-            F.linear(t, w, b).unflatten(-1, (self.num_heads, -1)).transpose(1, 2)
-            for t, w, b in zip((q, k, v), self.in_proj_weight.chunk(3), biases, strict=True)
-        )  # [B, heads, L, d]
-        mask = added(attn_mask, q)
-        if mask is not None and mask.dim() == 3:
-            mask = mask.view(-1, self.num_heads, *mask.shape[1:])
-        hidden = added(key_padding_mask, q)
-        if hidden is not None:
-            mask = hidden[:, None, None] if mask is None else mask + hidden[:, None, None]
-        share = attention_weights(q, k, mask, False)
-        share = drop(self.current, context, share, self.p, share.shape)
-        mixed = self.out_proj((share @ v).transpose(1, 2).flatten(2))
-        weights = (share.mean(1) if average_attn_weights else share) if need_weights else None
-        return mixed if self.batch_first else mixed.transpose(0, 1), weights
-
-
-def added(mask: Tensor | None, like: Tensor) -> Tensor | None:
-    """A mask of nn.MultiheadAttention, where True hides, as numbers to add."""
-    if mask is None or mask.dtype != torch.bool:
-        return mask
-    return torch.zeros(mask.shape, dtype=like.dtype, device=like.device).masked_fill(mask, -torch.inf)
-
-
-class StackedLinear(nn.Linear):
-    """A linear layer that knows whether its clients are stacked."""
-
-    current: _Pass
-
-    def forward(self, x: Tensor) -> Tensor:
-        return linear(self, x)
-
-
-class StackedConv2d(nn.Conv2d):
-    """A convolution that knows whether its clients are stacked."""
-
-    current: _Pass
-
-    def forward(self, x: Tensor) -> Tensor:
-        return conv2d(self, x)
-
-
-class WholeAverage(nn.AdaptiveAvgPool2d):
-    """An average over all pixels as a mean, which vmap knows also where channels are last in memory."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x.mean((-1, -2), keepdim=True) if self.output_size in (1, (1, 1)) else super().forward(x)
-
-
-STACKED: dict[type[nn.Module], type[nn.Module]] = {
-    nn.AdaptiveAvgPool2d: WholeAverage,
-    nn.GroupNorm: StackedGroupNorm,
-    nn.Linear: StackedLinear,
-    nn.Conv2d: StackedConv2d,
-}
-
-
-class Promotion(TorchFunctionMode):
-    """Casts bfloat16 to float32 wherever both meet, as PyTorch does by itself in sums and products of single entries."""
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        given = args, kwargs or {}
-        kinds = {t.dtype for t in tree_leaves(given) if isinstance(t, Tensor)}
-        if {torch.bfloat16, torch.float32} <= kinds and not isinstance(func, OpOverload | OpOverloadPacket):
-            given = tree_map_only(Tensor, lambda t: t.float() if t.dtype is torch.bfloat16 else t, given)
-        return func(*given[0], **given[1])
-
-
-@plain
-def linear(layer: StackedLinear, x: Tensor) -> Tensor:
-    """Apply a linear layer to x."""
-    return nn.Linear.forward(layer, x)
-
-
-@plain
-def conv2d(layer: StackedConv2d, x: Tensor) -> Tensor:
-    """Apply a convolution to x."""
-    if not half_precision(x.device):
-        return nn.Conv2d.forward(layer, x)
-    bias = None if layer.bias is None else layer.bias.bfloat16()
-    out: Tensor = layer._conv_forward(x.bfloat16(), layer.weight.bfloat16(), bias)
-    return out
-
-
-@plain
-def group_norm(layer: StackedGroupNorm, x: Tensor) -> Tensor:
-    """Apply a GroupNorm to x."""
-    return nn.GroupNorm.forward(layer, x)
-
-
-@plain
-def batch_norm(layer: MaskedBatchNorm, x: Tensor, real: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Normalise x [B', C, *] by its own statistics over the real samples [B]; also their mean, variance [C] and number []."""
-    return normalise(x, real, layer.weight, layer.bias, layer.eps)
-
-
-def normalise(
-    x: Tensor, real: Tensor | None, weight: Tensor | None, bias: Tensor | None, eps: float
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """`batch_norm` as a function of its tensors."""
-    dtype, x = x.dtype, x.float() if x.dtype is torch.bfloat16 else x
-    across = [0, *range(2, x.dim())]
-    wide = (1, -1) + (1,) * (x.dim() - 2)
-    if real is None:
-        n = torch.full((), float(x.numel() // x.shape[1]), dtype=x.dtype, device=x.device)
-        mean = x.mean(across)
-        centred = x - mean.view(wide)
-        var = centred.square().mean(across)
-    else:
-        real = real.to(x.dtype).repeat_interleave(len(x) // len(real)).view((-1,) + (1,) * (x.dim() - 1))
-        n = real.sum() * (x.numel() // (x.shape[0] * x.shape[1]))
-        mean = (x * real).sum(across) / n.clamp(min=1)
-        centred = x - mean.view(wide)
-        var = (centred.square() * real).sum(across) / n.clamp(min=1)
-    out = centred * (var + eps).rsqrt().view(wide)
-    if weight is not None and bias is not None:
-        out = out * weight.view(wide) + bias.view(wide)
-    return out.to(dtype), mean, var, n
 
 
 class _Holder(nn.Module):
@@ -361,7 +45,7 @@ class _Holder(nn.Module):
         return use(self.module)
 
 
-class Net:
+class Net(SampleLosses):
     """A copy of a module with its loss and its layout."""
 
     def __init__(
@@ -373,26 +57,18 @@ class Net:
         trains: Callable[[tuple[str, ...]], Collection[str]] = tuple,
     ) -> None:
         """`trains` chooses among the names of trainable tensors; the others stay as they are, for all clients."""
-        if getattr(loss, "weight", None) is not None and getattr(loss, "reduction", "none") == "mean":
-            raise BadSetting("a loss with class weights must not average by itself here; give it reduction='none'")
         if any(is_lazy(p) for p in (*module.parameters(), *module.buffers())):
             raise BadSetting("the model has lazy layers without parameters yet; call it once on a sample before")
-        if isinstance(loss, nn.Module) and any(p.requires_grad for p in loss.parameters()):
-            raise BadSetting(
-                "the loss has parameters, which would not be trained; put them into the model, or call requires_grad_(False)"
-            )
-        self.loss = F.cross_entropy if plain_cross_entropy(loss) else loss
-        self.of_batch: bool = getattr(loss, "of_batch", False)
-        self.ignored: int = getattr(loss, "ignore_index", IGNORED)  # only with cross-entropy
-        self.dtype, self.pieces = dtype, pieces  # the parts of the inputs, () if they have only one
-        self.current = _Pass()
+        super().__init__(loss, dtype)
+        self.pieces = pieces  # the parts of the inputs, () if they have only one
+        self.current = Pass()
         self.original = copy.deepcopy(module).to(dtype)
         trainable = {n: p for n, p in self.original.named_parameters() if p.requires_grad}
         for name in trainable.keys() - set(trains(tuple(trainable))):
             trainable[name].requires_grad_(False)
         frozen = {id(p): p for p in self.original.parameters() if not p.requires_grad}
         prepared = copy.deepcopy(self.original, frozen)  # which may be large, and stay as they are
-        _prepare(prepared, "", self.current, module.training, set())
+        prepare(prepared, "", self.current, module.training, set())
         if not module.training:
             prepared.train()
         trained = [(n, p) for n, p in prepared.named_parameters() if p.requires_grad]
@@ -554,71 +230,6 @@ class Net:
         outputs, after = self._run(x, buffers, context, stacked, lambda module: call(module, self.pieces, inputs))
         return logits_of(outputs), after
 
-    def sample_losses(self, outputs: Tensor, targets: Tensor, real: Tensor | None = None) -> Tensor:
-        """The loss of each sample [B]. A loss that returns one number is called for one sample at a time."""
-        outputs = classes_first(outputs, targets)
-        if self.of_batch:
-            whole = self.loss(outputs, targets, real)
-            if whole.numel() not in (1, len(outputs)):
-                raise BadSetting(
-                    f"a batch_loss gives one number, or one for each of {len(outputs)} samples, not {[*whole.shape]}"
-                )
-            return whole.flatten().expand(len(outputs))
-        if self.loss is F.cross_entropy:
-            each = F.cross_entropy(outputs, targets, reduction="none", ignore_index=self.ignored)
-            return self.mean_over_labels(each, targets)
-        if self.loss is dice_loss:
-            return dice_loss(outputs, targets)
-        counts = self.label_shares(targets) > 0
-        if self.ignores:  # a sample without any label would be 0 / 0
-            targets = torch.where(counts.view(-1, *[1] * (targets.dim() - 1)), targets, 1 if self.ignored == 0 else 0)
-        losses: Tensor = torch.vmap(self._loss_of_one)(outputs, targets)
-        return torch.where(counts, losses, 0.0) if self.ignores else losses
-
-    def _loss_of_one(self, output: Tensor, target: Tensor) -> Tensor:
-        loss: Any = self.loss(output.unsqueeze(0), target.unsqueeze(0))
-        if not isinstance(loss, Tensor) or loss.numel() != 1:
-            what = f"a tensor {list(loss.shape)}" if isinstance(loss, Tensor) else f"a {type(loss).__name__}"
-            raise BadSetting(
-                f"the loss must give one number for outputs {[1, *output.shape]} and targets {[1, *target.shape]}, not {what}"
-            )
-        return loss.reshape(())
-
-    @property
-    def ignores(self) -> bool:
-        """Whether a loss other than plain cross-entropy has labels that it leaves out."""
-        return self.loss is not F.cross_entropy and hasattr(self.loss, "ignore_index")
-
-    def mean_over_labels(self, values: Tensor, targets: Tensor) -> Tensor:
-        """[B] the mean of a sample's values [B, *], zero for those ignored, over its labels; a sample without any has 0."""
-        if values.dim() == 1:
-            return values
-        if targets.shape != values.shape:  # probabilities of classes, all of which count
-            return values.flatten(1).mean(1)
-        return values.flatten(1).sum(1) / (targets != self.ignored).flatten(1).sum(1).clamp(min=1)
-
-    def label_shares(self, targets: Tensor) -> Tensor:
-        """[B] the share of each sample's labels that count: below 1 only where the loss ignores some."""
-        if not (self.loss is F.cross_entropy or self.ignores) or targets.is_floating_point():
-            return torch.ones(len(targets), dtype=self.dtype, device=targets.device)
-        labelled = (targets != self.ignored).to(self.dtype)
-        return labelled.flatten(1).mean(1) if labelled.dim() > 1 else labelled
-
-    def probabilities(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        """The probability of each class [B, C, *], or of each structure at each pixel."""
-        return classes_first(outputs, targets).softmax(1) if self.loss is F.cross_entropy else outputs.sigmoid()
-
-    def mixed_losses(self, probabilities: Tensor, targets: Tensor) -> Tensor:
-        """The loss of each sample [B] for given probabilities, such as a mixture of several models."""
-        if self.loss is F.cross_entropy:
-            scores = probabilities.clamp(min=1e-12).log()
-            return self.mean_over_labels(
-                F.nll_loss(scores, targets, reduction="none", ignore_index=self.ignored), targets
-            )
-        if self.loss is dice_loss:
-            return soft_dice_loss(probabilities, targets)
-        raise BadSetting("only cross-entropy and the Dice loss can mix models; use fedsm-extra, which chooses one")
-
     def sent(self, state: T, tag: str = "") -> T:
         """A message as it is sent: vectors without their padding. `tag` applies to a state that is one tensor."""
         networks = {**self.networks, MODEL: self}
@@ -642,35 +253,6 @@ def call(module: nn.Module, pieces: tuple[Piece, ...], inputs: Tensor) -> Any:
         return module(inputs)
     by_place, named = part(pieces, inputs)
     return module(*by_place, **named)
-
-
-def logits_of(outputs: Any) -> Tensor:
-    """What a model returns: a tensor, or the `logits` of a dict or of an output object."""
-    if isinstance(outputs, Mapping):
-        outputs = outputs.get("logits", outputs)
-    outputs = outputs if isinstance(outputs, Tensor) else getattr(outputs, "logits", outputs)
-    if not isinstance(outputs, Tensor):
-        names = f" of {', '.join(map(str, outputs))}" if isinstance(outputs, Mapping) else ""
-        raise BadSetting(
-            f"the model must return one tensor, or a dict or an object with `logits`, not a {type(outputs).__name__}{names}"
-        )
-    return outputs
-
-
-def classes_first(outputs: Tensor, targets: Tensor) -> Tensor:
-    """Outputs [B, T, V] for labels [B, T] as [B, V, T], as PyTorch's cross-entropy has them; all others unchanged.
-
-    >>> classes_first(torch.zeros(2, 5, 7), torch.zeros(2, 5).long()).shape
-    torch.Size([2, 7, 5])
-    """
-    if outputs.dim() != 3 or targets.dim() != 2 or targets.is_floating_point() or outputs.shape[:2] != targets.shape:
-        return outputs
-    if outputs.shape[1] == outputs.shape[2]:
-        raise BadSetting(
-            f"outputs {list(outputs.shape)} for labels {list(targets.shape)} may be [B, T, V] or [B, V, T]; "
-            "let the number of classes differ from the length, by one more class or one position less"
-        )
-    return outputs.mT
 
 
 def blocks(module: nn.Module) -> list[nn.Module]:
@@ -703,42 +285,7 @@ def _run_blocks(parts: list[nn.Module], h: Tensor) -> list[Tensor]:
     return [h := block(h) for block in parts]
 
 
-def plain_cross_entropy(loss: Loss) -> bool:
-    """Whether a loss is cross-entropy, as a function or a module, with default options except for `ignore_index`."""
-    if not isinstance(loss, nn.CrossEntropyLoss):
-        return loss is F.cross_entropy
-    return loss.weight is None and (loss.label_smoothing, loss.reduction) == (0.0, "mean")
-
-
-def _prepare(module: nn.Module, name: str, current: _Pass, training: bool, done: set[int]) -> None:
-    """Replace the forward of BatchNorm, Dropout and the layers in STACKED; hooks and tensors stay the same objects."""
-    if id(module) in done:  # a part that is used in several places
-        return
-    done.add(id(module))
-    frozen = training and not module.training  # a part in evaluation mode within a model in training mode
-    if isinstance(module, _BatchNorm):
-        module.__class__ = MaskedBatchNorm
-        vars(module).update(name=name, current=current, frozen=frozen)
-    elif type(module) in STACKED:
-        module.__class__ = STACKED[type(module)]
-        vars(module).update(current=current)
-    elif isinstance(module, nn.AlphaDropout | nn.FeatureAlphaDropout):
-        raise BadSetting(f"{type(module).__name__} cannot be drawn from seeded streams; use nn.Dropout or remove it")
-    elif type(module) is nn.MultiheadAttention:
-        module.__class__ = StreamAttention
-        vars(module).update(current=current, frozen=frozen, p=module.dropout, dropout=0.0)
-    elif isinstance(module, _DropoutNd):
-        whole = not isinstance(module, nn.Dropout)
-        module.__class__ = StreamDropout
-        vars(module).update(current=current, frozen=frozen, whole_channels=whole)
-    elif isinstance(module, _InstanceNorm) and module.track_running_stats:
-        raise BadSetting("InstanceNorm with running statistics is not supported; use track_running_stats=False")
-    for child, inner in module._modules.items():
-        if inner is not None:
-            _prepare(inner, f"{name}{child}.", current, training, done)
-
-
-def _copy_sharing_tensors(module: nn.Module, current: _Pass) -> nn.Module:
+def _copy_sharing_tensors(module: nn.Module, current: Pass) -> nn.Module:
     """A copy of the module with the same tensors and the same (thread-local) pass."""
     shared = (current, *module.parameters(), *module.buffers())
     return copy.deepcopy(module, {id(each): each for each in shared})

@@ -17,7 +17,9 @@ from undrift.core.errors import BadSetting
 from undrift.core.forms import plain
 from undrift.core.layout import Layout
 from undrift.core.vec import descend
-from undrift.oracle.net import Context, Net, classes_first
+from undrift.oracle.layers import Context
+from undrift.oracle.losses import classes_first
+from undrift.oracle.net import Net
 
 Objective = Callable[..., Tensor]
 ASKED = 1 << 25  # numbers of input that are shown to several models at a time

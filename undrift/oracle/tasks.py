@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from undrift.oracle.net import Loss, batch_loss
+from undrift.oracle.losses import Loss, batch_loss
 
 
 def binary_loss(outputs: Tensor, targets: Tensor) -> Tensor:

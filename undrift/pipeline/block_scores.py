@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from undrift.oracle.net import IGNORED, classes_first
+from undrift.oracle.losses import IGNORED, classes_first
 from undrift.pipeline.block import Loss, PipelineBlock
 
 

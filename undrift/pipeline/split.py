@@ -15,7 +15,8 @@ from torch import Tensor, nn
 from undrift.core import ranks
 from undrift.core.errors import BadSetting
 from undrift.core.pieces import Piece
-from undrift.oracle.net import call, logits_of, only_runs_its_parts
+from undrift.oracle.losses import logits_of
+from undrift.oracle.net import call, only_runs_its_parts
 from undrift.pipeline.block import Loss
 
 Model = nn.Module | Sequence[nn.Module]

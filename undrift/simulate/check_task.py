@@ -12,7 +12,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from undrift.core.errors import BadData, BadSetting, UndriftError
-from undrift.oracle.net import IGNORED, Context, Net, classes_first
+from undrift.oracle.layers import Context
+from undrift.oracle.losses import IGNORED, classes_first
+from undrift.oracle.net import Net
 from undrift.oracle.segmentation import dice_loss
 from undrift.oracle.tasks import LOSSES
 from undrift.simulate.work import LocalWork

@@ -14,7 +14,8 @@ from undrift.core.errors import BadSetting
 from undrift.core.streams import Purpose, sample, stream
 from undrift.data.augment import Transform
 from undrift.data.federation import Federation, Split
-from undrift.oracle.net import IGNORED, Net, classes_first
+from undrift.oracle.losses import IGNORED, classes_first
+from undrift.oracle.net import Net
 from undrift.simulate.whole_metrics import WholeMetric, is_whole, number_of
 
 Metric = Callable[[Tensor, Tensor], Tensor]

@@ -13,7 +13,8 @@ from undrift.algorithms.personal import Served
 from undrift.core.trees import State, map_leaves
 from undrift.data.batches import Plan
 from undrift.data.federation import Federation, HeldOut
-from undrift.oracle.net import Net, classes_first
+from undrift.oracle.losses import classes_first
+from undrift.oracle.net import Net
 from undrift.personal.choosing import Choice, best_gamma, choose
 from undrift.round.order import ServerState
 from undrift.simulate.evaluate import Metrics, group_means, means, of_samples, sample_scores, weights_of
