@@ -28,7 +28,7 @@ from undrift.core.trees import Nothing
 from undrift.core.vec import mean
 from undrift.deploy.join import node_config, node_words
 from undrift.deploy.local import federation
-from undrift.deploy.messages import Letter, encode
+from undrift.deploy.messages import Letter, check_finite, encode
 from undrift.deploy.server import Deployment, Remote
 from undrift.deploy.sums import Total
 from undrift.kernels import register  # noqa: F401
@@ -93,6 +93,17 @@ def test_a_sum_is_not_changed_by_the_order_in_which_uploads_arrive() -> None:
     assert found[0].shape == (20, 1000) and found[0].stride(0) == 0  # one vector in memory
     torch.testing.assert_close(found[0][0].double(), torch.stack(each).double().mean(0), rtol=1e-6, atol=1e-6)
     assert Total().rows(Nothing(), x, 3) == Nothing()
+
+
+def test_an_upload_is_added_without_another_one_in_memory() -> None:
+    up = torch.ones(8_000_000)
+    total = Total()
+    total.add(up)
+    with Alive() as here:
+        total.add(up)
+        check_finite(up)
+    assert here.most < up.numel()
+    assert torch.equal(total.sum, torch.full_like(up, 2.0, dtype=torch.float64))
 
 
 def test_the_mean_of_rows_that_are_one_vector_is_that_vector() -> None:

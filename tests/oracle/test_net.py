@@ -86,8 +86,8 @@ def test_only_trainable_parameters_enter_x_and_the_wire() -> None:
         Net(nn.Flatten())
 
 
-def test_frozen_tensors_are_held_once() -> None:
-    """By all copies of the module in a run, but not with the user's."""
+def test_parameters_are_in_memory_once() -> None:
+    """In all copies of the module in a run, but not with the user's; a call puts a client's in their place and leaves them."""
     module = tiny_mlp().double()
     module[0].requires_grad_(False)  # type: ignore[index]
     net = Net(module, dtype=torch.float64).to(torch.device("cpu"))
@@ -96,7 +96,10 @@ def test_frozen_tensors_are_held_once() -> None:
         [dict(m.named_parameters())[n].data_ptr() for m in forms] for n in ("lora_A.weight", "lora_B.weight")
     )
     assert len({*frozen}) == 1 and module[0].weight.data_ptr() not in frozen  # type: ignore[index]
-    assert trained[0] != trained[1]
+    assert len({*trained}) == 1 and module[2].weight.data_ptr() not in trained  # type: ignore[index]
+    before, (x, buffers) = copy.deepcopy(net.original.state_dict()), net.start()
+    net(x + 1, buffers, torch.zeros(2, 5, dtype=torch.float64), Context(None, torch.tensor(0)))
+    assert all(torch.equal(before[name], t) for name, t in net.original.state_dict().items())
 
 
 def test_the_users_module_is_left_alone() -> None:

@@ -46,6 +46,7 @@ from undrift.deploy.secure import (
 from undrift.oracle.net import Net
 from undrift.round.aggregate import MEAN
 from undrift.round.clients import Answers
+from undrift.round.private import PART
 from undrift.round.shapes import Forms
 from undrift.round.who import Who
 from undrift.simulate.settings import Settings
@@ -64,7 +65,7 @@ class Total:
     def add(self, up: State) -> None:
         """Add an upload, in float64: the order in which they arrive must not be seen."""
         self.count += 1
-        self.sum = map_leaves(torch.Tensor.add_, self.sum, up) if self.count > 1 else map_leaves(copy, up)
+        self.sum = map_leaves(add_in_parts, self.sum, up) if self.count > 1 else map_leaves(copy, up)
 
     def rows(self, form: State, x: Tensor, clients: int) -> State:
         """Their mean, for each of so many clients: rows [S, ...] that are all the same memory."""
@@ -74,7 +75,14 @@ class Total:
 
 
 def copy(v: Tensor) -> Tensor:
-    return v.to(torch.float64, copy=True)
+    return v.to(torch.float64, copy=True, memory_format=torch.contiguous_format)
+
+
+def add_in_parts(total: Tensor, v: Tensor) -> Tensor:
+    """Add v to a total of another type in place; PyTorch would convert all of v first, which takes as much memory as the total."""
+    for into, part in zip(total.view(-1).split(PART), v.flatten().split(PART), strict=True):
+        into.add_(part)
+    return total
 
 
 def fill(form: State, x: Tensor, value: float = torch.nan) -> State:

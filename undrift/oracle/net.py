@@ -66,8 +66,8 @@ class Net(SampleLosses):
         trainable = {n: p for n, p in self.original.named_parameters() if p.requires_grad}
         for name in trainable.keys() - set(trains(tuple(trainable))):
             trainable[name].requires_grad_(False)
-        frozen = {id(p): p for p in self.original.parameters() if not p.requires_grad}
-        prepared = copy.deepcopy(self.original, frozen)  # which may be large, and stay as they are
+        # Parameters are in memory once: the frozen ones stay as they are, and a call puts a client's in place of the others.
+        prepared = copy.deepcopy(self.original, {id(p): p for p in self.original.parameters()})
         prepare(prepared, "", self.current, module.training, set())
         if not module.training:
             prepared.train()
