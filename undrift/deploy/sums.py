@@ -79,7 +79,7 @@ def copy(v: Tensor) -> Tensor:
 
 
 def add_in_parts(total: Tensor, v: Tensor) -> Tensor:
-    """Add v to a total of another type in place; PyTorch would convert all of v first, which takes as much memory as the total."""
+    """Add v to a total of another type in place; PyTorch would first convert all of v, which takes as much memory as the total."""
     for into, part in zip(total.view(-1).split(PART), v.flatten().split(PART), strict=True):
         into.add_(part)
     return total
