@@ -17,7 +17,8 @@ import pytest
 from undrift.algorithms.checks import check_algorithm
 from undrift.algorithms.optimise import NAMES as OPTIMIZERS
 from undrift.algorithms.optimise import LocalOptimizer
-from undrift.cli import parser, read_settings
+from undrift.cli.parser import parse
+from undrift.cli.settings import read_settings
 from undrift.core.names import names
 from undrift.core.papers import papers_of
 from undrift.dataparallel import command as parallel
@@ -224,7 +225,7 @@ def test_there_are_commands() -> None:
 @pytest.mark.parametrize(("where", "line"), commands())
 def test_commands_parse(where: str, line: str) -> None:
     """The parser takes it; a run's settings and fields exist and have values that are allowed."""
-    arguments = parser().parse_args(shlex.split(line))
+    arguments = parse(shlex.split(line))
     if arguments.command == "run":
         settings = {n: v for n in FIELDS if n != "set" and (v := getattr(arguments, n)) is not None}
         if arguments.local:
