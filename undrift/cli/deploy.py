@@ -10,7 +10,8 @@ from undrift.cli.command import arg, command, flag, path
 from undrift.cli.flags import RATE, setting_flags
 from undrift.cli.settings import read_settings
 from undrift.deploy import settings as deployment
-from undrift.jobs.config import CHOICES, typed
+from undrift.jobs.config import CHOICES
+from undrift.jobs.plain_values import typed
 
 ACTION = (
     "init: write the app of a federation; local: try it out, all on this machine; keys, identity, admit, revoke: the server's "

@@ -68,8 +68,3 @@ def check_minutes(minutes: float) -> None:
     """Refuse --minutes that are no time; 0 is no limit."""
     if not 0 <= minutes < float("inf"):
         raise BadSetting(f"minutes must be at least 0, not {minutes:g}")
-
-
-def words(text: str) -> tuple[str, ...]:
-    """The parts of an argument with commas."""
-    return tuple(part.strip() for part in text.split(",") if part.strip())

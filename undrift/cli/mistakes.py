@@ -6,9 +6,8 @@ import argparse
 from collections.abc import Collection, Mapping
 
 from undrift.core.errors import MEANT, BadSetting, UndriftError, closest, plain
-from undrift.core.names import names
+from undrift.core.names import methods_with, names
 from undrift.deploy.settings import RENAMED
-from undrift.jobs.config import methods_with
 
 # Flags of other programs that say where to compute.
 DEVICES = dict.fromkeys(("gpu", "gpus", "ngpus", "cuda", "usecuda"), "cuda") | dict.fromkeys(("cpu", "nocuda"), "cpu")

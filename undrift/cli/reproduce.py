@@ -7,8 +7,9 @@ from pathlib import Path
 
 from undrift.cli.command import arg, command, flag, path
 from undrift.cli.console import say
-from undrift.cli.flags import DEVICE, MINUTES, check_minutes, pack_flag, words
+from undrift.cli.flags import DEVICE, MINUTES, check_minutes, pack_flag
 from undrift.core.errors import BadSetting
+from undrift.jobs.plain_values import words
 
 SCALE = "small: tiny runs on data that come with the package, to try it out [full]"
 SITE = "the folder for index.html and a page for each paper [runs/results-site]"

@@ -8,7 +8,8 @@ from typing import Any
 from undrift.cli.flags import Fields
 from undrift.cli.mistakes import missing_file
 from undrift.core.errors import BadSetting
-from undrift.jobs.config import from_toml, lr_among_fields, parse_value, table_of_fields
+from undrift.core.names import parse_value
+from undrift.jobs.plain_values import from_toml, lr_among_fields, table_of_fields
 
 
 def read_settings(arguments: argparse.Namespace, fields: Fields) -> tuple[dict[str, Any], dict[str, Any]]:

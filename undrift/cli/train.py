@@ -18,6 +18,7 @@ from undrift.core.errors import BadSetting
 from undrift.core.names import printable
 from undrift.dataparallel import parallel_config as parallel
 from undrift.jobs import config as federated
+from undrift.jobs.plain_values import read_toml
 from undrift.pipeline import pipe_config as pipeline
 
 EITHER = "instead of --algorithm, with {}: the algorithm that {}"
@@ -100,7 +101,7 @@ def train(arguments: argparse.Namespace, fields: Fields, run: Callable[..., Any]
 
 def stored_name(file: Path, name: str) -> str:
     """The method of the run that goes on, which need not be given again; `name` if there is no run."""
-    stored = federated.read_toml(file) if file.exists() else {}
+    stored = read_toml(file) if file.exists() else {}
     return str(stored.get("algorithm", stored.get("method", name)))
 
 

@@ -7,9 +7,10 @@ import functools
 
 from undrift.cli.command import arg, command, flag, path
 from undrift.cli.console import say
-from undrift.cli.flags import DEVICE, MINUTES, check_minutes, pack_flag, words
+from undrift.cli.flags import DEVICE, MINUTES, check_minutes, pack_flag
 from undrift.cli.folders import choose_folder
 from undrift.core import stopping
+from undrift.jobs.plain_values import words
 from undrift.jobs.shipped import sweep_file
 
 RUNGS = "shares of the rounds after which the worse settings drop out [0.1,0.25,1]"

@@ -24,21 +24,11 @@ from undrift.data.load import check_dataset, load_dataset
 from undrift.data.partition import PARTITIONS
 from undrift.dataparallel import command as parallel
 from undrift.jobs import packs
-from undrift.jobs.config import (
-    FIELDS,
-    RESUMABLE,
-    JobConfig,
-    RunConfig,
-    as_type,
-    build_algorithm,
-    check_known,
-    from_mapping,
-    read_toml,
-    table_of_fields,
-)
+from undrift.jobs.config import FIELDS, RESUMABLE, JobConfig, RunConfig, build_algorithm, from_mapping
 from undrift.jobs.course import Progress
 from undrift.jobs.crew import Crew, Died
 from undrift.jobs.folder import RunFolder
+from undrift.jobs.plain_values import as_type, check_known, read_toml, table_of_fields
 from undrift.jobs.run import run
 from undrift.jobs.tracking import check_trackers
 from undrift.pipeline import pipe_config
