@@ -24,7 +24,8 @@ from undrift.core.errors import BadSetting
 from undrift.core.names import names
 from undrift.deploy.client import Client
 from undrift.deploy.messages import Encoded, Letter, Refused, decode, encode
-from undrift.deploy.server import Deployment, Remote, Visit
+from undrift.deploy.remote import Remote, Visit
+from undrift.deploy.server import Deployment
 from undrift.deploy.settings import DEPLOY_FIELDS, Plan
 from undrift.deploy.state import Store
 from undrift.jobs.config import FIELDS

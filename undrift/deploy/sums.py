@@ -52,7 +52,7 @@ from undrift.simulate.simulation import Settings
 from undrift.simulate.work import LocalWork
 
 if TYPE_CHECKING:
-    from undrift.deploy.server import Remote
+    from undrift.deploy.remote import Remote
 
 
 class Total:
