@@ -8,11 +8,13 @@ from pathlib import Path
 from undrift.cli.command import arg, command, flag, path
 from undrift.core.errors import BadSetting, UnknownName
 
+ACTIONS = ("list", "add", "prepare", "show")
+
 
 @command(
     "data",
     "list the data sets, add one of your own, prepare one, or show a partition",
-    arg("action", "show: which client gets which classes", metavar="list|add|prepare|show"),
+    arg("action", "show: which client gets which classes", metavar="|".join(ACTIONS)),
     arg("name", "of a data set [digits]", nargs="?", default="digits"),
     path("file", "add: a file with x_train, y_train, x_test and y_test, or with x, y and split", "FILE.npz", nargs="?"),
     flag("--partition", "dirichlet:0.1", "show: how the samples are dealt out [dirichlet:0.1]"),
@@ -40,7 +42,7 @@ def data_command(arguments: argparse.Namespace) -> None:
     elif arguments.action == "show":
         show_partition(name, arguments.partition, arguments.clients, arguments.seed, arguments.own_test, arguments.out)
     else:
-        raise UnknownName("data action", arguments.action, ("list", "add", "prepare", "show"))
+        raise UnknownName("data action", arguments.action, ACTIONS)
 
 
 def show_partition(name: str, partition: str, clients: int, seed: int, own_test: float, out: Path | None) -> None:

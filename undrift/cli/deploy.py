@@ -10,6 +10,7 @@ from undrift.cli.command import arg, command, flag, path
 from undrift.cli.flags import RATE, setting_flags
 from undrift.cli.settings import read_settings
 from undrift.deploy import settings as deployment
+from undrift.deploy.command import ACTIONS, Options, deploy
 from undrift.jobs.config import CHOICES
 from undrift.jobs.plain_values import typed
 
@@ -27,7 +28,7 @@ NAME = "identity, revoke: the client's name; admit: a name other than the one in
 @command(
     "deploy",
     "train real clients over Flower: make keys, serve, take part, or run everything on this machine",
-    arg("action", ACTION, metavar="init|local|keys|identity|admit|revoke|server|node|status|page|trace"),
+    arg("action", ACTION, metavar="|".join(ACTIONS)),
     path("place", PLACE, nargs="?"),
     path("--config", "settings; flags override them", "FILE.toml"),
     flag("--host", "127.0.0.1", "init, keys: the server's address [127.0.0.1]", "HOST"),
@@ -47,8 +48,6 @@ NAME = "identity, revoke: the client's name; admit: a name other than the one in
     RATE,
 )
 def deploy_command(arguments: argparse.Namespace) -> None:
-    from undrift.deploy.command import Options, deploy
-
     config, settings = read_settings(arguments, deployment.FLAGS)
     deployment.check_flags(settings)
     out = typed({"out": (config | settings).get("out", deployment.DeployConfig.out)}, deployment.TYPES)["out"]

@@ -12,6 +12,7 @@ from undrift.core.errors import BadSetting, UnknownName
 from undrift.jobs import shipped
 from undrift.jobs.listing import KINDS, entries_of
 
+ACTIONS = ("list", "show", "copy")  # of undrift suites
 HEADS = {
     "sweep": "sweeps: undrift sweep NAME",
     "reproduce": "papers' tables and figures: undrift reproduce NAME",
@@ -39,14 +40,14 @@ def list_command(arguments: argparse.Namespace) -> None:
 @command(
     "suites",
     "list, print or copy the sweeps, papers' tables and examples that come with the package",
-    arg("action", "what to do", metavar="list|show|copy"),
+    arg("action", "what to do", metavar="|".join(ACTIONS)),
     arg("name", "show, copy: which, such as demo", nargs="?"),
     path("folder", "copy: where to [.]", nargs="?", default=Path(".")),
 )
 def suites_command(arguments: argparse.Namespace) -> None:
     action, name = arguments.action, arguments.name
-    if action not in ("list", "show", "copy"):
-        raise UnknownName("suites action", action, ("list", "show", "copy"))
+    if action not in ACTIONS:
+        raise UnknownName("suites action", action, ACTIONS)
     if action == "list":
         list_suites()
     elif name is None:

@@ -63,7 +63,7 @@ def algorithm_class(name: str) -> type[Any]:
 
 
 def make_algorithm(kind: type[Any], name: str, given: Mapping[str, Any], settings: Collection[str]) -> Any:
-    """Build an algorithm with the given fields; `name`, and those of a run's settings, are for error messages."""
+    """Build an algorithm with the given fields; its `name` and the names of a run's `settings` are for error messages."""
     hints = get_type_hints(kind)
     known = {f.name for f in dataclasses.fields(kind)}
     for unknown in given:
