@@ -38,6 +38,7 @@ import undrift.jobs.course
 import undrift.jobs.sweep
 import undrift.pipeline.pipe_config
 from undrift import cli
+from undrift.cli.parser import COMMANDS as ALL
 from undrift.core.errors import UndriftError
 from undrift.core.names import names
 from undrift.data.federation import federate
@@ -172,8 +173,8 @@ REAL = ["0", "0.5", "0.999", "1", "1.5", "3", "-1", "1e-320", "1e-9", "1e18", "1
 
 def flags_of(name: str) -> dict[str, Any]:
     """The flags of a command, and the type of each."""
-    given = next(arguments for n, (_, _, arguments, aliases) in cli.COMMANDS.items() if name in (n, *aliases))
-    return {flag: options.get("type") for flag, options in given if flag.startswith("-")}
+    (command,) = (each for each in ALL if name in (each.name, *each.aliases))
+    return {flag: options.get("type") for flag, options, _ in command.arguments if flag.startswith("-")}
 
 
 @st.composite

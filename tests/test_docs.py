@@ -17,12 +17,13 @@ import pytest
 from undrift.algorithms.checks import check_algorithm
 from undrift.algorithms.optimise import NAMES as OPTIMIZERS
 from undrift.algorithms.optimise import LocalOptimizer
-from undrift.cli import parser, read_settings
-from undrift.core.names import names
+from undrift.cli.parser import parse
+from undrift.cli.settings import read_settings
+from undrift.core.names import names, parse_value
 from undrift.core.papers import papers_of
 from undrift.dataparallel import command as parallel
-from undrift.jobs.config import FIELDS, from_mapping, make_algorithm, parse_value
-from undrift.jobs.registry import algorithm_class
+from undrift.jobs.config import FIELDS, from_mapping
+from undrift.jobs.registry import algorithm_class, make_algorithm
 from undrift.jobs.shipped import SWEEPS, find, sweep_file
 from undrift.jobs.sweep import plan
 
@@ -224,7 +225,7 @@ def test_there_are_commands() -> None:
 @pytest.mark.parametrize(("where", "line"), commands())
 def test_commands_parse(where: str, line: str) -> None:
     """The parser takes it; a run's settings and fields exist and have values that are allowed."""
-    arguments = parser().parse_args(shlex.split(line))
+    arguments = parse(shlex.split(line))
     if arguments.command == "run":
         settings = {n: v for n in FIELDS if n != "set" and (v := getattr(arguments, n)) is not None}
         if arguments.local:
@@ -233,7 +234,7 @@ def test_commands_parse(where: str, line: str) -> None:
         pairs = [pair.split("=", 1) for pair in arguments.set or []]
         fields = {name: parse_value(value) for name, value in pairs}
         if ":" not in chosen.algorithm and arguments.config is None and not arguments.resume:
-            built = make_algorithm(algorithm_class(chosen.algorithm), chosen.algorithm, fields)
+            built = make_algorithm(algorithm_class(chosen.algorithm), chosen.algorithm, fields, FIELDS)
             check_algorithm(built, chosen.clients, chosen.cohort)
     if arguments.command in ("dataparallel", "dp"):
         config, settings = read_settings(arguments, parallel.FIELDS)

@@ -16,7 +16,7 @@ from mkdocs.exceptions import PluginError
 from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
 
-from undrift import cli
+from undrift.cli.parser import COMMANDS, command_parsers
 from undrift.core.papers import bibliography, papers_of
 from undrift.dataparallel.methods import FILES as DATAPARALLEL
 from undrift.jobs import shipped
@@ -134,14 +134,14 @@ def cell_parts(cell: dict[str, Any]) -> Iterator[str]:
 def command_line() -> str:
     """Every command with its --help."""
     os.environ["COLUMNS"] = "110"  # of the help
-    top = cli.parser()
+    parsers = command_parsers()
     parts = ["# Command line", "`undrift COMMAND --help` prints the same."]
-    for name, (_, about, _, aliases) in cli.COMMANDS.items():
+    for name, about, _, aliases, _ in COMMANDS:
         also = f" Also `undrift {aliases[0]}`." if aliases else ""
         parts += [
             f"## undrift {name}",
             f"{about[0].upper()}{about[1:]}.{also}",
-            f"```text\n{top._subparser(name).format_help()}```",
+            f"```text\n{parsers[name].format_help()}```",
         ]
     return "\n\n".join(parts) + "\n"
 

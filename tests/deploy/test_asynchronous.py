@@ -22,7 +22,8 @@ from undrift.cli import main
 from undrift.core.errors import BadData, BadRunFolder, BadSetting
 from undrift.deploy.asynchronous import Arriving
 from undrift.deploy.messages import Letter
-from undrift.deploy.server import Deployment, Remote, Visit
+from undrift.deploy.remote import Remote, Visit
+from undrift.deploy.server import Deployment
 from undrift.deploy.settings import Plan
 from undrift.jobs.registry import algorithm_class
 from undrift.round.clock import Drawn

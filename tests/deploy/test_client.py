@@ -20,7 +20,8 @@ from undrift.data.batches import Plan
 from undrift.data.federation import Federation, federate
 from undrift.deploy.client import TRAIN, Client
 from undrift.deploy.messages import Letter
-from undrift.deploy.server import Deployment, Remote
+from undrift.deploy.remote import Remote
+from undrift.deploy.server import Deployment
 from undrift.oracle.net import Net
 from undrift.round.order import first_state
 from undrift.simulate.settings import Settings

@@ -18,12 +18,14 @@ from safetensors import safe_open
 from torch import Tensor, nn
 
 from tests.small import SIZES, path, simulation
-from undrift.cli import main, parser
+from undrift.cli import main
+from undrift.cli.parser import parse
 from undrift.core.errors import BadSetting
 from undrift.core.names import names
 from undrift.deploy.client import Client
 from undrift.deploy.messages import Encoded, Letter, Refused, decode, encode
-from undrift.deploy.server import Deployment, Remote, Visit
+from undrift.deploy.remote import Remote, Visit
+from undrift.deploy.server import Deployment
 from undrift.deploy.settings import DEPLOY_FIELDS, Plan
 from undrift.deploy.state import Store
 from undrift.jobs.config import FIELDS
@@ -411,7 +413,7 @@ def test_init_writes_an_app(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     text = (tmp_path / "fed" / "README.md").read_text()
     assert "its number, from 0 to 4" in text
     commands = [shlex.split(line)[1:] for line in text.splitlines() if line.startswith("undrift ")]
-    assert [parser().parse_args(words).action for words in commands] == [
+    assert [parse(words).action for words in commands] == [
         "keys", "server", "identity", "admit", "node", "revoke", "keys"
     ]  # fmt: skip
     assert "flower-superlink" not in text  # by itself it would publish the control API

@@ -26,7 +26,8 @@ from undrift.deploy import masks  # noqa: E402
 from undrift.deploy.client import ECHOED, Client  # noqa: E402
 from undrift.deploy.messages import Letter, decode, encode, split_npy  # noqa: E402
 from undrift.deploy.node import check_allowed  # noqa: E402
-from undrift.deploy.server import Deployment, Remote  # noqa: E402
+from undrift.deploy.remote import Remote  # noqa: E402
+from undrift.deploy.server import Deployment  # noqa: E402
 from undrift.jobs.registry import algorithm_class  # noqa: E402
 from undrift.jobs.run import build_simulation  # noqa: E402
 

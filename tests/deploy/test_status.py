@@ -20,7 +20,8 @@ from flwr.app import Context, Message, RecordDict
 from tests.deploy.test_flower import Nodes, identity, planned, serve  # noqa: F401
 from tests.deploy.test_own_files import Sites, labelled
 from tests.deploy.test_own_files import planned as own_files
-from undrift.cli import main, parser
+from undrift.cli import main
+from undrift.cli.parser import parse
 from undrift.core.errors import BadRunFolder
 from undrift.deploy.flower import server_app
 from undrift.deploy.settings import Plan
@@ -204,5 +205,5 @@ def test_the_examples_run_commands_that_there_are() -> None:
         for line in f.read_text().splitlines()
         if "Exec" in line
     ]
-    assert {parser().parse_args(shlex.split(unit)[1:]).action for unit in units} == {"server", "node"}
+    assert {parse(shlex.split(unit)[1:]).action for unit in units} == {"server", "node"}
     assert 'ENTRYPOINT ["undrift"]' in (folder / "Containerfile").read_text()

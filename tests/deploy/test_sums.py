@@ -29,7 +29,8 @@ from undrift.core.vec import mean
 from undrift.deploy.join import node_config, node_words
 from undrift.deploy.local import federation
 from undrift.deploy.messages import Letter, check_finite, encode
-from undrift.deploy.server import Deployment, Remote
+from undrift.deploy.remote import Remote
+from undrift.deploy.server import Deployment
 from undrift.deploy.sums import Total
 from undrift.kernels import register  # noqa: F401
 

@@ -11,8 +11,8 @@ from undrift.core.errors import BadRunFolder
 from undrift.core.run_files import VISITS, Checkpoint
 from undrift.core.seals import last_place
 from undrift.deploy.client import CLOSE, TRAIN
+from undrift.deploy.remote import Visit
 from undrift.deploy.run import Visits, run_token
-from undrift.deploy.server import Visit
 from undrift.deploy.settings import Plan
 
 

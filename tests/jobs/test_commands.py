@@ -14,6 +14,7 @@ import torch
 
 import undrift
 from undrift import cli
+from undrift.cli.parser import command_parsers
 from undrift.core.errors import BadSetting, UndriftError
 from undrift.core.rates import RateSchedule
 from undrift.core.seals import seal_toml, unseal_toml
@@ -35,7 +36,7 @@ SMALL = {"workers": 2, "rounds": 2, "steps": 2, "batch": 4, "model": "logreg"}
 
 
 def options(command: str) -> dict[str, argparse.Action]:
-    return {option: a for a in cli.parser()._subparser(command)._actions for option in a.option_strings}
+    return {option: a for a in command_parsers()[command]._actions for option in a.option_strings}
 
 
 @pytest.mark.parametrize("field", [f.name for f in dataclasses.fields(JobConfig)])
@@ -47,11 +48,6 @@ def test_all_commands_have_the_same_flags_with_the_same_defaults_and_help(field:
         assert len({(a.help, str(a.metavar)) for a in found}) == 1
     for command in COMMANDS:
         assert {"--out", "--resume"} <= options(command).keys()
-
-
-def test_a_short_name_is_the_same_command() -> None:
-    top = cli.parser()
-    assert top._subparser("dp") is top._subparser("dataparallel")
 
 
 def test_there_is_one_place_that_makes_a_course_and_one_loop() -> None:

@@ -174,8 +174,8 @@ def test_control_characters_in_a_path_are_refused(
 
 
 def test_a_message_with_lines_of_another_library_is_one_line() -> None:
-    assert cli.message(BadData("cannot read a\nb: \x1b[31m")) == "cannot read a b: \\x1b[31m"
-    assert cli.message(FileNotFoundError("no\nfile")) == "FileNotFoundError: no file"
+    assert cli.message_of(BadData("cannot read a\nb: \x1b[31m")) == "cannot read a b: \\x1b[31m"
+    assert cli.message_of(FileNotFoundError("no\nfile")) == "FileNotFoundError: no file"
 
 
 def test_nan_in_a_clients_data_is_said_at_the_start_with_its_name() -> None:

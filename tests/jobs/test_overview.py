@@ -46,7 +46,7 @@ def test_a_run_that_goes_on_is_running(tmp_path: Path) -> None:
 def test_a_log_gets_a_line_now_and_then(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(cli, "EVERY", 0.0)
+    monkeypatch.setattr("undrift.cli.console.EVERY", 0.0)
     words = "run --rounds 4 --clients 12 --cohort 4 --model logreg --eval-every 2 --out"
     assert cli.main([*words.split(), str(tmp_path / "run")]) == 0
     lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("fedavg: round ")]
@@ -57,7 +57,7 @@ def test_a_log_gets_a_line_now_and_then(
 def test_the_log_of_a_sweep_gets_a_line_now_and_then(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(cli, "EVERY", 0.0)
+    monkeypatch.setattr("undrift.cli.console.EVERY", 0.0)
     (tmp_path / "s.toml").write_text('model = "logreg"\nrounds = 3\nclients = 4\ncohort = 2\n[sweep]\nseeds = [0, 1]\n')
     command = ["sweep", str(tmp_path / "s.toml"), "--out", str(tmp_path / "out"), "--processes", "1"]
     assert cli.main(command) == 0

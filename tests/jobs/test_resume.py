@@ -246,7 +246,7 @@ def test_resume_is_not_for_another_method_model_or_data(
 def test_the_progress_of_a_resumed_run_has_its_own_name(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(cli, "EVERY", 0.0)
+    monkeypatch.setattr("undrift.cli.console.EVERY", 0.0)
     small = f"run --clients 8 --cohort 2 --model logreg --out {tmp_path} --rounds"
     assert cli.main(f"{small} 1 --algorithm scaffold".split()) == 0
     capsys.readouterr()

@@ -24,6 +24,7 @@ from tests.reliability import counted
 from tests.small import read_rounds, timeless
 from undrift import cli, run
 from undrift.core.seals import seal_toml, unseal_toml
+from undrift.jobs.crew import default_size
 from undrift.jobs.sweep import plan, run_all
 
 SWEEP = """
@@ -210,7 +211,7 @@ def test_a_sweep_takes_only_the_cores_that_it_may_use() -> None:
     before = os.sched_getaffinity(0)
     os.sched_setaffinity(0, {min(before)})
     try:
-        assert cli.default_processes("cpu") == 1
+        assert default_size("cpu") == 1
     finally:
         os.sched_setaffinity(0, before)
 

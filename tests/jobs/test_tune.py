@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from undrift import cli
-from undrift.jobs.config import from_mapping, from_toml
+from undrift.jobs.config import from_mapping
+from undrift.jobs.plain_values import from_toml
 from undrift.jobs.sweep import plan
 from undrift.jobs.tune import halve, tune
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
 import inspect
 import pkgutil
@@ -148,3 +149,12 @@ def algorithms_of(module: Any) -> list[type[Any]]:
     here = [c for c in defined if inspect.isclass(c) and c.__module__ == module.__name__]
     parts = [c for c in here if "__dataclass_fields__" in vars(c) and not inspect.isabstract(c)]
     return [c for c in parts if hasattr(c, "local_step") and hasattr(c, "server_step")]
+
+
+def methods_with(field: str) -> list[str]:
+    """The algorithms that have a field."""
+    return [n for n in names("algorithms") for a in algorithms_of(outline_of("algorithms", n)) if has_field(a, field)]
+
+
+def has_field(kind: type[Any], name: str) -> bool:
+    return any(field.name == name for field in dataclasses.fields(kind))

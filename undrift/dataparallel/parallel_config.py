@@ -18,9 +18,8 @@ from undrift.jobs.config import (
     check_numbers,
     fields_of,
     setting,
-    typed,
-    with_own_fields,
-)  # fmt: skip
+)
+from undrift.jobs.plain_values import typed, with_own_fields
 
 COMPRESSION = "compression"
 RATE = 0.02  # the learning rate, where none is given

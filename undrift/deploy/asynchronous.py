@@ -20,7 +20,7 @@ from undrift.core.streams import Purpose, sample, stream
 from undrift.core.trees import State, map_leaves
 from undrift.deploy.client import TRAIN, Request
 from undrift.deploy.messages import Encoded, Letter, pack
-from undrift.deploy.server import Remote, Stream, counted, most_batches, read_answers
+from undrift.deploy.remote import Remote, Stream, counted, most_batches, read_answers
 from undrift.round.clients import Answers
 from undrift.round.order import Ask
 from undrift.round.shapes import Forms

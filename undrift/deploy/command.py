@@ -11,7 +11,8 @@ from typing import Any
 
 from undrift.core.errors import BadSetting, UnknownName
 from undrift.deploy.settings import Plan, split_names
-from undrift.jobs.config import RunConfig, as_type
+from undrift.jobs.config import RunConfig
+from undrift.jobs.plain_values import as_type
 
 ACTIONS = ("init", "local", "keys", "identity", "admit", "revoke", "server", "node", "status", "page", "trace")
 

@@ -22,8 +22,9 @@ from undrift.data.load import load_dataset
 from undrift.deploy.asynchronous import Arriving
 from undrift.deploy.client import CLOSE
 from undrift.deploy.privacy import Ledger
+from undrift.deploy.remote import Remote, Stream, Visit
 from undrift.deploy.scores import Best
-from undrift.deploy.server import Deployment, Remote, Stream, Visit
+from undrift.deploy.server import Deployment
 from undrift.deploy.settings import FIXED, Plan
 from undrift.deploy.site_files import server_federation
 from undrift.jobs.clocks import concurrent_of

@@ -14,7 +14,9 @@ from dataclasses import asdict, dataclass, field
 from typing import Any, get_type_hints
 
 from undrift.core.errors import BadSetting
-from undrift.jobs.config import FIELDS, RunConfig, build_algorithm, from_mapping, parse_value, setting, typed
+from undrift.core.names import parse_value
+from undrift.jobs.config import FIELDS, RunConfig, build_algorithm, from_mapping, setting
+from undrift.jobs.plain_values import typed, words
 
 NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,63}")  # of a client or a run, and of its folder
 OWN = "own"  # the dataset, and the partition, of a run whose clients each read a file
@@ -87,7 +89,7 @@ def check_flags(settings: Mapping[str, Any]) -> None:
 
 def split_names(names: str) -> list[str]:
     """Split and sort names: "b, a" gives ["a", "b"]."""
-    return sorted(part.strip() for part in names.split(",") if part.strip())
+    return sorted(words(names))
 
 
 @dataclass(frozen=True)
@@ -134,7 +136,7 @@ class Plan:
     @property
     def structures(self) -> tuple[str, ...]:
         """The structures that masks show, from the outside in; empty for class labels."""
-        return tuple(part.strip() for part in self.deploy.structures.split(",") if part.strip())
+        return words(self.deploy.structures)
 
     @property
     def classes(self) -> int:

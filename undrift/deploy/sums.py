@@ -53,7 +53,7 @@ from undrift.simulate.settings import Settings
 from undrift.simulate.work import LocalWork
 
 if TYPE_CHECKING:
-    from undrift.deploy.server import Remote
+    from undrift.deploy.remote import Remote
 
 
 class Total:

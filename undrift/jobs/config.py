@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
-import math
-import tomllib
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from pathlib import Path
-from typing import Any, Literal, NamedTuple, TypeGuard, get_args, get_origin, get_type_hints
+from typing import Any, get_type_hints
 
-from undrift.core.errors import BadSetting, UndriftError, UnknownName, closest
+from undrift.core.errors import BadSetting, closest
 from undrift.core.lora import parse_lora
-from undrift.core.names import algorithms_of, check_text, names, outline_of
-from undrift.core.names import parse_value as parse_value
+from undrift.core.names import methods_with, names
 from undrift.core.pinned import pinned
 from undrift.core.rates import RateSchedule
+from undrift.jobs.plain_values import check_known, lr_among_fields, table_of_fields, typed, words
+from undrift.jobs.stop_at import parse_stop
 
 MOST = 2**31 - 1  # of a whole number
 LARGEST = 1e30  # of a number, and of what a schedule makes of the learning rate: float32 must hold it
@@ -283,13 +281,6 @@ def check_numbers(
             raise BadSetting(f"{name} must be a number {bound} and below {LARGEST:g}, not {value}")
 
 
-def check_known(what: str, names: Iterable[str], known: Collection[str]) -> None:
-    """Raise UnknownName for a name that is not known."""
-    for name in names:
-        if name not in known:
-            raise UnknownName(what, name, known)
-
-
 def check_choices(settings: object, choices: Mapping[str, tuple[str, ...]]) -> None:
     """Raise UnknownName for a value that its setting does not allow."""
     for name, allowed in choices.items():
@@ -328,127 +319,6 @@ def from_mapping(settings: Mapping[str, Any]) -> RunConfig:
     if "model" in checked:
         checked["model"] = pinned(checked["model"])
     return RunConfig(**checked)
-
-
-def lr_among_fields(settings: Mapping[str, Any], kept: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """Move `lr`, which every method has, to the fields in `set`; `kept` are those that it joins where no others are given.
-
-    >>> lr_among_fields({"rounds": 5, "lr": 0.1})
-    {'rounds': 5, 'set': {'lr': 0.1}}
-    """
-    rest = dict(settings)
-    if "lr" not in rest:
-        return rest
-    fields = table_of_fields(rest.get("set", kept or {}))
-    if "lr" in table_of_fields(rest.get("set", {})):
-        raise BadSetting("lr and set lr are the same setting; give one of them")
-    fields["lr"] = rest.pop("lr")
-    return rest | {"set": fields}
-
-
-def typed(settings: Mapping[str, Any], types: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings with each value as its type."""
-    check_known("setting", settings, types)
-    return {name: as_type(name, value, types[name]) for name, value in settings.items()}
-
-
-def with_own_fields(settings: Mapping[str, Any], known: Sequence[str], method: str) -> dict[str, Any]:
-    """Move the method's fields from `set` to the top level.
-
-    >>> with_own_fields({"seed": 1, "set": {"lam": 0.5}}, ("lam", "lr"), "def")
-    {'seed': 1, 'lam': 0.5}
-    """
-    given = dict(settings)
-    fields = table_of_fields(given.pop("set", {}))
-    check_known(f"field of {given.get('method', method)}", fields, known)
-    return given | fields
-
-
-def table_of_fields(value: Any) -> dict[str, Any]:
-    """The setting `set`; anything but a table is an error."""
-    if not isinstance(value, Mapping):
-        raise BadSetting(f"set must be a table of the algorithm's or method's fields, not {value!r}")
-    return dict(value)
-
-
-def from_toml(path: Path) -> dict[str, Any]:
-    """The settings of a TOML file, such as run.toml, without its [made] table."""
-    return {name: value for name, value in read_toml(path).items() if name != "made"}
-
-
-def read_toml(path: Path) -> dict[str, Any]:
-    try:
-        return tomllib.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise BadSetting(f"cannot read {path}: {error.strerror}") from error
-    except (ValueError, RecursionError) as error:  # not UTF-8, not TOML, or nested a thousand times
-        raise BadSetting(f"{path} is not valid TOML: {error}") from error
-
-
-def as_type(name: str, value: Any, kind: Any) -> Any:
-    """Check the type of a value; an int becomes a float where that is asked for."""
-    if kind is float and isinstance(value, int) and not isinstance(value, bool):
-        try:
-            return float(value)
-        except OverflowError:
-            raise BadSetting(f"{name} must be a finite number, not {value}") from None
-    if isinstance(value, bool) != (kind is bool) or not isinstance(value, kind):
-        raise BadSetting(f"{name} must be {kind.__name__}, not {value!r}")
-    if kind is str:
-        check_text(name, value)
-    return value
-
-
-class Stop(NamedTuple):
-    """What ends a run early: a number of the record that is at least, or below, some value; or the time."""
-
-    name: str
-    value: float
-    below: bool = False
-
-    def reached(self, record: Mapping[str, Any], seconds: float) -> bool:
-        now = seconds if self.name == "time" else record.get(self.name)
-        if now is None or not is_number(now):
-            return False
-        return bool(now < self.value if self.below else now >= self.value)
-
-    def unknown(self, record: Mapping[str, Any]) -> str:
-        """What to say if a record that was scored has no such number; empty if it has one."""
-        known = [name for name, value in record.items() if value is None or is_number(value)]
-        if self.name in ("time", *known):
-            return ""
-        return f"stop_at will not end the run, as no round has it so far: {UnknownName('number', self.name, known)}"
-
-
-def is_number(value: Any) -> TypeGuard[float]:
-    return isinstance(value, int | float) and not isinstance(value, bool)
-
-
-def parse_stop(text: str) -> dict[str, Stop]:
-    """Parse --stop-at.
-
-    >>> [*parse_stop("accuracy=0.9,time=10m").values()]
-    [Stop(name='accuracy', value=0.9, below=False), Stop(name='time', value=600.0, below=False)]
-    >>> parse_stop("loss<0.2")["loss"].below
-    True
-    """
-    stops: dict[str, Stop] = {}
-    for part in filter(None, text.split(",")):
-        below = "<" in part
-        name, _, value = part.partition("<" if below else "=")
-        unit = {"s": 1, "m": 60, "h": 3600}.get(value[-1:]) if name == "time" else None
-        try:
-            number = float(value[:-1]) * unit if unit else float(value)
-        except ValueError:
-            number = math.nan  # refused below
-        share = name.endswith(("accuracy", "dice", "c_index"))
-        wrong = not name.isidentifier() or not math.isfinite(number) or (name == "time" and (below or number <= 0))
-        if share and not wrong and not 0 < number <= 1:
-            raise BadSetting(f"stop_at {part!r}: {name} lies between 0 and 1, so write {name}=0.9 for 90 %")
-        if wrong:
-            raise BadSetting(f"stop_at {part!r} is not understood; write accuracy=0.9, loss<0.2 or time=10m")
-        stops[name] = Stop(name, number, below)
-    return stops
 
 
 def check_attacks(aggregate: str, attack: str) -> None:
@@ -514,7 +384,7 @@ def split_trackers(track: str) -> list[str]:
     >>> split_trackers("tensorboard, mlflow"), split_trackers("")
     (['tensorboard', 'mlflow'], [])
     """
-    chosen = [part.strip() for part in track.split(",") if part.strip()]
+    chosen = words(track)
     check_known("tracker", (name for name in chosen if ":" not in name), names("trackers"))
     return list(dict.fromkeys(chosen))
 
@@ -549,46 +419,6 @@ def parse_drops(text: str) -> tuple[int, ...]:
 
 def build_algorithm(config: RunConfig) -> Any:
     """Build the algorithm that a config names."""
-    from undrift.jobs.registry import algorithm_class
+    from undrift.jobs.registry import algorithm_class, make_algorithm  # with PyTorch
 
-    return make_algorithm(algorithm_class(config.algorithm), config.algorithm, config.set)
-
-
-def make_algorithm(kind: type[Any], name: str, settings: Mapping[str, Any]) -> Any:
-    """Build an algorithm with the given fields; `name` is for error messages."""
-    hints = get_type_hints(kind)
-    known = {f.name for f in dataclasses.fields(kind)}
-    for unknown in settings:
-        if unknown not in known:
-            raise unknown_field(name, unknown, known)
-    return kind(**{n: as_field(n, v, hints[n]) for n, v in settings.items()})
-
-
-def unknown_field(algorithm: str, field: str, known: Collection[str]) -> UndriftError:
-    """The error for a field that the algorithm lacks; it says where the field is, if anywhere."""
-    if closest(field, known):
-        return UnknownName(f"field of {algorithm}", field, known)
-    if field in FIELDS:
-        return BadSetting(
-            f"{field} is no field of {algorithm}, but a setting of the run: give --{field.replace('_', '-')}"
-        )
-    if others := methods_with(field):
-        return BadSetting(f"{algorithm} has no field {field!r}; these have it: {', '.join(others)}")
-    return UnknownName(f"field of {algorithm}", field, known)
-
-
-def methods_with(field: str) -> list[str]:
-    """The algorithms that have a field."""
-    return [n for n in names("algorithms") for a in algorithms_of(outline_of("algorithms", n)) if has_field(a, field)]
-
-
-def has_field(kind: type[Any], name: str) -> bool:
-    return any(f.name == name for f in dataclasses.fields(kind))
-
-
-def as_field(name: str, value: Any, kind: Any) -> Any:
-    """A field's value as its type; a list, or a single number, becomes a tuple where that is asked for."""
-    if kind == tuple[float, ...]:
-        return tuple(as_type(name, v, float) for v in (value if isinstance(value, list | tuple) else [value]))
-    # `check_choices` checks the value of a Literal.
-    return as_type(name, value, type(get_args(kind)[0]) if get_origin(kind) is Literal else kind)
+    return make_algorithm(algorithm_class(config.algorithm), config.algorithm, config.set, FIELDS)

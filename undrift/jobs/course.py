@@ -19,11 +19,12 @@ from torch import Tensor
 from undrift.core import ranks, stopping
 from undrift.core.errors import BadRunFolder, BadSetting
 from undrift.core.version import __version__
-from undrift.jobs.config import JobConfig, parse_stop
+from undrift.jobs.config import JobConfig
 from undrift.jobs.curves import Curves
 from undrift.jobs.divergence import Best, ours, trouble
 from undrift.jobs.folder import RunFolder
 from undrift.jobs.protocol import Run
+from undrift.jobs.stop_at import parse_stop
 from undrift.jobs.tracking import Tracking
 from undrift.kernels import choices
 from undrift.kernels.native import library

@@ -131,3 +131,8 @@ def _work(pipe: Connection, size: int) -> None:
 def cores() -> int:
     """How many cores this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def default_size(device: str) -> int:
+    """How many processes do runs if nothing is said: one for each core, but one on a GPU."""
+    return 1 if device != "cpu" and torch.cuda.is_available() else cores()

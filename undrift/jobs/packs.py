@@ -16,11 +16,12 @@ from undrift.core.trees import nbytes
 from undrift.data.dataset import Dataset
 from undrift.data.federation import Federation
 from undrift.data.load import load_dataset
-from undrift.jobs.config import RunConfig, build_algorithm, parse_stop
+from undrift.jobs.config import RunConfig, build_algorithm
 from undrift.jobs.course import Course, Progress, drive, pause
 from undrift.jobs.folder import RunFolder
 from undrift.jobs.run import build_simulation
 from undrift.jobs.start import open_course
+from undrift.jobs.stop_at import parse_stop
 from undrift.simulate.choose import load_of
 from undrift.simulate.packed import Pack, structure
 from undrift.simulate.replay import Outlook

@@ -5,16 +5,18 @@ from __future__ import annotations
 import dataclasses
 import functools
 import inspect
-from typing import Any, get_type_hints
+from collections.abc import Collection, Mapping
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 import torch
 from torch import nn
 
 from undrift.algorithms.base import Server, Worker
-from undrift.core.errors import BadSetting, UndriftError
-from undrift.core.names import algorithms_of, attribute, call_with_options, module_of
+from undrift.core.errors import BadSetting, UndriftError, UnknownName, closest
+from undrift.core.names import algorithms_of, attribute, call_with_options, methods_with, module_of
 from undrift.core.pinned import PREFIX
 from undrift.core.streams import Purpose, stream
+from undrift.jobs.plain_values import as_type
 from undrift.models._hugging_face import build as hugging_face
 
 
@@ -58,6 +60,37 @@ def algorithm_class(name: str) -> type[Any]:
     if len(kinds) != 1:
         raise BadSetting(f"the file of {name} must define one algorithm, not {len(kinds)}")
     return kinds[0]
+
+
+def make_algorithm(kind: type[Any], name: str, given: Mapping[str, Any], settings: Collection[str]) -> Any:
+    """Build an algorithm with the given fields; its `name` and the names of a run's `settings` are for error messages."""
+    hints = get_type_hints(kind)
+    known = {f.name for f in dataclasses.fields(kind)}
+    for unknown in given:
+        if unknown not in known:
+            raise unknown_field(name, unknown, known, settings)
+    return kind(**{n: as_field(n, v, hints[n]) for n, v in given.items()})
+
+
+def unknown_field(algorithm: str, field: str, known: Collection[str], settings: Collection[str]) -> UndriftError:
+    """The error for a field that the algorithm lacks; it says where the field is, if anywhere."""
+    if closest(field, known):
+        return UnknownName(f"field of {algorithm}", field, known)
+    if field in settings:
+        return BadSetting(
+            f"{field} is no field of {algorithm}, but a setting of the run: give --{field.replace('_', '-')}"
+        )
+    if others := methods_with(field):
+        return BadSetting(f"{algorithm} has no field {field!r}; these have it: {', '.join(others)}")
+    return UnknownName(f"field of {algorithm}", field, known)
+
+
+def as_field(name: str, value: Any, kind: Any) -> Any:
+    """A field's value as its type; a list, or a single number, becomes a tuple where that is asked for."""
+    if kind == tuple[float, ...]:
+        return tuple(as_type(name, v, float) for v in (value if isinstance(value, list | tuple) else [value]))
+    # `check_choices` checks the value of a Literal.
+    return as_type(name, value, type(get_args(kind)[0]) if get_origin(kind) is Literal else kind)
 
 
 def half(name: str, kind: type[Any]) -> type[Any]:

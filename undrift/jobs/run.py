@@ -26,18 +26,11 @@ from undrift.data.federation import Federation, Ids, federate
 from undrift.data.from_user import dataset_from
 from undrift.data.load import load_dataset
 from undrift.jobs.clocks import clock_of, concurrent_of
-from undrift.jobs.config import (
-    FIELDS,
-    RunConfig,
-    from_mapping,
-    lr_among_fields,
-    make_algorithm,
-    parse_drops,
-    parse_slow,
-)
+from undrift.jobs.config import FIELDS, RunConfig, from_mapping, parse_drops, parse_slow
 from undrift.jobs.course import Course, Progress, Result, drive, stretches
 from undrift.jobs.curves import Curves
-from undrift.jobs.registry import algorithm_class, build_model
+from undrift.jobs.plain_values import lr_among_fields
+from undrift.jobs.registry import algorithm_class, build_model, make_algorithm
 from undrift.jobs.run_settings import RunSettings
 from undrift.jobs.start import begin, compiles, read
 from undrift.models._adapters import with_lora
@@ -188,7 +181,7 @@ def opened(
         alg: Any = algorithm
         if not isinstance(alg, Worker):
             kind = alg if isinstance(alg, type) else algorithm_class(chosen.algorithm)
-            alg = make_algorithm(kind, chosen.algorithm, chosen.set)
+            alg = make_algorithm(kind, chosen.algorithm, chosen.set, FIELDS)
         chosen = replace(chosen, set=asdict(alg))
         device = ranks.device_of_rank(pick_device(chosen.device))
         if dataset is None:

@@ -15,9 +15,10 @@ import torch
 from undrift.core import ranks
 from undrift.core.device import arithmetic
 from undrift.core.errors import BadRunFolder, BadSetting
-from undrift.jobs.config import RESUMABLE, JobConfig, from_toml
+from undrift.jobs.config import RESUMABLE, JobConfig
 from undrift.jobs.course import C, Course, Progress, Result, drive
 from undrift.jobs.folder import ReadOnlyFolder, RunFolder
+from undrift.jobs.plain_values import from_toml
 from undrift.jobs.protocol import Run
 from undrift.jobs.tracking import check_trackers
 from undrift.kernels import choices

@@ -14,7 +14,8 @@ from typing import Any
 from undrift.core.errors import BadSetting, MissingData
 from undrift.core.names import with_options
 from undrift.data.load import load_dataset
-from undrift.jobs.config import JobConfig, check_known
+from undrift.jobs.config import JobConfig
+from undrift.jobs.plain_values import check_known
 from undrift.jobs.shipped import PAPERS, SWEEPS
 from undrift.jobs.sweep import KINDS
 

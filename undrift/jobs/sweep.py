@@ -18,25 +18,17 @@ from undrift.algorithms.checks import check_algorithm
 from undrift.core.device import pick_device
 from undrift.core.errors import BadRunFolder, BadSetting, CannotWrite, MissingData, UndriftError, one_line_warnings
 from undrift.core.names import module_of
+from undrift.core.run_files import SWEEP
+from undrift.core.seals import write_sealed
 from undrift.data.load import check_dataset, load_dataset
 from undrift.data.partition import PARTITIONS
 from undrift.dataparallel import command as parallel
 from undrift.jobs import packs
-from undrift.jobs.config import (
-    FIELDS,
-    RESUMABLE,
-    JobConfig,
-    RunConfig,
-    as_type,
-    build_algorithm,
-    check_known,
-    from_mapping,
-    read_toml,
-    table_of_fields,
-)
+from undrift.jobs.config import FIELDS, RESUMABLE, JobConfig, RunConfig, build_algorithm, from_mapping
 from undrift.jobs.course import Progress
 from undrift.jobs.crew import Crew, Died
 from undrift.jobs.folder import RunFolder
+from undrift.jobs.plain_values import as_type, check_known, read_toml, table_of_fields
 from undrift.jobs.run import run
 from undrift.jobs.tracking import check_trackers
 from undrift.pipeline import pipe_config
@@ -63,6 +55,7 @@ class Kind(NamedTuple):
 
 KEYS = ("algorithms", "methods", "seeds", "target", "else_dataset", "grid", "only")
 Watch = Callable[[str, int, int], None]  # a job's name, rounds done, rounds asked for
+Say = Callable[[str], None]
 Tell = Callable[[tuple[str, int, int]], None]  # the same, from another process
 DEATHS = 3
 GIVEN_UP = f"its process died {DEATHS} times, perhaps for want of memory; the same command again goes on"
@@ -157,8 +150,21 @@ KINDS = {  # of a sweep by the setting that names what is compared; pipe only in
 }  # fmt: skip
 
 
+def run_sweep(
+    file: Path, jobs: list[Job], out: Path, processes: int, watch: Watch, say: Say, pack: bool | None
+) -> dict[str, str]:
+    """Run the jobs of a file as `run_all` does, and note in the folder which ones there are to be and which have failed."""
+    out.mkdir(parents=True, exist_ok=True)
+    (out / "sweep.toml").write_bytes(file.read_bytes())
+    planned = {"runs": {job.name: job.config.rounds for job in jobs}, "failed": {}}
+    write_sealed(out / SWEEP, planned)
+    failed = run_all(jobs, out, processes, watch, say, pack)
+    write_sealed(out / SWEEP, planned | {"failed": failed})
+    return failed
+
+
 def run_all(
-    jobs: list[Job], out: Path, processes: int, watch: Watch, say: Callable[[str], None], pack: bool | None = None
+    jobs: list[Job], out: Path, processes: int, watch: Watch, say: Say, pack: bool | None = None
 ) -> dict[str, str]:
     """Run what is not finished, `processes` programs at a time; return the messages of failed runs by name.
 

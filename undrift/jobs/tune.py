@@ -13,7 +13,8 @@ import tomli_w
 from undrift.core.errors import BadSetting
 from undrift.core.files import make_folder, writing
 from undrift.jobs.batch import Batch, Run, Say
-from undrift.jobs.config import FIELDS, as_type, read_toml
+from undrift.jobs.config import FIELDS
+from undrift.jobs.plain_values import as_type, read_toml
 from undrift.jobs.results import Line, Results
 from undrift.jobs.sweep import KINDS, Job, plan
 

@@ -9,18 +9,8 @@ from typing import Any, get_type_hints
 from undrift.core.errors import BadSetting
 from undrift.core.outline import outline
 from undrift.dataparallel.parallel_config import MethodConfig
-from undrift.jobs.config import (
-    JOB_CHOICES,
-    RECORD,
-    STEPS,
-    WHAT,
-    check_choices,
-    check_numbers,
-    fields_of,
-    setting,
-    typed,
-    with_own_fields,
-)  # fmt: skip
+from undrift.jobs.config import JOB_CHOICES, RECORD, STEPS, WHAT, check_choices, check_numbers, fields_of, setting
+from undrift.jobs.plain_values import typed, with_own_fields
 from undrift.pipeline.schedule import MOST_BLOCKS, Schedule
 
 BLOCKS = "the blocks"

@@ -1,0 +1,61 @@
+"""`--stop-at`: what ends a run before its last round."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any, NamedTuple, TypeGuard
+
+from undrift.core.errors import BadSetting, UnknownName
+
+
+class Stop(NamedTuple):
+    """What ends a run early: a number of the record that is at least, or below, some value; or the time."""
+
+    name: str
+    value: float
+    below: bool = False
+
+    def reached(self, record: Mapping[str, Any], seconds: float) -> bool:
+        now = seconds if self.name == "time" else record.get(self.name)
+        if now is None or not is_number(now):
+            return False
+        return bool(now < self.value if self.below else now >= self.value)
+
+    def unknown(self, record: Mapping[str, Any]) -> str:
+        """What to say if a record that was scored has no such number; empty if it has one."""
+        known = [name for name, value in record.items() if value is None or is_number(value)]
+        if self.name in ("time", *known):
+            return ""
+        return f"stop_at will not end the run, as no round has it so far: {UnknownName('number', self.name, known)}"
+
+
+def is_number(value: Any) -> TypeGuard[float]:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def parse_stop(text: str) -> dict[str, Stop]:
+    """Parse --stop-at.
+
+    >>> [*parse_stop("accuracy=0.9,time=10m").values()]
+    [Stop(name='accuracy', value=0.9, below=False), Stop(name='time', value=600.0, below=False)]
+    >>> parse_stop("loss<0.2")["loss"].below
+    True
+    """
+    stops: dict[str, Stop] = {}
+    for part in filter(None, text.split(",")):
+        below = "<" in part
+        name, _, value = part.partition("<" if below else "=")
+        unit = {"s": 1, "m": 60, "h": 3600}.get(value[-1:]) if name == "time" else None
+        try:
+            number = float(value[:-1]) * unit if unit else float(value)
+        except ValueError:
+            number = math.nan  # refused below
+        share = name.endswith(("accuracy", "dice", "c_index"))
+        wrong = not name.isidentifier() or not math.isfinite(number) or (name == "time" and (below or number <= 0))
+        if share and not wrong and not 0 < number <= 1:
+            raise BadSetting(f"stop_at {part!r}: {name} lies between 0 and 1, so write {name}=0.9 for 90 %")
+        if wrong:
+            raise BadSetting(f"stop_at {part!r} is not understood; write accuracy=0.9, loss<0.2 or time=10m")
+        stops[name] = Stop(name, number, below)
+    return stops
