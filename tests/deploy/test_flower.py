@@ -371,8 +371,15 @@ def test_what_a_client_writes_cannot_steer_the_log(
     assert all(c == "\n" or c.isprintable() for text in (said, *(f.read_text() for f in files)) for c in text)
 
 
-@pytest.mark.parametrize("setting", ["algorithm", "model", "dataset"])
-@pytest.mark.parametrize("value", ["evil:thing", "evil.inside:thing", "ok:thing+evil:thing"])
+OUTSIDE = ["evil:thing", "evil.inside:thing", "ok:thing+evil:thing"]
+ESCAPED = ["'evil:thing'", '"evil\\u003athing"', "hf:config.json"]  # as TOML may have it
+
+
+@pytest.mark.parametrize(
+    ("setting", "value"),
+    [(s, v) for s in ("algorithm", "model", "dataset", "set.selector_model") for v in OUTSIDE]
+    + [("set.selector_model", v) for v in ESCAPED],
+)
 def test_a_node_imports_nothing_that_it_does_not_allow(
     setting: str, value: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:
@@ -381,12 +388,13 @@ def test_a_node_imports_nothing_that_it_does_not_allow(
     monkeypatch.setattr(sys, "path", [*sys.path])
     for module in ("evil", "ok"):
         (tmp_path / f"{module}.py").write_text(f"open({str(tmp_path / 'run')!r}, 'w')\n")
-    config: Any = planned(tmp_path / "out").flat() | {setting: value}
+    config: Any = planned(tmp_path / "out", algorithm="fedsm").flat() | {setting: value}
     node: Any = {"partition-id": 0, "allow": "ok,evil.inside.deeper", "state-dir": str(tmp_path / "states")}
     context = Context(1, 1, node, RecordDict(), config)
     letter = client_app()(Message(RecordDict(), 1, "query"), context)
-    assert "runs only what undrift has" in str(from_records(letter.content).facts["unfit"])
-    with pytest.raises(BadSetting, match="runs only what undrift has"):
+    said = "reads no model" if "hf:" in value else "runs only what undrift has"
+    assert said in str(from_records(letter.content).facts["unfit"])
+    with pytest.raises(BadSetting, match=said):
         client_app()(Message(RecordDict(), 1, "train"), context)
     assert not (tmp_path / "run").exists()
     capsys.readouterr()

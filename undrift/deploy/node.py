@@ -18,6 +18,7 @@ from undrift.data.load import load_dataset
 from undrift.deploy.client import Client
 from undrift.deploy.settings import Plan
 from undrift.deploy.site_files import site_federation, site_path
+from undrift.jobs.config import parse_value
 from undrift.jobs.run import build_net, deal_out, settings_of, usual_metrics
 
 
@@ -39,8 +40,11 @@ def check_allowed(run: Mapping[str, Any], node: Mapping[str, Any]) -> None:
             "start the run with --secure-bound, or the node without --sums"
         )
     allowed = [part for part in str(node.get("allow", "")).split(",") if part]
-    for setting in ("algorithm", "model", "dataset"):
-        for value in str(run.get(setting, "")).split("+"):  # an algorithm may be two joined
+    # Fields of an algorithm name models too, and are read as TOML, in which text can be written in many ways.
+    named = {n: run[n] for n in ("algorithm", "model", "dataset") if n in run}
+    named |= {n: parse_value(str(value)) for n, value in run.items() if n.startswith("set.")}
+    for setting, text in named.items():
+        for value in str(text).split("+"):  # an algorithm may be two joined
             package = value.partition(":")[0]
             if ":" in value and not any(package == a or package.startswith(f"{a}.") for a in allowed):
                 hf = package == "hf"  # a config, or weights, at a path that the server chooses
