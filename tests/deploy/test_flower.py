@@ -24,6 +24,7 @@ from tests.small import DEEPER, model_for  # noqa: E402
 from undrift.core.errors import BadSetting  # noqa: E402
 from undrift.core.names import attribute, names  # noqa: E402
 from undrift.data.load import load_dataset  # noqa: E402
+from undrift.deploy.client import Client  # noqa: E402
 from undrift.deploy.flower import GridPost, client_app, from_records, server_app, to_records  # noqa: E402
 from undrift.deploy.messages import Letter, Refused, encode  # noqa: E402
 from undrift.deploy.node import check_allowed, name_of  # noqa: E402
@@ -398,6 +399,26 @@ def test_a_node_imports_nothing_that_it_does_not_allow(
         client_app()(Message(RecordDict(), 1, "train"), context)
     assert not (tmp_path / "run").exists()
     capsys.readouterr()
+
+
+def test_what_is_said_once_is_kept_only_as_long_as_it_is_shown() -> None:
+    said = list[str]()
+    post = GridPost(None, 1.0, said.append)  # type: ignore[arg-type]
+    post.say_once(10**6 * "x")
+    assert [len(line) for line in (*post.said, *said)] == [2000, 2000]
+
+
+def test_a_client_computes_with_the_precision_of_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def look(self: Client, letter: Letter) -> Letter:
+        return Letter({"round": 0, "run": "a", "exchange": torch.backends.cuda.matmul.fp32_precision}, {})  # type: ignore[attr-defined]
+
+    monkeypatch.setattr(Client, "answer", look)
+    node: Any = {"partition-id": 0, "state-dir": str(tmp_path / "states")}
+    for precision, products in (("tf32", "tf32"), ("fp32", "ieee")):
+        config: Any = planned(tmp_path / "out", precision=precision).flat()
+        message = Message(to_records(Letter({"round": 0, "run": "a", "exchange": "train"}, {})), 1, "train")
+        reply = client_app()(message, Context(1, 1, node, RecordDict(), config))
+        assert from_records(reply.content).facts["exchange"] == products
 
 
 def test_what_is_installed_is_found_before_the_working_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

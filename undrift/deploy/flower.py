@@ -16,9 +16,10 @@ from flwr.proto.node_pb2 import NodeInfo
 from flwr.serverapp import Grid, ServerApp
 
 from undrift.core import stopping
+from undrift.core.device import arithmetic
 from undrift.core.errors import UndriftError, UnknownName
 from undrift.deploy import pull
-from undrift.deploy.log import say
+from undrift.deploy.log import LONGEST, say
 from undrift.deploy.messages import Encoded, Fact, Letter, Refused, most_bytes
 from undrift.deploy.node import build_client, check_allowed, name_of, states_of
 from undrift.deploy.pull import Pull
@@ -97,6 +98,7 @@ class GridPost:
         self.open: dict[str, Sent] = {}  # letters of a run that does not wait, by client name
 
     def say_once(self, line: str) -> None:
+        line = line[:LONGEST]  # a client may have written a part of it, and it is kept
         if line not in self.said:
             self.said.add(line)
             self.say(line)
@@ -367,10 +369,12 @@ def client_app() -> ClientApp:
     @app.train()
     def train(message: Message, context: Context) -> Message:
         check_allowed(context.run_config, context.node_config)  # before anything that the run names is imported
-        client, began = build_client(Plan.from_flat(context.run_config), context.node_config), time.perf_counter()
+        plan = Plan.from_flat(context.run_config)
+        client, began = build_client(plan, context.node_config), time.perf_counter()
         try:
             letter = from_records(message.content)
-            answer = client.answer(letter)
+            with arithmetic(plan.run.precision, plan.run.deterministic):
+                answer = client.answer(letter)
         except UndriftError as error:
             say(f"{client.name}: {error}")
             raise
