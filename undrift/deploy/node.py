@@ -41,9 +41,9 @@ def check_allowed(run: Mapping[str, Any], node: Mapping[str, Any]) -> None:
         )
     allowed = [part for part in str(node.get("allow", "")).split(",") if part]
     # Fields of an algorithm name models too, and are read as TOML, in which text can be written in many ways.
-    named = {n: run[n] for n in ("algorithm", "model", "dataset") if n in run}
-    named |= {n: parse_value(str(value)) for n, value in run.items() if n.startswith("set.")}
-    for setting, text in named.items():
+    texts = {n: run[n] for n in ("algorithm", "model", "dataset") if n in run}
+    texts |= {n: parse_value(str(value)) for n, value in run.items() if n.startswith("set.")}
+    for setting, text in texts.items():
         for value in str(text).split("+"):  # an algorithm may be two joined
             package = value.partition(":")[0]
             if ":" in value and not any(package == a or package.startswith(f"{a}.") for a in allowed):

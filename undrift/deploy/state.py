@@ -30,7 +30,7 @@ def checksum(tensors: Mapping[str, Tensor]) -> str:
     whole = hashlib.sha256()
     for name in sorted(tensors):
         whole.update(name.encode())
-        whole.update(tensors[name].reshape(-1).view(torch.uint8).numpy())
+        whole.update(tensors[name].reshape(-1).view(torch.uint8).numpy().data)
     return whole.hexdigest()
 
 
