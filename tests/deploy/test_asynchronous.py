@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 import undrift
-from tests.deploy.test_federation import NAMES, Direct, Make, same
+from tests.deploy.test_federation import NAMES, Direct, Make, array, same, with_array
 from tests.small import path, simulation
 from undrift.cli import main
 from undrift.core.errors import BadData, BadRunFolder, BadSetting
@@ -121,6 +121,13 @@ def test_lost_and_damaged_answers_are_not_in_the_trace(tmp_path: Path) -> None:
     same(found, replayed(make, federation.arrivals, 6))
     outcomes = {v.client: v.outcome for v in federation.visits}
     assert outcomes["1"] == "not connected" and outcomes["3"].startswith("refused")
+
+
+def test_a_ruinous_update_is_said_where_nobody_waits_too(tmp_path: Path) -> None:
+    federation = Federation(tmp_path, maker("fedbuff", 4, 6), 6)
+    federation.post.spoil = {"3": lambda answer: with_array(answer, -100.0 * array(answer))}
+    federation.path(4)
+    assert any(": 3 sent vectors " in line and "times longer than most" in line for line in federation.said)
 
 
 def test_a_round_that_nobody_can_end_changes_nothing(tmp_path: Path) -> None:

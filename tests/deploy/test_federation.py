@@ -307,6 +307,11 @@ def test_a_clients_states_are_bound_to_run_and_name_and_two_are_kept(tmp_path: P
     other.file(5).write_bytes(b"rubbish")
     with pytest.raises(Refused, match="damaged"):
         other.read(5)
+    content = bytearray(store.file(2).read_bytes())
+    content[-1] ^= 1  # a number that is still one
+    store.file(2).write_bytes(content)
+    with pytest.raises(Refused, match="its checksum is wrong"):
+        store.read(2)
     for bad in ("../x", "", ".hidden", "a/b", "x" * 65):
         with pytest.raises(Refused, match="cannot be the name"):
             Store(tmp_path, "run", bad)

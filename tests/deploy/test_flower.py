@@ -24,6 +24,7 @@ from tests.small import DEEPER, model_for  # noqa: E402
 from undrift.core.errors import BadSetting  # noqa: E402
 from undrift.core.names import attribute, names  # noqa: E402
 from undrift.data.load import load_dataset  # noqa: E402
+from undrift.deploy.client import Client  # noqa: E402
 from undrift.deploy.flower import GridPost, client_app, from_records, server_app, to_records  # noqa: E402
 from undrift.deploy.messages import Letter, Refused, encode  # noqa: E402
 from undrift.deploy.node import check_allowed, name_of  # noqa: E402
@@ -371,8 +372,15 @@ def test_what_a_client_writes_cannot_steer_the_log(
     assert all(c == "\n" or c.isprintable() for text in (said, *(f.read_text() for f in files)) for c in text)
 
 
-@pytest.mark.parametrize("setting", ["algorithm", "model", "dataset"])
-@pytest.mark.parametrize("value", ["evil:thing", "evil.inside:thing", "ok:thing+evil:thing"])
+OUTSIDE = ["evil:thing", "evil.inside:thing", "ok:thing+evil:thing"]
+ESCAPED = ["'evil:thing'", '"evil\\u003athing"', "hf:config.json"]  # as TOML may have it
+
+
+@pytest.mark.parametrize(
+    ("setting", "value"),
+    [(s, v) for s in ("algorithm", "model", "dataset", "set.selector_model") for v in OUTSIDE]
+    + [("set.selector_model", v) for v in ESCAPED],
+)
 def test_a_node_imports_nothing_that_it_does_not_allow(
     setting: str, value: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:
@@ -381,15 +389,36 @@ def test_a_node_imports_nothing_that_it_does_not_allow(
     monkeypatch.setattr(sys, "path", [*sys.path])
     for module in ("evil", "ok"):
         (tmp_path / f"{module}.py").write_text(f"open({str(tmp_path / 'run')!r}, 'w')\n")
-    config: Any = planned(tmp_path / "out").flat() | {setting: value}
+    config: Any = planned(tmp_path / "out", algorithm="fedsm").flat() | {setting: value}
     node: Any = {"partition-id": 0, "allow": "ok,evil.inside.deeper", "state-dir": str(tmp_path / "states")}
     context = Context(1, 1, node, RecordDict(), config)
     letter = client_app()(Message(RecordDict(), 1, "query"), context)
-    assert "runs only what undrift has" in str(from_records(letter.content).facts["unfit"])
-    with pytest.raises(BadSetting, match="runs only what undrift has"):
+    said = "reads no model" if "hf:" in value else "runs only what undrift has"
+    assert said in str(from_records(letter.content).facts["unfit"])
+    with pytest.raises(BadSetting, match=said):
         client_app()(Message(RecordDict(), 1, "train"), context)
     assert not (tmp_path / "run").exists()
     capsys.readouterr()
+
+
+def test_what_is_said_once_is_kept_only_as_long_as_it_is_shown() -> None:
+    said = list[str]()
+    post = GridPost(None, 1.0, said.append)  # type: ignore[arg-type]
+    post.say_once(10**6 * "x")
+    assert [len(line) for line in (*post.said, *said)] == [2000, 2000]
+
+
+def test_a_client_computes_with_the_precision_of_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def look(self: Client, letter: Letter) -> Letter:
+        return Letter({"round": 0, "run": "a", "exchange": torch.backends.cuda.matmul.fp32_precision}, {})  # type: ignore[attr-defined]
+
+    monkeypatch.setattr(Client, "answer", look)
+    node: Any = {"partition-id": 0, "state-dir": str(tmp_path / "states")}
+    for precision, products in (("tf32", "tf32"), ("fp32", "ieee")):
+        config: Any = planned(tmp_path / "out", precision=precision).flat()
+        message = Message(to_records(Letter({"round": 0, "run": "a", "exchange": "train"}, {})), 1, "train")
+        reply = client_app()(message, Context(1, 1, node, RecordDict(), config))
+        assert from_records(reply.content).facts["exchange"] == products
 
 
 def test_what_is_installed_is_found_before_the_working_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import io
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ from tests.deploy.test_own_files import same as same_files  # noqa: E402
 from tests.small import path  # noqa: E402
 from undrift.core.errors import BadSetting  # noqa: E402
 from undrift.deploy.flower import from_records, to_records  # noqa: E402
-from undrift.deploy.messages import Letter  # noqa: E402
+from undrift.deploy.messages import Letter, encode  # noqa: E402
 from undrift.deploy.server import cap_shares  # noqa: E402
 
 
@@ -145,6 +146,60 @@ def test_a_ruinous_update_is_said_and_a_rule_withstands_it(rule: str, factor: fl
         assert away > 2 and "nothing guards against it: see --aggregate" in lines[0]
         return
     assert away < 1.5 and f"aggregate={rule} guards against it" in lines[0] and federation.record.dropped == 0
+
+
+def test_what_a_client_measures_is_measured_too(tmp_path: Path) -> None:
+    federation = Federation(tmp_path, maker("mime", cohort=6))
+
+    def spoil(answer: Letter) -> Letter:
+        if "sent" not in answer.arrays:
+            return answer
+        numbers = torch.from_numpy(np.load(io.BytesIO(answer.arrays["sent"].data)))
+        return Letter(answer.facts, {"sent": encode(-100.0 * numbers)})
+
+    federation.post.spoil = {"3": spoil}
+    federation.path(1)
+    assert [line for line in federation.said if line.startswith("round 1: 3 sent vectors ")]
+
+
+@pytest.mark.parametrize("spec", ["topk:5", "int8", "int4", "fp16", "rbgs:5"])
+def test_a_compressed_update_is_measured_as_the_server_sees_it(spec: str, tmp_path: Path) -> None:
+    """Not as it travels: of whole numbers the scales say how long it is, and places say nothing."""
+    name = "up.scales.d" if spec.startswith("int") else "up.values.d"
+    federation = Federation(tmp_path, maker("fedavg", cohort=6, compress=spec))
+
+    def times(factor: float) -> Callable[[Letter], Letter]:
+        def spoil(answer: Letter) -> Letter:
+            numbers = torch.from_numpy(np.load(io.BytesIO(answer.arrays[name].data)))
+            return Letter(answer.facts, answer.arrays | {name: encode((factor * numbers).to(numbers.dtype))})
+
+        return spoil
+
+    federation.post.spoil = {"3": times(-100.0)}
+    federation.path(1)
+    assert [line for line in federation.said if line.startswith("round 1: 3 sent vectors ")]
+
+
+@pytest.mark.parametrize("spec", ["int8", "int4"])
+def test_scales_under_which_an_update_is_not_finite_are_refused(spec: str, tmp_path: Path) -> None:
+    federation = Federation(tmp_path, maker("fedavg", cohort=6, compress=spec, dtype=torch.float32))
+
+    def spoil(answer: Letter) -> Letter:
+        scales = torch.full(answer.arrays["up.scales.d"].shape, 3e38)
+        return Letter(answer.facts, answer.arrays | {"up.scales.d": encode(scales)})
+
+    federation.post.spoil = {"3": spoil}
+    federation.path(1)
+    assert bool(federation.run.state.x.isfinite().all())
+    assert federation.visits[3].outcome == "refused: it is not finite"
+
+
+def test_a_reason_that_a_client_wrote_is_cut_in_the_record(tmp_path: Path) -> None:
+    federation = Federation(tmp_path, maker("fedavg", cohort=6))
+    ask = federation.post.ask
+    federation.post.ask = lambda name, letter: "refused: " + 10**6 * "x" if name == "3" else ask(name, letter)  # type: ignore[method-assign]
+    federation.path(1)
+    assert len(federation.visits[3].outcome) == 300
 
 
 def test_a_ruined_model_is_said_to_be_ruined(tmp_path: Path) -> None:

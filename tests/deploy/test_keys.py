@@ -80,6 +80,17 @@ def test_the_authority_is_kept_and_certificates_are_renewed(tmp_path: Path) -> N
         renew(tmp_path / "elsewhere")
 
 
+@pytest.mark.parametrize("name", ["ca.key", "server.crt"])
+def test_damaged_keys_are_named(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_keys(tmp_path, "127.0.0.1")
+    (tmp_path / name).write_text("rubbish")
+    assert main(["deploy", "keys", str(tmp_path), "--renew"]) == 2
+    assert f"{name} is damaged; put a copy of it in its place" in capsys.readouterr().err
+    if name == "server.crt":
+        assert main(["deploy", "server", str(tmp_path), "--listen", "127.0.0.1:8999"]) == 2
+        assert "server.crt with server.key" in capsys.readouterr().err
+
+
 def test_only_their_owners_can_read_keys_and_states(tmp_path: Path) -> None:
     write_keys(tmp_path / "server", "127.0.0.1")
     admit(tmp_path / "server", client(tmp_path, "clinic-a"))

@@ -19,7 +19,7 @@ from flwr.app import Context, Message, RecordDict  # noqa: E402
 
 from tests.deploy.test_federation import without  # noqa: E402
 from tests.deploy.test_flower import Nodes, identity  # noqa: E402, F401
-from undrift.core.errors import BadData, BadSetting  # noqa: E402
+from undrift.core.errors import BadData, BadRunFolder, BadSetting  # noqa: E402
 from undrift.data._user_file import read_user_file  # noqa: E402
 from undrift.data.dataset import Dataset  # noqa: E402
 from undrift.data.from_user import dataset_from  # noqa: E402
@@ -170,6 +170,7 @@ def test_masks_too_and_a_test_set_of_the_servers(tmp_path: Path) -> None:
         ("missing", "there is no file"),
         ("none", "start the node with data"),
         ("negative", "whole numbers from 0 on"),
+        ("spoilt", "some of its samples have NaN or infinity"),
     ],
 )
 def test_a_node_whose_samples_do_not_fit_is_turned_away_by_name(
@@ -185,6 +186,8 @@ def test_a_node_whose_samples_do_not_fit_is_turned_away_by_name(
         np.savez(file, x=x, y=y + 1)
     elif what == "negative":
         np.savez(file, x=x, y=y - 1)
+    elif what == "spoilt":
+        np.savez(file, x=np.where(np.arange(len(x))[:, None] == 1, np.nan, x), y=y)
     elif what == "missing":
         file.unlink()
     else:
@@ -195,6 +198,16 @@ def test_a_node_whose_samples_do_not_fit_is_turned_away_by_name(
     (server,) = (line for line in said.splitlines() if "north is turned away" in line)
     assert str(tmp_path) not in server  # where a client keeps its samples is nobody else's business
     same(plan, simulator(plan, files), {(t, "1") for t in (1, 2, 3)})
+
+
+def test_a_resumed_run_is_scored_on_the_samples_that_it_began_with(tmp_path: Path) -> None:
+    for rounds, test in ((1, "east"), (2, "north")):
+        plan = planned(tmp_path, rounds=rounds, test=str(tmp_path / f"{test}.npz"), resume=rounds > 1)
+        nodes = Sites(plan, tmp_path, labelled())
+        if rounds == 1:
+            serve(plan, nodes)
+    with pytest.raises(BadRunFolder, match="holds another run: the samples changed since it began"):
+        serve(plan, nodes)
 
 
 def test_a_client_refuses_to_train_on_samples_that_do_not_fit(

@@ -23,6 +23,7 @@ flwr = pytest.importorskip("flwr")
 
 from flwr.app import Context, Message, RecordDict  # noqa: E402
 
+import undrift  # noqa: E402
 from tests.deploy.test_flower import Nodes, identity, planned  # noqa: E402, F401
 from tests.deploy.test_own_files import Sites, labelled  # noqa: E402
 from tests.deploy.test_own_files import planned as planned_with_files  # noqa: E402
@@ -235,6 +236,31 @@ def test_without_its_ledger_a_run_does_not_go_on(tmp_path: Path) -> None:
     (tmp_path / "out" / "privacy.json").unlink()
     with pytest.raises(BadRunFolder, match="says what the run has spent"):
         serve(private(tmp_path / "out", rounds=2, resume=True), tmp_path / "nodes")
+
+
+def test_a_promise_that_would_give_one_client_away_is_remarked(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for delta, remarked in ((0.5, True), (0.01, False)):
+        serve(private(tmp_path / str(delta), rounds=1, privacy_delta=delta), tmp_path / "nodes")
+        assert ("take it well below 1 / clients" in capsys.readouterr().out) == remarked
+
+
+def test_with_an_older_ledger_a_run_does_not_go_on(tmp_path: Path) -> None:
+    """Cohorts that clients know of would be drawn again."""
+    serve(private(tmp_path / "out", rounds=1), tmp_path / "nodes")
+    older = (tmp_path / "out" / "privacy.json").read_bytes()
+    serve(private(tmp_path / "out", rounds=3, resume=True), tmp_path / "nodes")
+    (tmp_path / "out" / "privacy.json").write_bytes(older)
+    with pytest.raises(BadRunFolder, match=r"knows of 1 rounds, and the checkpoint of 3: it is an older copy"):
+        serve(private(tmp_path / "out", rounds=4, resume=True), tmp_path / "nodes")
+
+
+def test_a_deployed_run_is_not_simulated_on(tmp_path: Path) -> None:
+    """A simulation knows nothing of the secret, the ledger and the clients."""
+    serve(private(tmp_path / "out", rounds=1), tmp_path / "nodes")
+    with pytest.raises(BadRunFolder, match="holds a deployed run, which goes on with undrift deploy"):
+        undrift.run(out=tmp_path / "out", resume=True, rounds=2)
 
 
 # The messages.

@@ -134,6 +134,24 @@ def exchange(spoil: Callable[[Answer], None], timeout: float = 3.0) -> tuple[dic
     return found, order
 
 
+def arrivals(spoil: Callable[[Answer], None], timeout: float = 3.0) -> tuple[dict[str, Any], list[str]]:
+    """The same in a run that does not wait for a round."""
+    grid, said = Link(spoil), list[str]()
+    post = GridPost(grid, patient(timeout), said.append)
+    post.node = dict(NODES)
+    post.send(dict.fromkeys(NODES, LETTER))
+    found, order = dict[str, Any](), []
+    while came := post.receive():
+        found |= dict(came)
+        order += [name for name, _ in came]
+    assert not post.pulls and not post.open
+    return found, order
+
+
+WAYS = pytest.mark.parametrize("way", [exchange, arrivals])
+Ways = Callable[..., tuple[dict[str, Any], list[str]]]
+
+
 def children_of(answer: Answer) -> list[str]:
     return [child.object_id for child in answer.tree.children]
 
@@ -146,9 +164,10 @@ def one_part_is_missing(answer: Answer) -> None:
     answer.withheld = {next(iter(answer.parts))}
 
 
+@WAYS
 @pytest.mark.parametrize("spoil", [nothing_comes, one_part_is_missing])
-def test_an_answer_that_never_comes_whole_keeps_nobody_waiting(spoil: Callable[[Answer], None]) -> None:
-    found, order = exchange(spoil)
+def test_an_answer_that_never_comes_whole_keeps_nobody_waiting(spoil: Callable[[Answer], None], way: Ways) -> None:
+    found, order = way(spoil)
     assert order == ["1", "2", "0"] and found["0"] == "no answer in time"
     assert all(isinstance(found[name], Letter) for name in ("1", "2"))
     assert TURN.acquire(timeout=5.0)
@@ -193,12 +212,13 @@ def no_text(answer: Answer) -> None:
     answer.replace(b"\xff\xfe\0")
 
 
+@WAYS
 @pytest.mark.parametrize(
     "spoil", [garbage, no_such_part, an_array_record, another_type_inside, a_long_chain, itself, no_text]
 )
-def test_what_is_no_message_is_that_clients_failure(spoil: Callable[[Answer], None]) -> None:
+def test_what_is_no_message_is_that_clients_failure(spoil: Callable[[Answer], None], way: Ways) -> None:
     """In Flower's own hands each of these ends the server's app."""
-    found, _ = exchange(spoil)
+    found, _ = way(spoil)
     assert found["0"].startswith("refused: it is no message"), found["0"]
     assert all(isinstance(found[name], Letter) for name in ("1", "2"))
     grid = Link(spoil)
@@ -207,14 +227,15 @@ def test_what_is_no_message_is_that_clients_failure(spoil: Callable[[Answer], No
         list(grid.pull_messages(["m10"])).pop().metadata  # noqa: B018
 
 
-def test_an_answer_that_is_too_large_is_not_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+@WAYS
+def test_an_answer_that_is_too_large_is_not_taken(monkeypatch: pytest.MonkeyPatch, way: Ways) -> None:
     monkeypatch.setattr(messages, "ALWAYS", 10_000)
 
     def large(answer: Answer) -> None:
         inside = [b"Array  60000\0" + bytes([n]) * 60_000 for n in range(5)]
         answer.replace(answer.parts[answer.tree.object_id], *inside)
 
-    found, _ = exchange(large)
+    found, _ = way(large)
     most = messages.most_bytes(LETTER.nbytes)
     assert found["0"].startswith("refused: it has 6") and found["0"].endswith(f"at most {most} were expected")
     assert isinstance(found["1"], Letter)
@@ -228,11 +249,12 @@ def test_an_answer_in_very_many_parts_is_not_taken() -> None:
     assert found["0"].startswith("refused: it has 1") and "parts; at most 20000" in found["0"]
 
 
-def test_parts_that_come_late_are_waited_for() -> None:
+@WAYS
+def test_parts_that_come_late_are_waited_for(way: Ways) -> None:
     def late(answer: Answer) -> None:
         answer.unseen = 7
 
-    found, _ = exchange(late, timeout=30.0)
+    found, _ = way(late, timeout=30.0)
     assert all(isinstance(answer, Letter) for answer in found.values())
     assert found == {name: letter_of(node) for name, node in NODES.items()}
 

@@ -100,7 +100,8 @@ class Says(Nodes):
     [
         ({"score.global.loss": "good"}, "must be a finite number"),
         ({"score.global.accuracy": float("nan")}, "must be a finite number"),
-        ({"score.global.accuracy": 1e12}, "not between -1e+09 and 1e+09"),
+        ({"score.global.loss": 1e12}, "not between -1e+09 and 1e+09"),
+        ({"score.global.accuracy": 1.5}, "not between 0 and 1"),
         ({"weight": -1.0}, "not between 0 and"),
         ({"weight": 1e300}, "not between 0 and"),
         ({"round": 7}, "its round is 7"),

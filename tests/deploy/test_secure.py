@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import stat
+import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +30,7 @@ from undrift.deploy.client import ECHOED, Client  # noqa: E402
 from undrift.deploy.messages import Letter, decode, encode, split_npy  # noqa: E402
 from undrift.deploy.node import check_allowed  # noqa: E402
 from undrift.deploy.remote import Remote  # noqa: E402
+from undrift.deploy.secure import Summand  # noqa: E402
 from undrift.deploy.server import Deployment  # noqa: E402
 from undrift.jobs.registry import algorithm_class  # noqa: E402
 from undrift.jobs.run import build_simulation  # noqa: E402
@@ -226,6 +230,35 @@ def test_a_client_opens_its_shares_once_and_never_both_of_anybody(tmp_path: Path
     assert asked == ["failed: this letter is not the next one of a sum that has begun here"] * 2
 
 
+def test_two_letters_at_the_same_time_are_answered_one_after_the_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each has a process of its own. Who opened for both would give both shares of client 3."""
+    found = secure(tmp_path, ten(), 10)
+    ask, held, both = found.post.ask, Summand.held, threading.Barrier(2)
+    opened = list[Letter | str]()
+
+    def look(self: Summand, context: str, at: str) -> dict[str, Any]:
+        remembered = held(self, context, at)
+        if at == "-unmask" and self.file.parent.name == "5":
+            with contextlib.suppress(threading.BrokenBarrierError):
+                both.wait(1.0)  # until the other has looked too, if it can
+        return remembered
+
+    def at_once(name: str, letter: Letter) -> Letter | str:
+        if (name, letter.facts["exchange"]) != ("5", "train-unmask"):
+            return ask(name, letter)
+        fewer = changed(letter, "ids", torch.tensor([id for id in range(10) if id != 3]), clients=9)
+        with ThreadPoolExecutor(2) as pool:
+            opened.extend(pool.map(lambda told: ask("5", told), [letter, fewer]))
+        return "no answer in time"
+
+    monkeypatch.setattr(Summand, "held", look)
+    found.post.ask = at_once
+    near(found.path(1), path(ten()(), 1))
+    assert sorted(isinstance(answer, Letter) for answer in opened) == [False, True]
+
+
 @pytest.mark.parametrize(
     ("exchange", "change", "reason"),
     [
@@ -410,6 +443,21 @@ def test_an_update_beyond_the_bound_is_not_sent(tmp_path: Path) -> None:
     near(found.path(1), without(make, {(1, "2")}, 1))
     (line,) = found.said
     assert "larger than secure_bound=1e-09" in line
+
+
+def test_a_loss_beyond_the_bound_is_none_and_not_the_bound(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Updates are short where losses are long: a mean of losses that were cut would be a false one."""
+    monkeypatch.setattr("tests.deploy.test_secure.BOUND", 0.5)
+    found = secure(tmp_path, maker("fedavg", cohort=6))
+    near(found.path(2), path(maker("fedavg", cohort=6)(), 2))
+    assert np.isnan(found.record.train_loss) and len(found.said) == 2
+    assert "is larger than secure_bound=0.5 at some client" in found.said[0]
+
+
+@pytest.mark.parametrize("bound", [1e-300, 1e-7, 1e7, -1.0, float("nan")])
+def test_bounds_under_which_nothing_can_be_sent_are_refused(bound: float, tmp_path: Path) -> None:
+    with pytest.raises(BadSetting, match="from 1e-6 to 1e6"):
+        planned(tmp_path, secure_bound=bound)
 
 
 def test_a_node_may_insist_on_sums(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from undrift.round.accounting import Counted, Sampled
+from undrift.round.accounting import Counted, Sampled, epsilon
 
 accounting = pytest.importorskip("dp_accounting")
 NOBODY = np.zeros(0, dtype=np.int64)
@@ -34,6 +34,16 @@ def test_epsilon_is_that_of_dp_accounting(rate: float, noise: float, rounds: int
     assert ours == pytest.approx(theirs.compose(event, rounds).get_epsilon(delta), rel=1e-6)
     tight = exact.compose(event, rounds).get_epsilon(delta)  # by numbers, another way
     assert tight <= ours <= 1.25 * tight
+
+
+@pytest.mark.filterwarnings("ignore:overflow", "ignore:divide by zero")
+@pytest.mark.parametrize("rate", [0.1, 1.0])
+@pytest.mark.parametrize("noise", [1e-170, 1e-150, 1e-9])
+def test_next_to_no_noise_is_never_no_cost(rate: float, noise: float) -> None:
+    ours = Sampled(rate, noise, 1e-5)
+    ours.add(0, NOBODY)
+    assert ours.epsilon > 1e15
+    assert np.isnan(epsilon(np.array([2.0, 3.0]), np.array([1.0, np.nan]), 1e-5))
 
 
 def test_epsilon_grows_with_every_round_and_is_nothing_before_the_first() -> None:
@@ -65,7 +75,7 @@ def test_a_tree_costs_what_a_client_moves_its_nodes() -> None:
                 nodes.append(row)
         moved = took_part @ np.array(nodes).T / noise
         worst = float((moved**2).sum(1).max())
-        assert float(ours.spent.max()) == pytest.approx(worst)
+        assert float(ours.spent.max()) == pytest.approx(worst, rel=1e-12)
         if n == rounds:
             exact = accounting.pld.PLDAccountant()
             exact.compose(accounting.GaussianDpEvent(worst**-0.5))

@@ -110,6 +110,12 @@ def test_gaussian_attackers_send_noise_of_their_strength_anew_in_each_round() ->
     assert not torch.equal(found[0], found[1])
 
 
+@pytest.mark.parametrize("compress", ["int8", "int4"])
+def test_noise_that_would_not_be_of_its_strength_is_refused(compress: str) -> None:
+    with pytest.raises(BadSetting, match="only the scales would be noise"):
+        made(attack="gauss:0.2", compress=compress)
+
+
 def test_labels_are_turned_round_on_attackers_alone() -> None:
     plain, run = made(), made(attack="labelflip:0.4")
     assert run.attackers is not None

@@ -46,6 +46,19 @@ def data_folder() -> Path:
 
 
 @contextlib.contextmanager
+def one_at_a_time(lock: Path) -> Iterator[None]:
+    """Let one process, or thread, at a time into this block; the file `lock` is there for nothing else, and stays."""
+    import fcntl  # not on Windows
+
+    handle = os.open(lock, os.O_RDWR | os.O_CREAT, 0o600)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(handle)
+
+
+@contextlib.contextmanager
 def replaced(path: Path) -> Iterator[Path]:
     """A temporary file to be written, which then replaces `path`."""
     temporary = path.with_name(f".{path.name}")

@@ -20,7 +20,7 @@ from undrift.core.streams import Purpose, sample, stream
 from undrift.core.trees import State, map_leaves
 from undrift.deploy.client import TRAIN, Request
 from undrift.deploy.messages import Encoded, Letter, pack
-from undrift.deploy.remote import Remote, Stream, counted, most_batches, read_answers
+from undrift.deploy.remote import Remote, Stream, counted, length, most_batches, read_answers
 from undrift.round.clients import Answers
 from undrift.round.order import Ask
 from undrift.round.shapes import Forms
@@ -166,6 +166,8 @@ class Folded:
 
     def train(self, alg: Algorithm, down: State, buffers: Tensor, who: Who) -> Answers:
         used = [self.arriving.used[id] for id in who.ids.tolist()]
+        lengths = {came.asked.client: length(came.answers.up) for came in used}
+        self.arriving.remote.say_lengths(self.work.round, lengths)
         self.work.gradients += sum(came.gradients for came in used)
         first, *others = [came.answers for came in used]
         return map_leaves(lambda *rows: torch.stack(rows), first, *others)

@@ -7,13 +7,11 @@ as from a backup.
 from __future__ import annotations
 
 import contextlib
-import fcntl
-import os
 from collections.abc import Iterator
 from pathlib import Path
 
 from undrift.core.errors import BadSetting, UnknownName
-from undrift.core.files import make_private
+from undrift.core.files import make_private, one_at_a_time
 from undrift.deploy.keys import Public, check_name, fingerprint, public_line, read_public, write
 
 ADMITTED, REVOKED = "clients", "revoked"
@@ -35,12 +33,8 @@ def revoked(server: Path) -> set[str]:
 def changing(server: Path) -> Iterator[None]:
     """Let one command at a time look at who is admitted and change it."""
     make_private(server / ADMITTED)
-    lock = os.open(server / ADMITTED / ".lock", os.O_RDWR | os.O_CREAT, 0o600)
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX)
+    with one_at_a_time(server / ADMITTED / ".lock"):
         yield
-    finally:
-        os.close(lock)
 
 
 def admit(server: Path, file: Path, name: str = "") -> tuple[str, str]:

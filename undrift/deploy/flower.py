@@ -16,9 +16,10 @@ from flwr.proto.node_pb2 import NodeInfo
 from flwr.serverapp import Grid, ServerApp
 
 from undrift.core import stopping
+from undrift.core.device import arithmetic
 from undrift.core.errors import UndriftError, UnknownName
 from undrift.deploy import pull
-from undrift.deploy.log import say
+from undrift.deploy.log import LONGEST, say
 from undrift.deploy.messages import Encoded, Fact, Letter, Refused, most_bytes
 from undrift.deploy.node import build_client, check_allowed, name_of, states_of
 from undrift.deploy.pull import Pull
@@ -68,6 +69,8 @@ class Sent:
     """A letter whose answer has not come yet."""
 
     message: str  # its id; empty where it could not be sent
+    node: int  # that was asked
+    nbytes: int  # of the letter
     at: float  # by time.monotonic
     why: str  # there will be no answer, if it does not come in time
 
@@ -95,6 +98,7 @@ class GridPost:
         self.open: dict[str, Sent] = {}  # letters of a run that does not wait, by client name
 
     def say_once(self, line: str) -> None:
+        line = line[:LONGEST]  # a client may have written a part of it, and it is kept
         if line not in self.said:
             self.said.add(line)
             self.say(line)
@@ -224,12 +228,11 @@ class GridPost:
         present = self.wait_for(letters)
         for name, letter in letters.items():
             why, message = "no answer in time" if self.node.get(name) in present else "not connected", ""
+            node = self.node.get(name, 0)
             if name in self.node:
-                (id,) = self.grid.push_messages(
-                    [Message(to_records(letter), self.node[name], "train", ttl=self.timeout)]
-                )
+                (id,) = self.grid.push_messages([Message(to_records(letter), node, "train", ttl=self.timeout)])
                 message = id or ""
-            self.open[name] = Sent(message, time.monotonic(), why)
+            self.open[name] = Sent(message, node, letter.nbytes, time.monotonic(), why)
 
     def receive(self) -> list[tuple[str, Letter | str]]:
         while self.open:
@@ -248,16 +251,19 @@ class GridPost:
 
     def answer_to(self, name: str, sent: Sent) -> Letter | str | None:
         """The answer to a letter, or why there is none; None while it may come."""
-        for reply in self.grid.pull_messages([sent.message]) if sent.message else ():
-            if reply.has_error() and reply.error.code in LOST:
-                early = sent.why != "not connected" and time.monotonic() < sent.at + self.timeout - PAUSE
-                return "not connected any more" if early else sent.why
-            try:
-                return content_of(reply, self.node[name])
-            except Refused as error:
-                return f"failed: {error}" if reply.has_error() else f"refused: {error}"
-        late = not sent.message or time.monotonic() > sent.at + self.timeout
-        return sent.why if late else None
+        until = sent.at + self.timeout
+        if sent.message and (pulled := self.look(sent.message, sent.nbytes, until)) is not None:
+            answers = [*answers_of(pulled, sent.node)]
+            if len(answers) > 1:
+                self.say(f"a second answer of {name} is ignored")
+            if answers:
+                early = sent.why != "not connected" and time.monotonic() < until - PAUSE
+                return answers[0] or ("not connected any more" if early else sent.why)
+        takes = sent.message in self.pulls and self.pulls[sent.message].takes
+        if sent.message and (takes or time.monotonic() < until):
+            return None
+        self.forget([sent.message])
+        return sent.why
 
     def exchange(self, letters: Mapping[str, Letter]) -> Iterator[tuple[str, Letter | str]]:
         present = self.wait_for(letters)
@@ -363,10 +369,12 @@ def client_app() -> ClientApp:
     @app.train()
     def train(message: Message, context: Context) -> Message:
         check_allowed(context.run_config, context.node_config)  # before anything that the run names is imported
-        client, began = build_client(Plan.from_flat(context.run_config), context.node_config), time.perf_counter()
+        plan = Plan.from_flat(context.run_config)
+        client, began = build_client(plan, context.node_config), time.perf_counter()
         try:
             letter = from_records(message.content)
-            answer = client.answer(letter)
+            with arithmetic(plan.run.precision, plan.run.deterministic):
+                answer = client.answer(letter)
         except UndriftError as error:
             say(f"{client.name}: {error}")
             raise

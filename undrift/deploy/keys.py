@@ -56,9 +56,17 @@ def renew(folder: Path) -> str:
         raise BadSetting(
             f"{folder} has no certificate to renew; make one with: undrift deploy keys {folder}"
         ) from error
+    except ValueError as error:
+        raise BadSetting(
+            f"{folder / 'server.crt'} is damaged; put a copy of it in its place, or {anew(folder)}"
+        ) from error
     host = str(old.subject.get_attributes_for_oid(NameOID.COMMON_NAME)[0].value)
     write_certificate(folder, "server", host)
     return host
+
+
+def anew(folder: Path) -> str:
+    return f"begin with a new authority, whose ca.crt every client needs: undrift deploy keys {folder} --host ADDRESS --force"
 
 
 def write_certificate(folder: Path, name: str, host: str, days: int = DAYS) -> None:
@@ -67,7 +75,10 @@ def write_certificate(folder: Path, name: str, host: str, days: int = DAYS) -> N
         authority = serialization.load_pem_private_key((folder / "ca.key").read_bytes(), None)
     except OSError as error:
         raise BadSetting(f"{folder} has no authority (ca.key); make one with: undrift deploy keys {folder}") from error
-    assert isinstance(authority, Key)
+    except (ValueError, TypeError, UnsupportedAlgorithm):
+        authority = None
+    if not isinstance(authority, Key):
+        raise BadSetting(f"{folder / 'ca.key'} is damaged; put a copy of it in its place, or {anew(folder)}")
     key = new_key()
     certificate = certify(host, key, authority, host, days)
     # The pair is read together: a server that looks in between sees a key that does not fit, and looks again.

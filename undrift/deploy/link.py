@@ -60,6 +60,14 @@ def serve(server: Path, listen: str, say: Callable[[str], None]) -> None:
         if not (server / name).exists():
             raise BadSetting(f"{server / name} is not there; make it with: undrift deploy keys {server} --host ADDRESS")
     refuse_open(server, "ca.key", "server.key")
+    try:
+        ssl.create_default_context(cafile=str(server / "ca.crt"))
+        ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(server / "server.crt", server / "server.key")
+    except (ssl.SSLError, ValueError) as error:
+        raise BadSetting(
+            f"ca.crt, or server.crt with server.key, in {server} cannot be used ({error}); the latter are made again by: "
+            f"undrift deploy keys {server} --renew"
+        ) from error
     os.umask(0o077)  # also for Flower's database and the run's folder
     make_private(server / ADMITTED)
     with alone(server) as lock, super_link(server, lock) as (process, address):

@@ -14,6 +14,7 @@ from typing import Any
 
 from undrift.core.device import pick_device
 from undrift.core.errors import BadSetting
+from undrift.core.names import parse_value
 from undrift.data.load import load_dataset
 from undrift.deploy.client import Client
 from undrift.deploy.settings import Plan
@@ -39,8 +40,11 @@ def check_allowed(run: Mapping[str, Any], node: Mapping[str, Any]) -> None:
             "start the run with --secure-bound, or the node without --sums"
         )
     allowed = [part for part in str(node.get("allow", "")).split(",") if part]
-    for setting in ("algorithm", "model", "dataset"):
-        for value in str(run.get(setting, "")).split("+"):  # an algorithm may be two joined
+    # Fields of an algorithm name models too, and are read as TOML, in which text can be written in many ways.
+    texts = {n: run[n] for n in ("algorithm", "model", "dataset") if n in run}
+    texts |= {n: parse_value(str(value)) for n, value in run.items() if n.startswith("set.")}
+    for setting, text in texts.items():
+        for value in str(text).split("+"):  # an algorithm may be two joined
             package = value.partition(":")[0]
             if ":" in value and not any(package == a or package.startswith(f"{a}.") for a in allowed):
                 hf = package == "hf"  # a config, or weights, at a path that the server chooses

@@ -53,6 +53,11 @@ class Ledger:
 
     def carry_over(self, accountant: Accountant, t: int) -> None:
         """Let a run that goes on at round t go on from what was spent, also where its checkpoint lies before that."""
+        if self.rounds < t:
+            raise BadRunFolder(
+                f"{self.file} knows of {self.rounds} rounds, and the checkpoint of {t}: it is an older copy, whose cohorts "
+                "would be drawn again; start again with another --out"
+            )
         self.repeated = self.rounds - t
         if len(self.spent):
             accountant.spent = torch.maximum(accountant.spent, self.spent)

@@ -200,7 +200,7 @@ class Remote:
     ) -> tuple[Any, Visit]:
         """Read the answer to a letter that was sent `away` seconds ago; None for one that is missing or refused."""
         name, round, exchange = letter.fact("client", str), letter.fact("round", int) + 1, letter.fact("exchange", str)
-        seconds, content, outcome = 0.0, None, answer if isinstance(answer, str) else "answered"
+        seconds, content, outcome = 0.0, None, answer[:LONGEST] if isinstance(answer, str) else "answered"
         if isinstance(answer, Letter):
             if self.quiet:
                 answer = replace(answer, facts=answer.facts | UNTOLD | {"samples": size})
@@ -245,6 +245,7 @@ def read_answers(
         remote.say(f"round {round + 1}: {letter.facts['client']} had lost its state and begins anew")
     if isinstance(alg, Compressed):
         refuse_misplaced(alg, reply.up)
+        check_finite(alg.open("up", reply.up))  # numbers that are finite may have scales under which they are not
     told = {n: 0.0 if remote.private else bounded(letter, f"fact.{n}") for n in form.facts._fields}
     numbers = type(form.facts)(*(x.new_tensor([value]) for value in told.values()))
     loss = x.new_tensor([bounded(letter, "loss")])
@@ -273,10 +274,15 @@ class Letters:
         self.remote, self.work = remote, work
 
     def measure(self, alg: Algorithm, down: State, buffers: Tensor, who: Who) -> Tensor:
+        lengths: dict[int, float] = {}
+
         def read(letter: Letter) -> Measured:
-            return check_finite(unpack(letter.arrays, Measured(down.x), self.work.net, down.x.device))
+            found = check_finite(unpack(letter.arrays, Measured(down.x), self.work.net, down.x.device))
+            lengths[self.remote.names.index(letter.fact("client", str))] = length(found)
+            return found
 
         answers = self.remote.ask(MEASURE, Request(down, buffers), self.work, read)
+        self.remote.say_lengths(self.work.round, lengths)
         return torch.stack([torch.full_like(down.x, torch.nan) if a is None else a.sent for a in answers])
 
     def train(self, alg: Algorithm, down: State, buffers: Tensor, who: Who) -> Answers:
@@ -288,7 +294,8 @@ class Letters:
 
         def read(letter: Letter) -> Answers:
             found = read_answers(remote, alg, form, letter, work.round, work.net, x)
-            lengths[remote.names.index(letter.fact("client", str))] = length(found.up)
+            seen = alg.open("up", found.up) if isinstance(alg, Compressed) else found.up
+            lengths[remote.names.index(letter.fact("client", str))] = length(seen)
             if total is not None:
                 total.add(found.up)
                 found = found._replace(up=Nothing())

@@ -21,6 +21,7 @@ from undrift.core.seals import Place, append_lines, read_lines, read_sealed, wri
 from undrift.data.load import load_dataset
 from undrift.deploy.asynchronous import Arriving
 from undrift.deploy.client import CLOSE
+from undrift.deploy.masks import scale
 from undrift.deploy.privacy import Ledger
 from undrift.deploy.remote import Remote, Stream, Visit
 from undrift.deploy.scores import Best
@@ -71,6 +72,9 @@ def deploy(
         say(f"{meet()} of {config.clients} clients are there; run {token}")
         least, bound = plan.deploy.min_replies, plan.deploy.secure_bound
         remote = Remote(post, plan.names, token, least, say, plan.private, bound, plan.told)
+        if bound:
+            step = 1 / scale(bound, config.cohort)
+            say(f"updates travel under masks, as multiples of {step:.2g}; a smaller secure_bound makes that finer")
         reported = samples if plan.site_files else None
         best = Best(next(iter(simulation.score_keeper.metrics), "loss"), plan.deploy.patience) if plan.scored else None
 
@@ -90,6 +94,8 @@ def deploy(
             yield deployment
             deployment.close(visits.closed())
 
+    for remark in config.remarks():
+        say(f"note: {remark}")
     result = start(config, {}, build, out, plan.deploy.resume, show)
     end = "diverged" if result.stopped == "diverged" else f"stopped by {result.stopped}"
     say(f"{len(result.records)} rounds; {end}; written to {out}")

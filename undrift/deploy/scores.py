@@ -15,6 +15,7 @@ from torch import Tensor
 
 from undrift.core.trees import Nothing, State
 from undrift.deploy.messages import Fact, Letter, Refused
+from undrift.jobs.stop_at import is_share
 
 SCORE = "score"  # the exchange
 KINDS = ("global", "personal")  # the server's model, and the one that serves the client
@@ -48,14 +49,17 @@ def tell_scores(scores: Mapping[str, Mapping[str, float]], weight: float) -> dic
 def read_scores(letter: Letter, kinds: Sequence[str], metrics: Sequence[str]) -> Marks:
     """What a client says, which must be numbers under known names."""
 
-    def number(name: str, least: float) -> float:
+    def number(name: str, least: float = 0.0, most: float = LARGEST) -> float:
         value = letter.number(name)
-        if not least <= value <= LARGEST:
-            raise Refused(f"{name} is {value:g}, not between {least:g} and {LARGEST:g}")
+        if not least <= value <= most:
+            raise Refused(f"{name} is {value:g}, not between {least:g} and {most:g}")
         return value
 
-    scores = {kind: {m: number(f"score.{kind}.{m}", -LARGEST) for m in metrics} for kind in kinds}
-    return Marks(scores, number("weight", 0.0))
+    def score(kind: str, metric: str) -> float:
+        name = f"score.{kind}.{metric}"
+        return number(name, most=1.0) if is_share(metric) else number(name, -LARGEST)
+
+    return Marks({kind: {m: score(kind, m) for m in metrics} for kind in kinds}, number("weight"))
 
 
 def gather_scores(marks: Sequence[Marks | None], kinds: Sequence[str], metrics: Sequence[str]) -> dict[str, Any]:

@@ -6,7 +6,8 @@
 4. It hears who has sent numbers. Of those it opens its share of the seed, of those that have left the share of the mask key.
 
 Each letter comes in a process of its own, so that what must be remembered is in a file. The client goes from one letter to the
-next and never back, and it never opens both shares of anybody: whoever has both can take that client's masks off.
+next and never back, also where two letters come at the same time, and it never opens both shares of anybody: whoever has both
+can take that client's masks off.
 
 Masks are those of a run's settings and of a task. A server that gives clients different ones, so that the numbers of all but one
 are known beforehand, gets a sum whose masks stay (Pasquini, Francati, Ateniese: Eluding Secure Aggregation in Federated Learning
@@ -15,10 +16,11 @@ via Model Inconsistency. CCS 2022).
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import itertools
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -26,7 +28,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from undrift.core.files import make_private, replaced
+from undrift.core.files import make_private, one_at_a_time, replaced
 from undrift.core.trees import State, leaves
 from undrift.deploy import masks
 from undrift.deploy.masks import KEY, LEAST, SEALED, Secrets
@@ -141,7 +143,15 @@ class Summand:
     def answer(self, letter: Letter, exchange: str, step: str) -> dict[str, Encoded]:
         """Answer a letter around the exchange whose answers are added up."""
         steps: dict[str, Callable[[Letter, str], Any]] = {KEYS: self.begin, SHARES: self.share, UNMASK: self.open}
-        return pack(steps[step](letter, context_of(letter, exchange)), self.net)
+        with self.alone():
+            return pack(steps[step](letter, context_of(letter, exchange)), self.net)
+
+    @contextlib.contextmanager
+    def alone(self) -> Iterator[None]:
+        """Let one letter at a time go to the next step: each has a process of its own."""
+        make_private(self.file.parent)
+        with one_at_a_time(self.file.with_suffix(".lock")):
+            yield
 
     def read(self, letter: Letter, form: Any) -> Any:
         return unpack(letter.arrays, form, self.net, self.device)
@@ -169,26 +179,29 @@ class Summand:
 
     def take(self, letter: Letter, exchange: str, form: State) -> State:
         """Read the task, and remember the shares that come with it."""
-        held, m = self.held(context_of(letter, exchange), SHARES), count_of(letter)
-        task = self.read(letter, Task(empty(m, dtype=torch.int64), empty(m, SEALED), form))
-        ids = ids_of(task.ids)
-        enough = max(masks.threshold(len(held["ids"])), self.least)
-        if not {*ids} <= {*held["ids"]} or letter.fact("id", int) not in ids or m < enough:
-            raise Refused(f"a sum needs the shares of {enough} clients that gave keys, this one's among them")
-        self.keep(held | {"at": "", "with": ids, "sealed": [sealed.hex() for sealed in row_bytes(task.sealed)]})
+        with self.alone():
+            held, m = self.held(context_of(letter, exchange), SHARES), count_of(letter)
+            task = self.read(letter, Task(empty(m, dtype=torch.int64), empty(m, SEALED), form))
+            ids = ids_of(task.ids)
+            enough = max(masks.threshold(len(held["ids"])), self.least)
+            if not {*ids} <= {*held["ids"]} or letter.fact("id", int) not in ids or m < enough:
+                raise Refused(f"a sum needs the shares of {enough} clients that gave keys, this one's among them")
+            self.keep(held | {"at": "", "with": ids, "sealed": [sealed.hex() for sealed in row_bytes(task.sealed)]})
         return task.request
 
     def mask(self, letter: Letter, exchange: str, sent: State, more: list[float]) -> dict[str, Encoded]:
-        """The client's numbers under masks; numbers for the record (`more`) are cut to the bound."""
-        held = self.held(context := context_of(letter, exchange), "")
-        ids, id, own = held["ids"], letter.fact("id", int), secrets_of(held)
-        values = flat(self.net, sent, [min(max(number, -self.bound), self.bound) for number in more])
-        numbers = masks.to_fixed(values, self.bound, len(ids))
-        peers = {ids.index(other): bytes.fromhex(held["keys"][ids.index(other)]) for other in held["with"]}
-        place = ids.index(id)
-        others = {p: key for p, key in peers.items() if p != place}
-        masks.mask(numbers, own, place, others, task_context(context, self.settings, letter.arrays))
-        self.keep(held | {"at": UNMASK})
+        """The client's numbers under masks; numbers for the record (`more`) are cut to the bound, and it says if they were."""
+        with self.alone():
+            held = self.held(context := context_of(letter, exchange), "")
+            ids, id, own = held["ids"], letter.fact("id", int), secrets_of(held)
+            told = [min(max(number, -self.bound), self.bound) for number in more]
+            values = flat(self.net, sent, [*told, *([self.bound * (told != more)] if more else [])])
+            numbers = masks.to_fixed(values, self.bound, len(ids))
+            peers = {ids.index(other): bytes.fromhex(held["keys"][ids.index(other)]) for other in held["with"]}
+            place = ids.index(id)
+            others = {p: key for p, key in peers.items() if p != place}
+            masks.mask(numbers, own, place, others, task_context(context, self.settings, letter.arrays))
+            self.keep(held | {"at": UNMASK})
         return pack(Masked(torch.from_numpy(numbers.view(np.int32))), self.net)
 
     def open(self, letter: Letter, context: str) -> Opened:
@@ -220,7 +233,6 @@ class Summand:
         return held
 
     def keep(self, held: dict[str, Any]) -> None:
-        make_private(self.file.parent)
         with replaced(self.file) as temporary:
             temporary.touch(mode=0o600)
             temporary.write_text(json.dumps(held))

@@ -191,7 +191,7 @@ class Deployment(InMemory):
 
     def about(self) -> dict[str, Any]:
         sites = {} if self.best is None else {"sites": list(self.remote.names)}
-        return {"parameters": self.net.layout.entries} | sites
+        return {"parameters": self.net.layout.entries} | sites | {"task": self.simulation.task_identity}
 
 
 def cap_shares(sizes: NDArray[np.int64], cap: float) -> NDArray[np.float64]:

@@ -63,8 +63,8 @@ class DeployConfig:
     def __post_init__(self) -> None:
         if self.patience < 0:
             raise BadSetting(f"patience must be at least 0, not {self.patience}")
-        if not 0 <= self.secure_bound <= 1e6:
-            raise BadSetting(f"secure_bound must lie between 0 and 1e6, not {self.secure_bound}; 16 is usual")
+        if self.secure_bound and not 1e-6 <= self.secure_bound <= 1e6:
+            raise BadSetting(f"secure_bound must be 0, or from 1e-6 to 1e6, not {self.secure_bound}; 16 is usual")
         if not (self.most_samples >= 1 and 0 < self.weight_cap <= 1):
             raise BadSetting("most_samples must be at least 1, and weight_cap above 0 and at most 1")
         if not (self.timeout > 0 and self.wait > 0 and self.join > 0 and self.min_replies >= 1):

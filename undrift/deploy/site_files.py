@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from undrift.core.errors import BadData, BadSetting, UnknownName
 from undrift.data._user_file import read_user_file
 from undrift.data.augment import Transform
-from undrift.data.federation import Federation, HeldOut, Split, as_split, hold_out
+from undrift.data.federation import Federation, HeldOut, Split, as_split, hold_out, not_finite
 from undrift.data.from_user import Arrays
 from undrift.data.partition import Holdings, client_order
 from undrift.deploy.messages import Letter
@@ -73,6 +73,8 @@ def read_report(plan: Plan, path: Path) -> Report:
 
 def describe(plan: Plan, arrays: Arrays) -> Report:
     x, y = arrays
+    if not_finite(x).any():
+        raise BadData("some of its samples have NaN or infinity")
     one = as_split(x[:1], y[:1], torch.device("cpu")).take(torch.zeros(1, dtype=torch.int64))
     highest = int(y.max()) + (0 if plan.structures else 1)
     return Report(len(training_rows(plan, len(y), 0)), ",".join(str(n) for n in one.shape[1:]), highest)

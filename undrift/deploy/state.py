@@ -8,10 +8,12 @@ begins from the state without the reply, and gets the reply again.
 
 from __future__ import annotations
 
+import hashlib
 import os
 from collections.abc import Mapping
 from pathlib import Path
 
+import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
@@ -19,6 +21,17 @@ from torch import Tensor
 from undrift.core.files import make_private, sync
 from undrift.deploy.messages import Refused
 from undrift.deploy.settings import NAME
+
+CHECK = "sha256"  # of the tensors, in a file's metadata
+
+
+def checksum(tensors: Mapping[str, Tensor]) -> str:
+    """Of tensors that lie on the CPU, in the order of their names."""
+    whole = hashlib.sha256()
+    for name in sorted(tensors):
+        whole.update(name.encode())
+        whole.update(tensors[name].reshape(-1).view(torch.uint8).numpy().data)
+    return whole.hexdigest()
 
 
 class Store:
@@ -41,12 +54,15 @@ class Store:
             return None
         try:
             with safe_open(file, framework="pt") as opened:
-                owner = opened.metadata()
+                told = opened.metadata() or {}
                 tensors = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
         except (OSError, SafetensorError) as error:
             raise Refused(f"the state in {file} is damaged: {error}") from error
-        if owner != self.owner(round):
-            raise Refused(f"the state in {file} belongs to {owner}, not to {self.owner(round)}")
+        kept = told.pop(CHECK, "")  # states of undrift 0.1 have none
+        if told != self.owner(round):
+            raise Refused(f"the state in {file} belongs to {told}, not to {self.owner(round)}")
+        if kept not in ("", checksum(tensors)):
+            raise Refused(f"the state in {file} is damaged: its checksum is wrong")
         return tensors
 
     def write(self, before: int, round: int, tensors: Mapping[str, Tensor], stage: str = "after") -> None:
@@ -54,7 +70,8 @@ class Store:
         file = self.file(round, stage)
         make_private(self.folder)
         temporary = self.folder / f".new-{os.getpid()}"
-        save_file({name: t.cpu().contiguous().clone() for name, t in tensors.items()}, temporary, self.owner(round))
+        plain = {name: t.cpu().clone(memory_format=torch.contiguous_format) for name, t in tensors.items()}
+        save_file(plain, temporary, self.owner(round) | {CHECK: checksum(plain)})
         temporary.chmod(0o600)
         sync(temporary)
         os.replace(temporary, file)

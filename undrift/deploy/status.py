@@ -54,7 +54,7 @@ def read_status(folder: Path) -> Status:
         ]
         scored = [r for r in rounds if r.get("accuracy") is not None]
         lines += [f"accuracy {scored[-1]['accuracy']:.4f} after round {scored[-1]['round']}"] if scored else []
-        if "epsilon" in last:
+        if last.get("epsilon") is not None:
             lines.append(f"epsilon {last['epsilon']:.3g} at delta {settings['privacy_delta']:g}")
     title = f"{settings['algorithm']} on {settings['dataset']}, run {held['token']}"
     return Status(title, lines, [row_of(name, [v for v in visits if v["client"] == name]) for name in names])

@@ -79,7 +79,7 @@ def copy(v: Tensor) -> Tensor:
 
 
 def add_in_parts(total: Tensor, v: Tensor) -> Tensor:
-    """Add v to a total of another type in place; PyTorch would first convert all of v, which takes as much memory as the total."""
+    """Add v to a total of another type in place; PyTorch would convert all of v first, as large as the total."""
     for into, part in zip(total.view(-1).split(PART), v.flatten().split(PART), strict=True):
         into.add_(part)
     return total
@@ -127,13 +127,13 @@ class SecureLetters:
     ) -> tuple[Any, Tensor, list[float]]:
         """The mean of what clients send in an exchange, as rows [S, ...]; whose it is [S]; and means of further numbers."""
         ids, net = self.work.ids.tolist(), self.work.net
-        sizes = [leaf.numel() for leaf in leaves(net.sent(form))]
-        found = self.find_sum(exchange, request, sum(sizes) + more)
+        sizes = [*(leaf.numel() for leaf in leaves(net.sent(form))), more, min(more, 1)]
+        found = self.find_sum(exchange, request, sum(sizes))
         if found is None:
             rows = map_leaves(lambda v: v.expand(len(ids), *v.shape), fill(form, x))
             return rows, torch.zeros(len(ids), dtype=torch.bool, device=x.device), [math.nan] * more
         mean, left = torch.from_numpy(found[0] / len(found[1])), found[1]
-        *parts, numbers = mean.split([*sizes, more])
+        *parts, numbers, cut = mean.split(sizes)
         part = iter(parts)
 
         def row(whole: Tensor) -> Tensor:
@@ -143,7 +143,12 @@ class SecureLetters:
             return vector.expand(len(ids), *whole.shape)
 
         there = torch.tensor([id in left for id in ids], device=x.device)
-        return map_leaves(row, form), there, numbers.tolist()
+        if cut.any():
+            self.remote.say(
+                f"round {self.work.round + 1}: the loss, or another number for the record, is larger than "
+                f"secure_bound={self.remote.secure_bound:g} at some client, so that the record has none"
+            )
+        return map_leaves(row, form), there, numbers.tolist() if not cut.any() else [math.nan] * more
 
     def find_sum(self, exchange: str, request: Request, entries: int) -> tuple[NDArray[np.float64], set[int]] | None:
         """The sum of clients' numbers, and whose it is; None if too few clients stay to the end."""

@@ -253,6 +253,11 @@ class RunConfig(JobConfig):
     def remarks(self) -> list[str]:
         alg = build_algorithm(self)
         said = [*super().remarks(), *alg.remarks(self.rounds, self.cohort)]
+        if self.privacy_clip and self.privacy_delta * self.clients >= 1:
+            said.append(
+                f"privacy_delta is {self.privacy_delta:g} with {self.clients} clients, so that a promise that gives one of them "
+                "away whole would hold; take it well below 1 / clients"
+            )
         if alg.weighs_staleness and not self.asynchronous:
             said.append(
                 f"{self.algorithm} weighs answers by their staleness, and here none is stale; give --asynchronous"

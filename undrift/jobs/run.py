@@ -16,9 +16,10 @@ from torch import nn
 from undrift.algorithms.base import Worker
 from undrift.core import ranks
 from undrift.core.device import pick_device
-from undrift.core.errors import BadSetting
+from undrift.core.errors import BadRunFolder, BadSetting
 from undrift.core.lora import parse_lora
 from undrift.core.pinned import pinned
+from undrift.core.run_files import DEPLOYED
 from undrift.core.streams import Purpose, stream
 from undrift.data.batches import Plan
 from undrift.data.dataset import Dataset
@@ -138,6 +139,8 @@ def opened(
         if on_round is not None:
             on_round(record)
 
+    if resume and out is not None and (Path(out) / DEPLOYED).exists():
+        raise BadRunFolder(f"{out} holds a deployed run, which goes on with undrift deploy; choose another --out")
     for name, function in (("progress", progress), ("on_round", on_round)):
         if function is not None and not callable(function):
             raise BadSetting(f"{name} must be a function of a record, not {function!r}")

@@ -30,6 +30,13 @@ class Stop(NamedTuple):
         return f"stop_at will not end the run, as no round has it so far: {UnknownName('number', self.name, known)}"
 
 
+def is_share(name: str) -> bool:
+    """Whether a number of the record, or a score, lies between 0 and 1."""
+    return any(
+        f"{share}_" in f"{name}_" for share in ("accuracy", "dice", "c_index")
+    )  # also dice_cup, own_accuracy_all
+
+
 def is_number(value: Any) -> TypeGuard[float]:
     return isinstance(value, int | float) and not isinstance(value, bool)
 
@@ -51,7 +58,7 @@ def parse_stop(text: str) -> dict[str, Stop]:
             number = float(value[:-1]) * unit if unit else float(value)
         except ValueError:
             number = math.nan  # refused below
-        share = name.endswith(("accuracy", "dice", "c_index"))
+        share = is_share(name)
         wrong = not name.isidentifier() or not math.isfinite(number) or (name == "time" and (below or number <= 0))
         if share and not wrong and not 0 < number <= 1:
             raise BadSetting(f"stop_at {part!r}: {name} lies between 0 and 1, so write {name}=0.9 for 90 %")

@@ -286,4 +286,5 @@ def _finished(job: Job, folder: RunFolder) -> bool:
     for name, before, value in pairs:
         if before != value:
             raise BadRunFolder(f"{folder.path} holds another run: its {name} is {before}, not {value}")
-    return folder.finished() and bool(was["rounds"] == job.config.rounds)
+    # Of the settings that a resumed run may change, these say when it ends.
+    return folder.finished() and all(was.get(name, "") == now[name] for name in ("rounds", "stop_at"))

@@ -71,7 +71,7 @@ class Counted:
             self.open.zero_()
         self.open[torch.from_numpy(invited)] += 1
         level = (n & -n).bit_length() - 1
-        self.spent = self.spent + (self.open[:, level] / self.noise).square()
+        self.spent = self.spent + (self.open[:, level].double() / self.noise).square()
         self.open[:, : level + 1] = 0
 
     @property
@@ -83,13 +83,13 @@ class Counted:
 def sampled_gaussian(rate: float, noise: float) -> Floats:
     """The Renyi divergence, at the WHOLE orders, of a sum with this noise that a client is in with probability `rate`."""
     if rate == 1.0:
-        return WHOLE / (2 * noise**2)
+        return WHOLE / 2 / noise / noise
     factorial = np.cumsum(np.log(np.maximum(np.arange(WHOLE[-1] + 1), 1)))  # log k!
     found = []
     for order in WHOLE.astype(int):
         k = np.arange(order + 1)
         choose = factorial[order] - factorial[k] - factorial[order - k]
-        terms = choose + k * np.log(rate) + (order - k) * np.log1p(-rate) + (k * k - k) / (2 * noise**2)
+        terms = choose + k * np.log(rate) + (order - k) * np.log1p(-rate) + (k * k - k) / 2 / noise / noise
         found.append(np.logaddexp.reduce(terms) / (order - 1))
     return np.array(found)
 
@@ -99,4 +99,4 @@ def epsilon(orders: Floats, divergence: Floats, delta: float) -> float:
     if not divergence.any():
         return 0.0
     each = divergence + np.log1p(-1 / orders) - np.log(delta * orders) / (orders - 1)
-    return max(0.0, float(each.min()))
+    return float(np.maximum(each.min(), 0.0))  # NaN stays what it is

@@ -103,6 +103,11 @@ class Simulation:
         if attack := parse_attack(settings.attack):
             if alg.pools:
                 raise BadSetting(f"{type(alg).__name__} has one client with all samples; attack needs several")
+            if attack.name == "gauss" and settings.compress in ("int8", "int4"):
+                raise BadSetting(
+                    "attack=gauss sends noise in place of vectors, and of whole numbers only the scales would be noise; give "
+                    "compress=fp16, or attack=scale"
+                )
             self.attackers = make_attackers(attack, data.clients, settings.seed, device)
             if attack.name == "labelflip":
                 self.data = flip_labels(data, attack.attackers(data.clients, settings.seed))

@@ -165,3 +165,14 @@ def test_a_mistyped_name_is_corrected_and_a_rule_reads_its_own_description() -> 
     for spec in REFERENCES:
         rule = parse_rule(spec)
         assert rule is not None and parse_rule(describe(rule)) == rule
+
+
+@pytest.mark.parametrize("usual", [0.0, 1e-13, 1.0])
+@pytest.mark.parametrize("longest", [100.0, 1e6, 1e30])
+def test_no_vector_is_longer_than_the_bound_whatever_the_others_send(usual: float, longest: float) -> None:
+    """Also where most clients send nothing, as of a vector that few of them change."""
+    v = torch.zeros(4, 2)
+    v[:, 0] = torch.tensor([usual, usual, usual, -longest])
+    found = parse_rule("bound:10")(v, torch.full((4, 1), 0.25))  # type: ignore[misc]
+    assert torch.equal(found[:3], v[:3])
+    assert found[3].tolist() == pytest.approx([-10.0, 0.0])

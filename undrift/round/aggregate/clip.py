@@ -8,9 +8,8 @@ from typing import ClassVar
 from torch import Tensor
 
 from undrift.core.errors import BadSetting
-from undrift.core.vec import norm
-from undrift.round.aggregate import MAJORITY, Rule, middle, scaled
-from undrift.round.aggregate.bound import shorten
+from undrift.round.aggregate import MAJORITY, Rule, middle
+from undrift.round.aggregate.bound import lengths, shorten
 
 
 @dataclass(frozen=True)
@@ -26,9 +25,8 @@ class Clip(Rule):
         return MAJORITY
 
     def __call__(self, v: Tensor, weight: Tensor) -> Tensor:
-        u, unit = scaled(v, weight)
-        length = norm(u)
-        return shorten(v, u, unit, self.times * middle(length, weight).unsqueeze(-2))
+        _, unit, length = lengths(v)
+        return shorten(v, self.times * middle(length * unit, weight).unsqueeze(-2))
 
     def __post_init__(self) -> None:
         if not 0.0 < self.times < 1e6:
