@@ -188,16 +188,16 @@ def error_feedback_adamw(
     m, v, e = ([torch.zeros_like(x)] * workers for _ in range(3))
     xs, ys = [], []
     for t in range(steps):
-        kept = []
+        p = []
         for k in range(workers):
             z = x - lam * e[k]
             g = gradient(t, k, z)
             m[k] = betas[0] * m[k] + (1 - betas[0]) * g
             v[k] = betas[1] * v[k] + (1 - betas[1]) * g * g
             mean, square = m[k] / (1 - betas[0] ** (t + 1)), v[k] / (1 - betas[1] ** (t + 1))
-            p = lr * (mean / (torch.sqrt(square) + eps) + decay * z) + e[k]
-            kept.append(torch.where(mask(t, p), p, 0.0))
-            e[k] = p - kept[k]
+            p.append(lr * (mean / (torch.sqrt(square) + eps) + decay * z) + e[k])
+        kept = keep(mask, t, p)
+        e = [whole - part for whole, part in zip(p, kept, strict=True)]
         x = x - sum(kept) / workers
         xs.append(x)
         ys.append(x - sum(e) / workers)
