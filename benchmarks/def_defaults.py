@@ -32,10 +32,12 @@ ADAM = {"lr": 0.003, "weight_decay": 0.01}
 METHODS: dict[str, dict[str, Any]] = {
     "SGD": {"method": "sgd"},
     "DEF": {"method": "def"},
-    "DEF, λ = 0.3": {"method": "def", "lam": "0.3"},
+    "DEF, rbgs": {"method": "def", "compressor": "rbgs"},
+    "DEF, rbgs, λ = 0.3": {"method": "def", "compressor": "rbgs", "lam": "0.3"},
     "DEF, topk": {"method": "def", "compressor": "topk"},
     "AdamW": {"method": "adamw"} | ADAM,
     "DEF-AdamW": {"method": "def-adamw"} | ADAM,
+    "DEF-AdamW, rbgs": {"method": "def-adamw", "compressor": "rbgs"} | ADAM,
 }
 RATIOS = (16, 64)
 

@@ -175,7 +175,7 @@ def trainer(name: str, lr: float) -> tuple[Any, Any]:
     single = name.startswith("powersgd")  # it aborts on gloo with more than one bucket
     model = DistributedDataParallel(net, bucket_cap_mb=1000 if single else 25)
     if name.startswith("def"):
-        return model, undrift.DEF(model, lr=lr, momentum=0.9, ratio=int(name[3:]), lam=0.3)
+        return model, undrift.DEF(model, lr=lr, momentum=0.9, ratio=int(name[3:]), lam=0.3, compressor="rbgs")
     if name.startswith("topk"):
         return model, undrift.EF(model, lr=lr, momentum=0.9, ratio=int(name[4:]), compressor="topk")
     if name == "fp16":

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from tests.dataparallel.cases import network
 from undrift.compress import LargestEntries, count_kept, make_compressor
-from undrift.dataparallel.workers import Ranks
+from undrift.dataparallel.workers import Ranks, SimulatedWorkers
 
 SIZES = [p.numel() for p in network().parameters()]
 
@@ -67,6 +67,18 @@ def test_the_largest_entries_are_kept() -> None:
     v = torch.tensor([[0.1, -5.0, 2.0, 0.0], [3.0, 0.2, -0.1, 4.0]])
     assert LargestEntries((4,), 2).places(v).tolist() == [[1, 2], [0, 3]]
     assert LargestEntries((2, 2), 2).places(v).tolist() == [[1, 2], [0, 3]]
+
+
+def test_the_leaders_largest_entries_are_kept_of_all_and_everybody_leads_in_turn() -> None:
+    made = make_compressor("leader", "flat", 3, 0, [6])
+    p = torch.tensor([[9.0, 1, 2, -8, 3, 0], [1.0, 5, 6, 2, 3, 4]])
+    workers = SimulatedWorkers(2)
+    for t, (places, mean) in enumerate([([0, 3], [5.0, -3.0]), ([1, 2], [3.0, 4.0]), ([0, 3], [5.0, -3.0])]):
+        rest = p.clone()
+        exchanged = made.exchange(rest, t, workers, keep=True)
+        assert exchanged.places[0].tolist() == places and exchanged.values[0].tolist() == mean  # type: ignore[union-attr]
+        assert exchanged.kept is not None and torch.equal(exchanged.kept, p[:, places])
+        assert torch.equal(rest, p.index_fill(1, torch.tensor(places), 0.0))
 
 
 def test_random_entries_are_drawn_evenly() -> None:

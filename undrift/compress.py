@@ -1,8 +1,9 @@
-"""Compressors of long vectors: RBGS, Random-K and Top-K.
+"""Compressors of long vectors: RBGS, Random-K, Top-K, and the Top-K of a leader.
 
 A compressor C keeps b = ceil(d / R) of a vector's d entries without rescaling and drops the others. RBGS (one random
 contiguous block) and Random-K draw the entries from (seed, iteration) alone: all workers keep the same ones, which can
-be summed in place, and no index is sent. Top-K keeps each worker's own largest entries.
+be summed in place, and no index is sent. Top-K keeps each worker's own largest entries. With a leader all workers keep
+the largest entries of one of them, each in turn.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from torch import Tensor
 from undrift.core.errors import BadSetting, UnknownName
 from undrift.core.streams import Purpose, sample, stream
 
-COMPRESSORS = ("rbgs", "randk", "topk")
+COMPRESSORS = ("leader", "rbgs", "randk", "topk")
 BLOCKS = ("flat", "tensor", "shuffle")
 Place = slice | Tensor  # entries of a vector
 Fill = Callable[[Sequence[slice]], None]  # computes some stretches of a vector
@@ -47,6 +48,9 @@ class Collective(Protocol):
 
     def all_rows(self, v: Tensor) -> Tensor:
         """[W, b] the vectors of all workers."""
+
+    def from_one(self, worker: int, choose: Callable[[Tensor], Tensor], v: Tensor) -> Tensor:
+        """`choose` of the vector of one worker, the same on every worker."""
 
 
 @dataclass(frozen=True)
@@ -79,7 +83,7 @@ class Compressor(Protocol):
 
 
 class SharedPlaces(ABC):
-    """A compressor that keeps the same entries on all workers."""
+    """A compressor that keeps the same entries on all workers, known before they are computed."""
 
     @abstractmethod
     def places(self, t: int, device: torch.device) -> list[Place]:
@@ -181,6 +185,27 @@ class LargestEntries:
         return Exchanged(list(where.long()), list(values / workers.count))
 
 
+@dataclass(frozen=True)
+class LeadersEntries:
+    """CLT-k: all workers keep the entries that are largest for one of them, each in turn (Chen et al., ScaleCom, NeurIPS 2020).
+
+    Where one worker's error is large, so are the others', as far as the errors have something in common.
+    """
+
+    largest: LargestEntries
+
+    def exchange(
+        self, p: Tensor, t: int, workers: Collective, fill: Fill = skip, rest: Fill = skip, keep: bool = False
+    ) -> Exchanged:
+        fill([slice(0, p.shape[-1])])
+        index = workers.from_one(t % workers.count, lambda v: self.largest.places(v).int(), p).long()
+        message = p[..., index]
+        kept = message.clone() if keep else None
+        mean = workers.mean(message)
+        p[..., index] = 0.0
+        return Exchanged([index], [mean], kept)
+
+
 def make_compressor(name: str, block: str, ratio: float, seed: int, sizes: Sequence[int]) -> Compressor:
     """Build a compressor for vectors made of tensors with these sizes.
 
@@ -196,10 +221,13 @@ def make_compressor(name: str, block: str, ratio: float, seed: int, sizes: Seque
     parts = (sum(sizes),) if block == "flat" else tuple(sizes)
     if block == "shuffle":
         if name != "rbgs":
-            raise BadSetting(f"block shuffle deals out contiguous blocks, {name} has none; use flat or tensor")
+            raise BadSetting(
+                f"block shuffle deals out contiguous blocks, {name} has none; use flat or tensor, or compressor rbgs"
+            )
         return ShuffledBlocks(sum(sizes), ratio, seed)
-    if name == "topk":
-        return LargestEntries(parts, ratio)
+    if name in ("topk", "leader"):
+        largest = LargestEntries(parts, ratio)
+        return largest if name == "topk" else LeadersEntries(largest)
     return RandomBlock(parts, ratio, seed) if name == "rbgs" else RandomEntries(parts, ratio, seed)
 
 

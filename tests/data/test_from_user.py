@@ -15,7 +15,7 @@ from torch.utils.data import Dataset as TorchDataset
 
 import undrift
 from tests.small import tiny_mlp
-from undrift.core.errors import BadData
+from undrift.core.errors import BadData, BadSetting
 from undrift.data.dataset import Dataset
 from undrift.data.from_user import dataset_from
 
@@ -184,7 +184,7 @@ def test_grey_bytes_are_pictures() -> None:
     grey = (np.arange(40 * 16) % 256).astype(np.uint8).reshape(40, 4, 4)
     found = dataset_from((grey, Y, grey[:6], Y[:6]))
     assert np.asarray(found.x_train).shape == (40, 4, 4, 1) and np.asarray(found.x_test).shape == (6, 4, 4, 1)
-    run = undrift.run(data=(grey, Y, grey[:6], Y[:6]), model="logreg", clients=2, cohort=2, rounds=1, partition="iid")
+    run = undrift.run(data=(grey, Y, grey[:6], Y[:6]), model="logreg", partition="iid", clients=2, cohort=2, rounds=1)
     assert run.about["inputs"] == [1, 4, 4]
 
 
@@ -205,3 +205,45 @@ def test_a_dataset_that_draws_at_random_is_warned_of() -> None:
         dataset_from((Drawn(), test))
     with pytest.warns(UserWarning, match="client 1 gives another sample"):
         dataset_from(([TensorDataset(torch.zeros(9, 5), torch.arange(9)), Drawn()], test))
+
+
+def tokens(rows: int = 12) -> tuple[Any, Any]:
+    ids = np.random.default_rng(0).integers(0, 7, (rows, 6))
+    ids[0, 0] = 8  # which is never said, only read
+    return ids[:, :-1], np.where(ids[:, 1:] > 5, -100, ids[:, 1:])
+
+
+def test_token_labels_give_a_named_model_its_vocabulary() -> None:
+    x, y = tokens()
+    assert dataset_from((x, y, x, y)).classes == 9
+    result = undrift.run(
+        model="gpt(depth=1,width=8,heads=2)", data=(x, y, x, y), partition="iid", clients=2, cohort=2, rounds=1, batch=2
+    )
+    assert result.model["tokens.weight" if "tokens.weight" in result.model else "embedding.tokens.weight"].shape == (
+        9,
+        8,
+    )
+
+
+def test_a_named_model_needs_classes() -> None:
+    x, y = np.zeros((8, 3), np.float32), np.zeros((8, 2), np.float32)
+    with pytest.raises(
+        BadSetting, match="the data have no classes, from which mlp would take its outputs; give a model of yours"
+    ):
+        undrift.run(
+            model="mlp", data=(x, y, x, y), partition="iid", clients=2, cohort=2, rounds=1, loss=torch.nn.MSELoss()
+        )
+
+
+def test_training_labels_that_are_all_left_out_are_refused() -> None:
+    x, y = tokens()
+    for test in (y, np.full_like(y, -100)):
+        with pytest.raises(BadData, match="no label of the training samples counts: all are -100"):
+            undrift.run(
+                model="gpt(depth=1,width=8,heads=2)",
+                data=(x, np.full_like(y, -100), x, test),
+                partition="iid",
+                clients=2,
+                cohort=2,
+                rounds=1,
+            )

@@ -27,7 +27,7 @@ from undrift.core.errors import UndriftError
 from undrift.dataparallel.command import run_parallel
 
 STEPS, LR, MOMENTUM, DECAY = 12, 0.2, 0.9, 0.01
-SHARED: dict[str, Any] = {"lr": LR, "momentum": MOMENTUM, "weight_decay": DECAY, "seed": 3}
+SHARED: dict[str, Any] = {"lr": LR, "momentum": MOMENTUM, "weight_decay": DECAY, "seed": 3, "compressor": "rbgs"}
 PARALLEL = [
     "--dtype", "float64", "--model", "mlp", "--batch", "4", "--steps", "5", "--ratio", "16", "--weight-decay", "0.001",
     "--eval-every", "2", "--checkpoint-every", "3", "--lr-drops", "3", "--warmup", "1",
@@ -40,6 +40,9 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "def shuffle": ("DEF", {"lam": 0.3, "ratio": 7, "block": "shuffle"}),
     "def randk": ("DEF", {"lam": 0.3, "ratio": 7, "compressor": "randk"}),
     "def randk tensor": ("DEF", {"lam": 0.3, "ratio": 7, "compressor": "randk", "block": "tensor"}),
+    "def leader": ("DEF", {"lam": 0.3, "ratio": 7, "compressor": "leader"}),
+    "def leader tensor": ("DEF", {"lam": 0.3, "ratio": 7, "compressor": "leader", "block": "tensor"}),
+    "def auto leader": ("DEF", {"lam": "auto", "ratio": 7, "compressor": "leader"}),
     "def topk": ("DEF", {"lam": 0.3, "ratio": 7, "compressor": "topk"}),
     "def topk tensor": ("DEF", {"lam": 0.3, "ratio": 7, "compressor": "topk", "block": "tensor"}),
     "def plain sgd": ("DEF", {"lam": 0.3, "ratio": 7, "momentum": 0.0, "weight_decay": 0.0}),
@@ -283,7 +286,7 @@ def other_number(rank: int, stored: Path) -> dict[str, Any]:
 def socket_bytes(rank: int) -> dict[str, int]:
     """What crosses the loopback device in 20 steps of a model of 2 million parameters, and what was counted."""
     model = nn.Linear(2000, 1000, bias=False)
-    optimizer = undrift.DEF(model, lr=0.1, ratio=16)
+    optimizer = undrift.DEF(model, lr=0.1, ratio=16, compressor="rbgs")
     model.weight.grad = torch.full_like(model.weight, 1.0 + rank)
     optimizer.step()  # the first one also sends rank 0's parameters
 

@@ -23,7 +23,7 @@ from undrift.dataparallel.def_adamw import DetachedAdamW
 from undrift.dataparallel.workers import SimulatedWorkers
 
 LR, BETAS, EPS, DECAY, STEPS = 0.02, (0.8, 0.95), 1e-3, 0.05, 50
-GIVEN: dict[str, Any] = dict(lr=LR, betas=BETAS, eps=EPS, weight_decay=DECAY, seed=3)
+GIVEN: dict[str, Any] = dict(lr=LR, betas=BETAS, eps=EPS, weight_decay=DECAY, seed=3, compressor="rbgs")
 SIZES = [p.numel() for p in network().parameters()]
 WHOLE = slice(0, sum(SIZES))
 CASES: dict[str, dict[str, Any]] = {
@@ -31,6 +31,7 @@ CASES: dict[str, dict[str, Any]] = {
     "0": dict(ratio=7, lam=0.0),
     "1": dict(ratio=7, lam=1.0),
     "topk": dict(ratio=7, lam=0.6, compressor="topk"),
+    "leader": dict(ratio=7, lam=0.6, compressor="leader"),
     "tensor": dict(ratio=7, lam=0.6, block="tensor"),
     "all": dict(ratio=1, lam=0.6),
 }
@@ -43,8 +44,8 @@ def apart(a: Tensor, b: Tensor) -> float:
 
 def mask_of(settings: dict[str, Any]) -> plain.Mask:
     parts = SIZES if settings.get("block") == "tensor" else [sum(SIZES)]
-    if settings.get("compressor") == "topk":
-        return plain.top_mask(parts, settings["ratio"])
+    if settings.get("compressor") in ("topk", "leader"):
+        return (plain.top_mask if settings["compressor"] == "topk" else plain.leader_mask)(parts, settings["ratio"])
     return plain.block_mask(parts, settings["ratio"], GIVEN["seed"])
 
 

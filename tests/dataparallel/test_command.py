@@ -14,6 +14,7 @@ from undrift import cli
 from undrift.core.errors import BadRunFolder, BadSetting, UndriftError, UnknownName
 from undrift.data.dataset import Dataset
 from undrift.dataparallel.command import from_mapping, resolve, run_parallel
+from undrift.dataparallel.parallel_config import ParallelConfig
 from undrift.dataparallel.training import ParallelTraining
 from undrift.jobs.course import Result
 from undrift.jobs.folder import RunFolder
@@ -179,3 +180,21 @@ def test_settings_are_checked(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(UndriftError) as told:
         trained(**settings)
     assert message in str(told.value)
+
+
+def test_def_and_its_kin_have_leaders_unless_told_otherwise() -> None:
+    found = {
+        method: ParallelConfig(method=method).compressor
+        for method in ("def", "def-a", "def-adamw", "ef", "ef21", "sgd")
+    }
+    assert found == {
+        "def": "leader",
+        "def-a": "leader",
+        "def-adamw": "leader",
+        "ef": "rbgs",
+        "ef21": "rbgs",
+        "sgd": "rbgs",
+    }
+    assert ParallelConfig(compressor="rbgs").compressor == "rbgs"
+    with pytest.raises(BadSetting, match="has none; use flat or tensor, or compressor rbgs"):
+        ParallelConfig(block="shuffle")

@@ -388,7 +388,12 @@ def test_muloco_is_diloco_around_torchs_muon() -> None:
 def test_mistakes_are_explained() -> None:
     model = network()
     for given, why in (
-        (dict(every=0), "every must be at least 1"),
+        (dict(every=0), "every must be a whole number of at least 1, not 0"),
+        (dict(every=2.5), "every must be a whole number of at least 1, not 2.5"),
+        (dict(every="10"), "every must be a whole number of at least 1, not '10'"),
+        (dict(set={"server_lr": "big"}), "server_lr must be float, not 'big'"),
+        (dict(set=[("server_lr", 1.0)]), "set takes a dict of fields"),
+        (dict(algorithm="fedsam"), "has one gradient a step"),  # before anything is trained
         (dict(set={"weight_decay": 0.1}), "weight_decay belongs to your optimizer"),
         (dict(algorithm="scaffold"), "divides by the rate: give that of your optimizer"),
         (dict(algorithm="domo", set={"lr": 0.1}), "begins each round without momentum: give LocalSteps optimizer="),
@@ -407,6 +412,8 @@ def test_mistakes_are_explained() -> None:
     ):
         with pytest.raises(UndriftError, match=why):
             LocalSteps(model, **given)  # type: ignore[arg-type]
+    with pytest.raises(BadSetting, match="needs the model, an nn.Module, not a list"):
+        LocalSteps(list(model.parameters()))  # type: ignore[arg-type]
     with pytest.raises(UnknownName, match="beta1"):
         LocalSteps(model, set={"beta": 0.1})
     model, optimizer, outer = made("scaffold")

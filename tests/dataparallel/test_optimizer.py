@@ -95,8 +95,8 @@ def mask_of(settings: dict[str, Any]) -> plain.Mask:
     parts = SIZES if block == "tensor" else [sum(SIZES)]
     if block == "shuffle":
         return plain.shuffle_mask(sum(SIZES), ratio, seed)
-    if compressor == "topk":
-        return plain.top_mask(parts, ratio)
+    if compressor in ("topk", "leader"):
+        return (plain.top_mask if compressor == "topk" else plain.leader_mask)(parts, ratio)
     return (plain.random_mask if compressor == "randk" else plain.block_mask)(parts, ratio, seed)
 
 
@@ -169,7 +169,7 @@ def test_lambda_joins_the_methods(on_ranks: Outcome, workers: int) -> None:
 
 
 @pytest.mark.parametrize("workers", [2, 3])
-@pytest.mark.parametrize("case", ["def", "def auto", "def topk", "def tensor", "ef", "saef"])
+@pytest.mark.parametrize("case", ["def", "def auto", "def topk", "def leader", "def tensor", "ef", "saef"])
 def test_the_virtual_sequence_follows_the_mean_momentum(on_ranks: Outcome, case: str, workers: int) -> None:
     """y_{t+1} = y_t - eta mean_k m_k, whatever is dropped."""
     momenta = sum(each[case]["m"] for each in on_ranks[workers]) / workers
@@ -200,6 +200,9 @@ def test_bytes_are_those_of_the_block(on_ranks: Outcome) -> None:
             assert ranks[0]["def randk"]["sent"].tolist() == [each] * STEPS
             whole = 8 * 2 * d * (workers - 1)
             assert ranks[0]["ef21"]["sent"].tolist() == [whole] + [each] * (STEPS - 1)
+            assert (
+                ranks[0]["def leader"]["sent"].tolist() == [each + (workers - 1) * 4 * b] * STEPS
+            )  # and the leader's places
             assert ranks[0]["def topk"]["sent"].tolist() == [workers * (workers - 1) * b * (8 + 4)] * STEPS
 
 
@@ -274,7 +277,9 @@ def test_half_precision(on_ranks: Outcome) -> None:
 def test_simulated_workers_equal_real_ranks(on_ranks: Outcome) -> None:
     """The same lines on vectors [W, d]: bit for bit with two workers."""
     for workers, ranks in on_ranks.items():
-        for case in ("def", "def tensor", "def topk", "def auto", "saef") if workers < 4 else ("def",):
+        for case in (
+            ("def", "def tensor", "def topk", "def auto", "def auto leader", "saef") if workers < 4 else ("def",)
+        ):
             settings = CASES[case][1]
             method = Detached({"saef": 1.0}.get(case, settings.get("lam", "auto")))
             made = make_compressor(
@@ -325,11 +330,15 @@ def test_undrift_dp_on_real_ranks_equals_simulated_workers(
         for name, value in mine.items():
             assert value == theirs_[name] or value == pytest.approx(theirs_[name], rel=1e-10), name
     d = sum(tensor.numel() for tensor in model.values())
-    assert {r["bytes_up"] for r in records} == {5 * 8 * 2 * (workers - 1) * count_kept(d, 16)}
+    assert {r["bytes_up"] for r in records} == {
+        5 * (8 * 2 + 4) * (workers - 1) * count_kept(d, 16)
+    }  # and a leader's places
     assert records[-1]["accuracy"] == records[-1]["y_accuracy"] and records[0]["accuracy"] is None
 
 
-@pytest.mark.parametrize("settings", [{}, {"compressor": "topk"}, {"block": "shuffle"}, {"compressor": "randk"}])
+@pytest.mark.parametrize(
+    "settings", [{}, {"compressor": "topk"}, {"compressor": "randk"}, {"compressor": "rbgs", "block": "shuffle"}]
+)
 def test_one_worker_with_lambda_one_walks_the_sgd_path(settings: dict[str, Any]) -> None:
     """y is momentum SGD's path for any C, without a process group; and x_{t+1} = x_t + C(y_{t+1} - x_t)."""
     model, other = network(), network()

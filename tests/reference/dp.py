@@ -69,6 +69,19 @@ def top_mask(sizes: list[int], ratio: float) -> Mask:
     return mask
 
 
+def leader_mask(sizes: list[int], ratio: float) -> Mask:
+    """Top-K of one worker, each in turn; `keep` gives it that worker's vector."""
+    mask = top_mask(sizes, ratio)
+    vars(mask)["leads"] = True
+    return mask
+
+
+def keep(mask: Mask, t: int, vectors: list[Tensor]) -> list[Tensor]:
+    """The kept entries of every worker's vector."""
+    leads = vars(mask).get("leads")
+    return [torch.where(mask(t, vectors[t % len(vectors)] if leads else v), v, 0.0) for v in vectors]
+
+
 def error_feedback(
     lam: float | str, x: Tensor, gradient: Gradient, mask: Mask, workers: int, steps: int, lr: float, momentum: float
 ) -> tuple[list[Tensor], list[Tensor]]:
@@ -77,15 +90,15 @@ def error_feedback(
     along, square = [0.0] * workers, [0.0] * workers
     xs, ys = [], []
     for t in range(steps):
-        kept = []
+        p = []
         for k in range(workers):
             weight = (
                 lam if lam != "auto" else (1 + (min(max(along[k] / square[k], 0.0), 1.0) if square[k] else 0.0)) / 2
             )
             m[k] = momentum * m[k] + gradient(t, k, x - weight * e[k])
-            p = lr * m[k] + e[k]
-            kept.append(torch.where(mask(t, p), p, 0.0))
-            e[k] = p - kept[k]
+            p.append(lr * m[k] + e[k])
+        kept = keep(mask, t, p)
+        e = [whole - part for whole, part in zip(p, kept, strict=True)]
         c = sum(kept) / workers
         for k in range(workers):
             along[k] = 0.99 * along[k] + 0.01 * float(c @ kept[k])
@@ -175,16 +188,16 @@ def error_feedback_adamw(
     m, v, e = ([torch.zeros_like(x)] * workers for _ in range(3))
     xs, ys = [], []
     for t in range(steps):
-        kept = []
+        p = []
         for k in range(workers):
             z = x - lam * e[k]
             g = gradient(t, k, z)
             m[k] = betas[0] * m[k] + (1 - betas[0]) * g
             v[k] = betas[1] * v[k] + (1 - betas[1]) * g * g
             mean, square = m[k] / (1 - betas[0] ** (t + 1)), v[k] / (1 - betas[1] ** (t + 1))
-            p = lr * (mean / (torch.sqrt(square) + eps) + decay * z) + e[k]
-            kept.append(torch.where(mask(t, p), p, 0.0))
-            e[k] = p - kept[k]
+            p.append(lr * (mean / (torch.sqrt(square) + eps) + decay * z) + e[k])
+        kept = keep(mask, t, p)
+        e = [whole - part for whole, part in zip(p, kept, strict=True)]
         x = x - sum(kept) / workers
         xs.append(x)
         ys.append(x - sum(e) / workers)

@@ -83,10 +83,18 @@ def dataset_from(data: Any) -> Dataset:
         raise BadData("there are no training samples")
     if len(test[1]):
         check_alike(train, test, "the training data", "the test data")
-    classes, labels = 0, train[1]
-    if labels.ndim == 1 and labels.dtype.kind in "ui":
-        classes = int(max(labels.max(), test[1].max() if len(test[1]) else 0)) + 1
-    return Dataset("own", train[0], labels, test[0], test[1], classes, sites=sites)
+    return Dataset("own", *train, *test, count_classes(train, test), sites=sites)
+
+
+def count_classes(*pairs: tuple[Any, Any]) -> int:
+    """How many classes labels have, or how many tokens texts with a label for each token; 0 for other targets."""
+    found = -1
+    for x, y in pairs:
+        tokens = y.ndim == 2 and isinstance(x, np.ndarray) and x.dtype.kind in "ui" and x.shape == y.shape
+        if y.dtype.kind not in "ui" or not (y.ndim == 1 or tokens):
+            return 0
+        found = max(found, *(int(t.max()) for t in ((x, y) if tokens else (y,)) if len(t)))
+    return found + 1
 
 
 def lacks_test(data: Any) -> bool:

@@ -18,8 +18,8 @@ import contextlib
 import copy
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import fields, replace
-from typing import Any, NamedTuple, NoReturn
+from dataclasses import fields
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -28,68 +28,19 @@ from torch.nn.parallel import DistributedDataParallel
 
 from undrift.algorithms.base import Algorithm, LocalSGD, Worker
 from undrift.algorithms.checks import looks_at_single_uploads
-from undrift.core.errors import BadRunFolder, BadSetting, UnknownName
-from undrift.core.layout import Layout
+from undrift.core.errors import BadRunFolder, BadSetting
 from undrift.core.trees import Nothing, State, leaves, map_leaves
-from undrift.dataparallel.optimizer import keep_gradients_of_active
+from undrift.dataparallel.own_gradients import keep_gradients_of_active
+from undrift.dataparallel.own_loop import NoPass, OwnGradient, Wanted, algorithm_in_a_loop, refuse, step_along
 from undrift.dataparallel.workers import Ranks
 from undrift.jobs.config import check_compress
-from undrift.jobs.registry import algorithm_class
 from undrift.oracle.net import Net
-from undrift.oracle.oracle import NoData, task_loss
 from undrift.round.clients import Answers, Started, begin, end
 from undrift.round.compressed import Compressed, Uplink, check_compressed, upload_form
 from undrift.round.order import Cost, first_state, play
 from undrift.round.who import Task, Who
 
-THEIRS = (
-    "optimizer",
-    "momentum",
-    "momentum2",
-    "epsilon",
-    "weight_decay",
-    "decay_biases",
-    "clip",
-    "warm_steps",
-    "cosine_steps",
-)
 ALONE: torch.Size = torch.Size(())
-
-
-class Wanted(Exception):
-    """Where an algorithm wants its next gradient."""
-
-    def __init__(self, point: Tensor) -> None:
-        super().__init__()
-        self.point = point
-
-
-class Caught(NamedTuple):
-    """The step that an algorithm makes of a gradient, for the user's optimizer."""
-
-    u: Tensor  # the direction
-    start: Tensor  # where the step begins
-
-
-class OwnGradient:
-    """What a local step may ask in a loop of the user's: one gradient of the user's loss. Without one it says where."""
-
-    def __init__(self, layout: Layout, buffers: Tensor, g: Tensor | None = None) -> None:
-        self.layout, self.buffers, self.g, self.asked = layout, buffers, g, False
-        self.loss = buffers.new_zeros(1)
-
-    def grad(self, x: Tensor, objective: Any = None, *others: Tensor, track: bool = True) -> Tensor:
-        if objective not in (None, task_loss) or others:
-            refuse("a loss of its own")
-        if self.g is None:
-            raise Wanted(x)
-        if self.asked:
-            refuse("two gradients")
-        self.asked = True
-        return self.g
-
-    def __getattr__(self, name: str) -> NoReturn:
-        refuse(f"`oracle.{name}`")
 
 
 class Own(NamedTuple):
@@ -106,20 +57,6 @@ class Flight(NamedTuple):
 
     own: Answers  # of this island
     arrived: Callable[[], tuple[State, Tensor]]  # waits for the answers and running statistics of all islands, as rows
-
-
-class NoPass(NoData):
-    """A client whose samples only the user knows."""
-
-    def full_grad(self, x: Tensor) -> Tensor:
-        refuse("a gradient of all samples")
-
-
-def refuse(what: str) -> NoReturn:
-    raise BadSetting(
-        f"the algorithm needs {what} in its local steps, and a loop of one's own has one gradient a step; take another one, "
-        "such as diloco, fedavgm, scaffold, fedcm, fedmim, domo-s or gradma-s"
-    )
 
 
 class Later:
@@ -150,8 +87,12 @@ class LocalSteps:
         optimizer: torch.optim.Optimizer | None = None,
         group: dist.ProcessGroup | None = None,
     ) -> None:
-        if every < 1:
-            raise BadSetting(f"every must be at least 1, not {every}")
+        if not isinstance(model, nn.Module):
+            raise BadSetting(f"LocalSteps needs the model, an nn.Module, not a {type(model).__name__}")
+        if not isinstance(every, int) or every < 1:
+            raise BadSetting(f"every must be a whole number of at least 1, not {every!r}")
+        if not isinstance(set or {}, Mapping):
+            raise BadSetting(f"set takes a dict of fields, such as {{'server_lr': 0.7}}, not a {type(set).__name__}")
         if any(isinstance(part, DistributedDataParallel) for part in model.modules()):
             raise BadSetting("DDP averages the gradients of every step; give LocalSteps the model without DDP")
         self.model, self.every, self.optimizer = model, every, optimizer
@@ -190,9 +131,11 @@ class LocalSteps:
         self.rounds, self.k = 0, 0  # exchanges so far, and steps since the last one
         self.corrected = self.evaluates = False
         self.shift: Tensor | None = None
+        self.open()
+        if not self.plain:
+            self.step_along(torch.zeros_like(x))  # which refuses a method that wants more than one gradient
         # Until the first step: a framework may put DDP around the model, whose means of gradients are not wanted.
         self.search: Any = model.register_forward_pre_hook(keep_gradients_of_active)
-        self.open()
 
     # The user's calls.
     @torch.no_grad()
@@ -204,10 +147,7 @@ class LocalSteps:
         if self.plain:
             return
         g = self.flat([torch.zeros_like(p) if p.grad is None else p.grad for p in self.params])
-        oracle: Any = OwnGradient(self.net.layout, self.buffers, g)
-        work = in_a_loop(self.alg).local_step(self.down, self.own_client, self.work, oracle)
-        if not isinstance(work.opt, Caught):
-            refuse("more than one step along one direction")
+        work = self.step_along(g)
         u, start = work.opt
         if work.x is not self.work.x:  # what the algorithm adds to the step
             self.shift = work.x - self.work.x
@@ -218,6 +158,11 @@ class LocalSteps:
             if p.grad is None:
                 p.grad = torch.empty_like(p)
             p.grad.copy_(part)
+
+    def step_along(self, g: Tensor) -> Any:
+        """The work after a local step with the gradient g, and which step the optimizer is to take."""
+        oracle = OwnGradient(self.net.layout, self.buffers, g)
+        return step_along(self.alg, self.down, self.own_client, self.work, oracle)
 
     @torch.no_grad()
     def step(self) -> bool:
@@ -476,64 +421,6 @@ def make_uplink(compress: str, seed: int, alg: Any, net: Net, islands: int) -> U
         return None
     check_compressed(alg)
     return Uplink(compress, seed, net, upload_form(alg, net, islands))
-
-
-def algorithm_in_a_loop(name: str, given: dict[str, Any], optimizer: torch.optim.Optimizer | None, islands: int) -> Any:
-    """The algorithm, whose local steps the user's optimizer takes."""
-    kind = algorithm_class(name)
-    known = [field.name for field in fields(kind)]
-    for field in given:
-        if field in THEIRS:
-            raise BadSetting(f"{field} belongs to your optimizer: leave it out of set")
-        if field not in known:
-            raise UnknownName("field", field, known)
-    if optimizer is None and "keep_moments" not in given:
-        fresh = kind(**given)
-        if fresh.optimizer != "momentum":
-            given = given | {"keep_moments": True}
-        elif not fresh.keep_moments:
-            raise BadSetting(
-                f"{name} begins each round without momentum: give LocalSteps optimizer=..., which it clears"
-            )
-    alg = kind(**given)
-    alg.check(islands, islands)
-    divides = divides_by_rate(alg, islands)
-    if divides and "lr" not in given:
-        raise BadSetting(f"{name} divides by the rate: give that of your optimizer, set={{'lr': ...}}")
-    if alg.personalises or alg.measures or alg.networks(islands):
-        raise BadSetting(
-            f"{name} {'has a first exchange' if alg.measures else 'trains more than one model'}, which LocalSteps has not"
-        )
-    if alg.at(1) != alg.at(0) or type(alg).trains is not Worker.trains:
-        raise BadSetting(
-            f"{name} chooses what is trained, which LocalSteps has not; freeze the rest yourself, with requires_grad_(False), "
-            "and take fedavg"
-        )
-    for group in optimizer.param_groups if optimizer is not None and divides else ():
-        if float(group["lr"]) != alg.lr:
-            raise BadSetting(f"{name} divides by the rate, which is {alg.lr} in set and {group['lr']} in the optimizer")
-    return replace(alg, optimizer="sgd")  # no moments are needed here
-
-
-def divides_by_rate(alg: Any, islands: int) -> bool:
-    """Whether the algorithm refuses a rate that changes within a round."""
-    try:
-        replace(alg, warm_steps=2).check(islands, islands)
-    except BadSetting:
-        return True
-    return False
-
-
-def in_a_loop(alg: Any) -> Any:
-    """The algorithm with a `move` that takes no step, but says which one."""
-
-    def move(self: Any, work: Any, u: Tensor, oracle: Any, start: Tensor | None = None) -> Any:
-        return work._replace(k=work.k + 1, opt=Caught(u, work.x if start is None else start))
-
-    kind = type(alg)
-    other: Any = object.__new__(type(kind.__name__, (kind,), {"move": move}))
-    vars(other).update(vars(alg))
-    return other
 
 
 def widest(model: nn.Module) -> torch.dtype:

@@ -9,13 +9,12 @@ from __future__ import annotations
 import contextlib
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed import GradBucket  # type: ignore[attr-defined]
 from torch.nn.parallel import DistributedDataParallel
 
 from undrift.compress import gaps, make_compressor, overlaps, skip
@@ -23,6 +22,8 @@ from undrift.core.errors import BadRunFolder, BadSetting, UnknownName
 from undrift.dataparallel import ef, ef21, ef21_sgdm, psync, saef
 from undrift.dataparallel.def_ import Detached, GroupRates
 from undrift.dataparallel.def_adamw import DetachedAdamW
+from undrift.dataparallel.flat import Flat
+from undrift.dataparallel.own_gradients import keep_gradients, keep_gradients_of_active
 from undrift.dataparallel.sgd import SGDMethod
 from undrift.dataparallel.workers import Ranks
 
@@ -290,94 +291,14 @@ class CompressedOptimizer(torch.optim.Optimizer):
         self.move_to_point()
 
 
-@dataclass
-class Flat:
-    """The parameters as one vector, group after group, and a scratch vector of that length."""
-
-    params: list[nn.Parameter]
-    scratch: Tensor
-
-    @classmethod
-    def from_parameters(cls, params: list[nn.Parameter]) -> Flat:
-        devices = {p.device for p in params}
-        if len(devices) > 1:
-            raise BadSetting(f"move the parameters to one device, they are on {', '.join(map(str, devices))}")
-        if any(p.is_complex() for p in params):
-            raise BadSetting("a parameter is complex; use its real and imaginary parts instead (torch.view_as_real)")
-        wide = torch.float64 if any(p.dtype == torch.float64 for p in params) else torch.float32
-        return cls(params, torch.zeros(sum(p.numel() for p in params), dtype=wide, device=params[0].device))
-
-    @property
-    def direct(self) -> bool:
-        """Whether stretches can be computed inside the parameters; on a GPU that would be many small kernels."""
-        like = self.scratch.dtype
-        return self.scratch.device.type == "cpu" and all(p.is_contiguous() and p.dtype == like for p in self.params)
-
-    def stretches(self) -> Iterator[tuple[slice, Tensor]]:
-        """The parameters and their places in the vectors."""
-        begin = 0
-        for p in self.params:
-            yield slice(begin, begin + p.numel()), p.detach()
-            begin += p.numel()
-
-    def parts(self, vector: Tensor) -> list[Tensor]:
-        """The vector's stretches in the shapes of the parameters."""
-        pieces = vector.split([p.numel() for p in self.params])
-        return [piece.view(p.shape) for piece, p in zip(pieces, self.params, strict=True)]
-
-    def read(self, vector: Tensor) -> None:
-        torch._foreach_copy_(self.parts(vector), [p.detach() for p in self.params])
-
-    def write(self, vector: Tensor) -> None:
-        torch._foreach_copy_([p.detach() for p in self.params], self.parts(vector))
-
-    def gradients(self, decays: list[float]) -> Tensor:
-        """The gradients plus weight decay; zero for a parameter without a gradient."""
-        triples = zip(self.parts(self.scratch), self.params, decays, strict=True)
-        rows = [(part, p.grad, p.detach(), decay) for part, p, decay in triples if p.grad is not None]
-        if any(grad.is_sparse for _, grad, _, _ in rows):
-            raise BadSetting("a gradient is sparse; use layers with sparse=False")
-        if len(rows) < len(self.params):
-            self.scratch.zero_()
-        if rows:
-            torch._foreach_copy_([row[0] for row in rows], [row[1] for row in rows])
-        for decay in {row[3] for row in rows} - {0.0}:
-            same = [row for row in rows if row[3] == decay]
-            torch._foreach_add_([row[0] for row in same], [row[2] for row in same], alpha=decay)
-        return self.scratch
-
-
-def keep_gradients(ddp: DistributedDataParallel) -> None:
-    """Let every rank keep its own gradients. DDP allows one hook, and another optimizer's is the same."""
-    if (keep_local, None) not in ddp._comm_hooks:
-        ddp.register_comm_hook(None, keep_local)
-
-
-def keep_gradients_of_active(module: nn.Module, inputs: object) -> None:
-    """A forward hook for a module: the same for a DDP that has been put around it and is at work now."""
-    ddp = DistributedDataParallel._active_ddp_module
-    if ddp is not None and not ddp._comm_hooks:
-        keep_gradients(ddp)
-
-
-def keep_local(state: object, bucket: GradBucket) -> torch.futures.Future[Tensor]:
-    """A communication hook for DDP: every rank keeps its own gradients."""
-    done: torch.futures.Future[Tensor] = torch.futures.Future()
-    done.set_result(bucket.buffer())
-    return done
-
-
-# torch reads the hook's annotations, which `from __future__ import annotations` turns into text.
-keep_local.__annotations__ = {"bucket": GradBucket, "return": torch.futures.Future[Tensor]}
-
-
 class DEF(CompressedOptimizer):
     """Detached error feedback (undrift/dataparallel/def_.py).
 
     `model` is a module, plain or wrapped in DistributedDataParallel, or parameters as torch.optim takes them; `params`
     are groups of the model's parameters. A step sends about 2/ratio of the model. `lam` is the weight of the error
-    where gradients are taken, or "auto". `compressor` is rbgs, randk or topk; `block` is flat (one block of the whole
-    vector), tensor (one of each tensor) or shuffle (each block once in `ratio` steps). The thesis has lam=0.3.
+    where gradients are taken, or "auto". `compressor` is leader, rbgs, randk or topk; `block` is flat (one block of
+    the whole vector), tensor (one of each tensor) or shuffle (of rbgs: each block once in `ratio` steps). The thesis has
+    lam=0.3 and compressor="rbgs".
 
     >>> model = nn.Linear(4, 2)
     >>> optimizer = DEF(model, lr=0.1, momentum=0.9, ratio=4)
@@ -393,7 +314,7 @@ class DEF(CompressedOptimizer):
         weight_decay: float = 0.0,
         ratio: float = 64,
         lam: float | str = "auto",
-        compressor: str = "rbgs",
+        compressor: str = "leader",
         block: str = "flat",
         seed: int = 0,
         *,
@@ -424,7 +345,7 @@ class DEFAdamW(CompressedOptimizer):
         weight_decay: float = 0.01,
         ratio: float = 64,
         lam: float | str = "auto",
-        compressor: str = "rbgs",
+        compressor: str = "leader",
         block: str = "flat",
         seed: int = 0,
         *,

@@ -61,7 +61,12 @@ class ParallelConfig(MethodConfig):
 
     method: str = setting("def", "how workers exchange gradients; 'undrift list methods' says more", WHAT)
     workers: int = setting(0, "how many workers (W) [16; under torchrun the number of processes]", WHAT)
-    compressor: str = setting("rbgs", "what is sent: a random block, random numbers, or the largest", COMPRESSION)
+    compressor: str = setting(
+        "",
+        "what is sent: the largest for one worker in turn (leader), a random block (rbgs), random numbers (randk), or each "
+        "one's largest (topk) [leader for def, def-a and def-adamw, else rbgs]",
+        COMPRESSION,
+    )
     block: str = setting(
         "flat",
         "flat: of the whole gradient; tensor: of each tensor; shuffle: all blocks in turn, in random order",
@@ -77,6 +82,8 @@ class ParallelConfig(MethodConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if not self.compressor:
+            object.__setattr__(self, "compressor", "leader" if self.method.startswith("def") else "rbgs")
         check_numbers(self, least=dict(workers=0, average_every=0, statistics=0), not_negative=("epsilon",))
         if "adamw" in self.method and not (self.momentum < 1.0 and 0.0 <= self.momentum2 < 1.0):
             raise BadSetting(f"{self.method} needs momenta of less than 1, not {self.momentum} and {self.momentum2}")

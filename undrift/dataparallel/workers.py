@@ -34,6 +34,11 @@ class SimulatedWorkers:
         self.sent += ring_all_gather(v[0], self.count)
         return v
 
+    def from_one(self, worker: int, choose: Callable[[Tensor], Tensor], v: Tensor) -> Tensor:
+        chosen = choose(v[worker])
+        self.sent += ring_copy(chosen, self.count)
+        return chosen
+
 
 class Ranks:
     """This process is one worker of a process group; without a group it is alone."""
@@ -70,6 +75,13 @@ class Ranks:
         rows = [torch.empty_like(v) for _ in range(self.count)]
         self.run(lambda: dist.all_gather(rows, v.contiguous(), group=self.group))
         return torch.stack(rows)
+
+    def from_one(self, worker: int, choose: Callable[[Tensor], Tensor], v: Tensor) -> Tensor:
+        chosen = choose(v)  # all choose at the same time, and take over what the one has chosen
+        self.sent += ring_copy(chosen, self.count)
+        if self.has_group:
+            self.run(lambda: copy_from(chosen, group=self.group, group_src=worker))
+        return chosen
 
     def copy_from_first(self, v: Tensor) -> None:
         """Overwrite v with rank 0's values."""
@@ -118,3 +130,8 @@ def ring_all_reduce(v: Tensor, workers: int) -> int:
 def ring_all_gather(v: Tensor, workers: int) -> int:
     """Bytes that all workers together send so that each has every vector."""
     return workers * (workers - 1) * v.numel() * v.element_size()
+
+
+def ring_copy(v: Tensor, workers: int) -> int:
+    """Bytes that all workers together send so that each has the vector of one."""
+    return (workers - 1) * v.numel() * v.element_size()

@@ -61,7 +61,9 @@ class JobConfig:
     replay: bool = setting(True, "on a GPU, replay stacked rounds as CUDA graphs, which is much faster", MACHINE)
     compile: str = setting("auto", "compile replayed rounds; auto does so if the run is long enough", MACHINE)
     precision: str = setting(
-        "fp32", "products on a GPU: fp32, tf32 (10 bits, faster), or bf16 (convolutions with 7 bits, fastest)", MACHINE
+        "fp32",
+        "products on a GPU: fp32, tf32 (10 bits, faster), or bf16 (convolutions with 7 bits, the rest as tf32)",
+        MACHINE,
     )
     deterministic: bool = setting(False, "make runs on a GPU repeatable, bit for bit", MACHINE)
     eval_every: int = setting(1, "rounds between tests of the model", RECORD)

@@ -289,6 +289,10 @@ def build_net(
             raise BadSetting(
                 f"the inputs have {len(clients.pieces)} parts, but {model} takes one; give a model of yours"
             )
+        if not clients.classes and ":" not in str(model):
+            raise BadSetting(
+                f"the data have no classes, from which {model} would take its outputs; give a model of yours"
+            )
         model = build_model(model, shape_seen(clients), clients.classes, config.seed, clients.train.targets.dim() - 1)
     if lora := parse_lora(config.lora):
         with torch.random.fork_rng(devices=[]):

@@ -1,6 +1,7 @@
 """Importing this module registers all faster forms with their plain functions."""
 
 from undrift.kernels import (  # noqa: F401
+    attention_stacked,
     chain,
     cone3_gpu,
     cone_gpu,

@@ -81,8 +81,10 @@ def check_labels(net: Net, x: Tensor, buffers: Tensor, work: LocalWork) -> None:
     with blame_model(work):
         outputs, _ = net(x, buffers, oracle.batch.inputs[:1], None)
     outputs = classes_first(outputs, oracle.batch.targets[:1])
-    used = torch.cat([train.flatten(), test.flatten()])
-    used = used[(used != IGNORED) & (used != net.ignored)]  # no labels
+    trained, tested = (t[(t != IGNORED) & (t != net.ignored)] for t in (train.flatten(), test.flatten()))
+    if not len(trained):
+        raise BadData(f"no label of the training samples counts: all are {net.ignored}")
+    used = torch.cat([trained, tested])
     if outputs.dim() < 2 or int(used.min()) < 0 or int(used.max()) >= outputs.shape[1]:
         raise BadData(
             f"the labels run from {int(used.min())} to {int(used.max())}, but the model's output is {list(outputs.shape[1:])}; "
