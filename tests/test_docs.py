@@ -46,7 +46,7 @@ def paper_suites() -> dict[str, set[str]]:
     planned = {sweep.stem: plan(sweep)[0] for sweep in SWEEPS.glob("*.toml")}
     own = ("demo", "example", "quick", "what-decides")
     return {
-        name: {job.config.algorithm for job in jobs}
+        name: {job.config.algorithm for job in jobs if job.kind == "algorithm"}
         for name, jobs in planned.items()
         if name not in own and not name.endswith("-grid")  # what `undrift tune` tried for a suite
     }

@@ -9,10 +9,11 @@ from pathlib import Path
 import pytest
 
 from undrift import cli
+from undrift.core.errors import BadSetting
 from undrift.jobs.config import from_mapping
 from undrift.jobs.plain_values import from_toml
 from undrift.jobs.sweep import plan
-from undrift.jobs.tune import halve, tune
+from undrift.jobs.tune import halve, mean_score, trial_score, tune
 
 SEARCH = """
 dataset = "digits"
@@ -48,12 +49,50 @@ def test_among_equals_the_first_wins_and_a_single_one_needs_no_trial() -> None:
     assert halve([3], 10, lambda some, rounds: pytest.fail("nothing to compare")) == 3
 
 
+def test_what_is_picked_has_run_to_the_end_and_has_not_diverged() -> None:
+    """Large rates lead after ten rounds and diverge later: the next best take their place, also where one alone goes on."""
+    asked: list[tuple[list[float], int]] = []
+
+    def score(some: list[float], rounds: int) -> list[float | None]:
+        asked.append((some, rounds))
+        return [None if value * rounds > 10 else value for value in some]
+
+    assert halve([0.05, 0.5, 1.0], 100, score, (0.1, 1.0), 4) == 0.05
+    assert asked == [([0.05, 0.5, 1.0], 10), ([1.0], 100), ([0.5], 100), ([0.05], 100)]
+    assert halve([2.0, 3.0], 100, score, (0.1, 1.0), 4) is None, "everything diverges"
+
+
+def test_a_trial_is_judged_by_where_it_ends() -> None:
+    def line(best: float, last: float, stopped: str = "rounds") -> dict[str, object]:
+        return {
+            "stopped": stopped,
+            "settings": {},
+            "scores": {"val_accuracy": {"best": best, "round": 5, "last": last}},
+        }
+
+    assert trial_score(line(0.9, 0.1)) == 0.1, "it is the last model that a run leaves"
+    assert trial_score(line(0.9, 0.1), take="best") == 0.9
+    assert trial_score(line(0.9, 0.8, "diverged")) is None
+    assert mean_score([line(0.9, 0.8), line(0.9, 0.6)]) == pytest.approx(0.7)
+    assert mean_score([line(0.9, 0.8), line(0.9, 0.8, "diverged")]) is None, "one seed of it diverged"
+
+
+def test_where_every_rate_diverges_nothing_is_picked(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "s.toml"
+    text = SEARCH.replace('["fedavg", "fedavgm"]', '["fedavg"]').partition("[sweep.only")[0]
+    file.write_text(text.replace("[1e-7, 0.2]", "[1e29, 1e28]").replace("logreg", "mlp"))
+    with pytest.raises(BadSetting, match=r"every setting of fedavg diverged .* add smaller rates"):
+        tune(file, tmp_path / "o", print)
+    assert "fedavg: nothing is picked, every setting diverged or failed; 2 settings" in capsys.readouterr().out
+    assert not (tmp_path / "o/tuned.toml").exists() and not (tmp_path / "o/fedavg.toml").exists()
+
+
 def test_tune_picks_the_rate_that_learns(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "s.toml").write_text(SEARCH)
     command = f"tune {tmp_path / 's.toml'} --out {tmp_path / 'o'} --keep 2 --rungs 0.2,1".split()
     assert cli.main(command) == 0
     said = capsys.readouterr().out
-    assert "fedavg: lr = 0.2; 2 settings, 2 trials, 4 rounds, as many as 0.4 full runs" in said
+    assert "fedavg: lr = 0.2; 2 settings, 3 trials, 14 rounds, as many as 1.4 full runs" in said
     lines = [json.loads(text) for text in (tmp_path / "o/trials.jsonl").read_text().splitlines()]
     trials = [line for line in lines if "scores" in line]
     assert {line["seed"] for line in trials} == {100} and all("val_accuracy" in line["scores"] for line in trials)

@@ -83,9 +83,10 @@ def keep(mask: Mask, t: int, vectors: list[Tensor]) -> list[Tensor]:
 
 
 def error_feedback(
-    lam: float | str, x: Tensor, gradient: Gradient, mask: Mask, workers: int, steps: int, lr: float, momentum: float
-) -> tuple[list[Tensor], list[Tensor]]:
-    """EF, SAEF and DEF as in the thesis: the paths of x and of y = x - mean e."""
+    lam: float | str, x: Tensor, gradient: Gradient, mask: Mask, workers: int, steps: int, lr: float, momentum: float,
+    tau: int = 0,
+) -> tuple[list[Tensor], list[Tensor]]:  # fmt: skip
+    """EF, SAEF and DEF as in the thesis: the paths of x and of y = x - mean e; with tau errors are averaged so often."""
     e, m = [torch.zeros_like(x)] * workers, [torch.zeros_like(x)] * workers
     along, square = [0.0] * workers, [0.0] * workers
     xs, ys = [], []
@@ -106,6 +107,8 @@ def error_feedback(
         x = x - c
         xs.append(x)
         ys.append(x - sum(e) / workers)
+        if tau and t % tau == tau - 1:
+            e = [sum(e) / workers] * workers
     return xs, ys
 
 

@@ -20,6 +20,9 @@ import undrift
 
 ROOT = Path(undrift.__file__).parent
 RECORDER = "__recorded_sign__"
+SUMS = {"add_to": "alpha", "addcmul": "value", "addcmul_": "value"} | dict.fromkeys(
+    ("add", "add_", "sub", "sub_"), "alpha"
+)
 
 
 class Site(NamedTuple):
@@ -45,6 +48,11 @@ def files() -> list[str]:
     return sorted(str(path.relative_to(ROOT).with_suffix("")) for path in (ROOT / "algorithms").rglob("*.py"))
 
 
+def scaled(call: ast.Call) -> str:
+    """The name of the factor of what a call such as v.add_(g, alpha=2) adds; nothing for other calls."""
+    return SUMS.get(call.func.attr, "") if isinstance(call.func, ast.Attribute) else ""
+
+
 def module_of(file: str) -> types.ModuleType:
     parts = [part for part in file.split("/") if part != "__init__"]
     return importlib.import_module(".".join([undrift.__name__, *parts]))
@@ -60,15 +68,23 @@ def source(file: str) -> str:
 
 
 def signed(node: ast.AST) -> bool:
-    """Whether a node is a + or a - between two terms, in an assignment, or a - before a term."""
+    """Whether a node is a + or a - between two terms, in an assignment, in a call such as v.add_(g), or a - before a term."""
     if isinstance(node, (ast.BinOp, ast.AugAssign)):
         return isinstance(node.op, (ast.Add, ast.Sub))
+    if isinstance(node, ast.Call):
+        return bool(scaled(node))
     return isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub)
 
 
 def flip(node: ast.AST) -> None:
     if isinstance(node, ast.UnaryOp):
         node.op = ast.UAdd()
+    elif isinstance(node, ast.Call):
+        given = next((keyword for keyword in node.keywords if keyword.arg == scaled(node)), None)
+        if given is None:
+            node.keywords.append(ast.keyword(scaled(node), ast.Constant(-1)))
+        else:
+            given.value = ast.UnaryOp(ast.USub(), given.value)
     else:
         assert isinstance(node, (ast.BinOp, ast.AugAssign))
         node.op = ast.Sub() if isinstance(node.op, ast.Add) else ast.Add()
@@ -84,7 +100,7 @@ def sites(file: str) -> list[Site]:
     def visit(node: ast.AST, names: tuple[str, ...], inside: bool) -> None:
         for child in ast.iter_child_nodes(node):
             if signed(child):
-                assert isinstance(child, (ast.BinOp, ast.AugAssign, ast.UnaryOp))
+                assert isinstance(child, (ast.BinOp, ast.AugAssign, ast.UnaryOp, ast.Call))
                 around = f" in {ast.unparse(node)}" if isinstance(child, ast.UnaryOp) else ""
                 found.append(Site(file, child.lineno, ".".join(names), number[id(child)], ast.unparse(child) + around))
             opens = isinstance(child, (ast.ClassDef, ast.FunctionDef)) and not inside

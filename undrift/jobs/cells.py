@@ -86,13 +86,16 @@ class Work:
             runs = [self.trial(cell, fields, seed, length) for fields in candidates for seed in SEEDS]
             lines = self.batch.do(runs) if run else [self.batch.results.lines[run.key] for run in runs]
             spent.add(lines, rounds)
-            return [mean_score(lines[n : n + len(SEEDS)]) for n in range(0, len(lines), len(SEEDS))]
+            return [mean_score(lines[n : n + len(SEEDS)], take="best") for n in range(0, len(lines), len(SEEDS))]
 
         try:
             best = halve(cell.candidates(), rounds, score, cell.rungs, self.suite.keep)
         except KeyError:
             return None
         self.spent[name] = spent
+        if best is None:
+            best = cell.candidates()[0]
+            self.batch.say(f"{name}: every setting diverged or failed; the first one stands for them")
         if len(self.batch.results.lines) > before:
             self.batch.say(f"{name}: {best}; {len(cell.candidates())} settings, {spent}")
         return best

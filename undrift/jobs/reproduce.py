@@ -64,7 +64,7 @@ def plan_of(work: Work) -> Iterator[str]:
         text = f"  {column}: {len(cells)} cells, "
         text += f"{runs} runs of {length} rounds" if runs else "with the runs of the columns before"
         text += f", {left} of them to do" if left else ", all done" if runs else ""
-        text += f", and {trials} rounds of trials at most" if trials else ""
+        text += f", and {trials} rounds of trials, more where settings diverge" if trials else ""
         text += f"; {first.missing} is not at hand: {first.settings['dataset']}" if first.missing else ""
         if left or trials:
             try:
@@ -78,7 +78,7 @@ def plan_of(work: Work) -> Iterator[str]:
 
 
 def left_of(work: Work, cell: Cell, seen: set[str]) -> tuple[int, int, int]:
-    """Of a cell: its final runs that no cell before has, those of them to do, and rounds of trials at most; adds to `seen`."""
+    """Of a cell: its final runs that no cell before has, those of them to do, and rounds of trials; adds to `seen`."""
     picked = work.pick(cell, run=False)
     if picked is None:  # nobody knows yet which runs these are; cells of one search have the same
         keys = {f"{cell.tuned_in} {cell.tuned_as} {run.key}" for run in work.finals(cell, {})} - seen
@@ -125,9 +125,8 @@ def trial_rounds(work: Work, cell: Cell) -> int:
     if not cell.grid or cell.missing:
         return 0
     rounds, left, whole = cell.config(0, {}).rounds, len(cell.candidates()), 0.0
-    for share in cell.rungs:
-        if left > 1:
-            whole, left = whole + left * share * rounds, -(-left // work.suite.keep)
+    for share in cell.rungs if left > 1 else ():
+        whole, left = whole + left * share * rounds, -(-left // work.suite.keep)
     return round(whole * len(SEEDS))
 
 

@@ -54,10 +54,12 @@ def halve(
     score: Callable[[list[T], int], list[float | None]],
     rungs: Sequence[float] = RUNGS,
     keep: int = KEEP,
-) -> T:
+) -> T | None:
     """The best candidate: all run for the first share of the rounds, one in `keep` of them for the next, and so on.
 
-    `score` runs candidates for so many rounds; None is worse than any number, and among equals the first is better.
+    `score` runs candidates for so many rounds; among equals the first is better. None, as after a run that diverged,
+    drops a candidate out; where all that went on drop out, the next best go on in their place. So what is picked has a
+    score at the last rung; where nothing has, None is picked. A single candidate needs no trial.
 
     >>> asked = []
     >>> def score(some, rounds):
@@ -66,19 +68,25 @@ def halve(
     >>> halve(list(range(64)), 100, score), asked
     (11, [(64, 10), (16, 25), (4, 100)])
     """
-    left = list(candidates)
-    for share in rungs:
-        if len(left) == 1:
-            break
-        scores = score(left, max(1, math.ceil(share * rounds - 1e-9)))
-        worth = [-math.inf if each is None else each for each in scores]
-        order = sorted(range(len(left)), key=lambda n: worth[n], reverse=True)
-        left = [left[n] for n in order[: -(-len(left) // keep)]]
-    return left[0]
+
+    def best(left: list[T], shares: Sequence[float]) -> T | None:
+        scores = score(left, max(1, math.ceil(shares[0] * rounds - 1e-9)))
+        known = [(worth, each) for worth, each in zip(scores, left, strict=True) if worth is not None]
+        order = [each for _, each in sorted(known, key=lambda pair: pair[0], reverse=True)]
+        if len(shares) == 1:
+            return order[0] if order else None
+        many = -(-len(left) // keep)
+        for n in range(0, len(order), many):
+            found = best(order[n : n + many], shares[1:])
+            if found is not None:
+                return found
+        return None
+
+    return candidates[0] if len(candidates) == 1 else best(list(candidates), rungs)
 
 
-def trial_score(line: Line | None) -> float | None:
-    """What a trial is judged by: its best score on validation samples, or the loss there where nothing else is known.
+def trial_score(line: Line | None, take: str = "last") -> float | None:
+    """What a trial is judged by: its last or best score on validation samples, or the loss where nothing else is known.
 
     With `own_test` it is that of the models that serve the clients, on what each one holds out under the trial's own seed.
     """
@@ -86,13 +94,13 @@ def trial_score(line: Line | None) -> float | None:
     own = ("own_dice", "own_accuracy") if line is not None and line["settings"].get("own_test") else ()
     for name in ("val_own_dice", "val_own_accuracy", *own, "val_dice", "val_accuracy"):
         if name in scores:
-            return float(scores[name]["best"])
-    return -float(scores["val_loss"]["best"]) if "val_loss" in scores else None
+            return float(scores[name][take])
+    return -float(scores["val_loss"][take]) if "val_loss" in scores else None
 
 
-def mean_score(lines: Sequence[Line | None]) -> float | None:
+def mean_score(lines: Sequence[Line | None], take: str = "last") -> float | None:
     """The mean over seeds; None if one of them has no score."""
-    scores = [trial_score(line) for line in lines]
+    scores = [trial_score(line, take) for line in lines]
     known = [score for score in scores if score is not None]
     return sum(known) / len(known) if known and len(known) == len(scores) else None
 
@@ -116,7 +124,7 @@ def tune(
         raise BadSetting(f"keep must be at least 2, not {keep}: one in so many settings goes on")
     first = jobs[0].config.seed
     varied = {**sweep.get("grid", {})}
-    batch, picked = Batch(Results(out, "trials"), say, pack, device), {}
+    batch, picked, lost = Batch(Results(out, "trials"), say, pack, device), {}, list[str]()
     for name in dict.fromkeys(_name(job) for job in jobs):
         own = [job for job in jobs if _name(job) == name and job.config.seed == first]
         grid = varied | sweep.get("only", {}).get(name, {})
@@ -129,9 +137,18 @@ def tune(
             return [mean_score(lines[n : n + len(seeds)]) for n in range(0, len(lines), len(seeds))]
 
         best = halve(own, own[0].config.rounds, score, rungs, keep)
+        if best is None:
+            lost.append(name)
+            say(f"{name}: nothing is picked, every setting diverged or failed; {len(own)} settings, {spent}")
+            continue
         picked[name] = {n: _value(best, n) for n in grid}
         say(f"{name}: {_shown(picked[name])}; {len(own)} settings, {spent}")
         _write(out / f"{name.replace('/', '_').replace(':', '_')}.toml", _alone(settings, best, picked[name]))
+    if lost:
+        raise BadSetting(
+            f"every setting of {', '.join(lost)} diverged or failed with some seed, so {out / 'tuned.toml'} is not "
+            "written; add smaller rates to the grid"
+        )
     _write(out / "tuned.toml", settings | {"sweep": _sweep(sweep, picked)})
     return picked
 
