@@ -113,7 +113,8 @@ def _verdict(groups: list[Group]) -> str:
     notes = _length_note(compared) + (_picking_note(picks) if len(picks) > 1 else "")
     rows = [(group, spread) for group, spread in zip(compared, scores(compared), strict=True) if spread]
     if not rows:
-        return "No run has a score yet."
+        ended = all(run.stopped == "diverged" for group in groups for run in group.runs)
+        return f"No run has a score{': all of them diverged before their first test' if ended else ' yet'}."
     if len(rows) < 2:
         ((group, spread),) = rows
         seeds = "1 seed" if spread.seeds == 1 else f"{spread.seeds} seeds"

@@ -4,6 +4,7 @@
 const HEIGHT = 300;
 const FONT = "12px system-ui, sans-serif";
 const WHOLE = [0, 1, 2, 3, 4, 5, 6, 7, 8, 9].flatMap((power) => [1, 2, 5].map((step) => step * 10 ** power)); // between ticks
+const POWERS = Array.from({length: 601}, (_, place) => 10 ** (place - 300)); // of runs that diverged: uPlot's own end at 5e31
 
 /** The parts that all charts share: axes in the colours of the theme, no legend of uPlot's own. */
 function frame(host, x, y, more) {
@@ -19,7 +20,7 @@ function frame(host, x, y, more) {
     grid: {stroke: colour("line"), width: 1, ...(log ? {filter: powers} : {})},
     ticks: {stroke: colour("line"), width: 1, size: 5, ...(log ? {filter: powers} : {})},
     values,
-    ...(log ? {filter: powers} : {}),
+    ...(log ? {filter: powers, incrs: POWERS} : {}),
   });
   return {
     width: Math.max(host.clientWidth, 200),
