@@ -112,7 +112,8 @@ class Parser(argparse.ArgumentParser):
         if "--device" in flags and plain(flag) in DEVICES:
             return BadSetting(f"{lacks}; give --device {DEVICES[plain(flag)]}")
         if "--algorithm" in flags and any(field in entry["fields"] for entry in list_kind("algorithms")):
-            return BadSetting(f"{field} is a field of algorithms: give --set {field}=VALUE")
+            skew = ", or for Dirichlet's alpha --partition dirichlet:VALUE" if field == "alpha" else ""
+            return BadSetting(f"{field} is a field of algorithms: give --set {field}=VALUE{skew}")
         others = [name for name in COMMANDS if flag in self._flags(name)]
         meant = f"; did you mean '{best}'?" if best else ""
         if word.startswith("-") and others:
@@ -140,6 +141,10 @@ def like_hydra(word: str, flags: Sequence[str]) -> UndriftError:
     name, _, value = word.partition("=")
     field = name.lstrip("+~").rpartition(".")[2]
     flag = f"--{field.replace('_', '-')}"
+    if flag not in flags and not any(field in entry["fields"] for entry in list_kind("algorithms")):
+        flag = closest(flag, flags)
+        if not flag:
+            return BadSetting(f"settings are flags here, and none is called {field}; 'undrift run --help' lists them")
     right = f"{flag} {value}" if flag in flags else f"--set {field}={value}"
     return BadSetting(f"settings are flags here: write {right}, not {word}")
 

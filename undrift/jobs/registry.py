@@ -12,10 +12,12 @@ from torch import nn
 
 from undrift.algorithms.base import Server, Worker
 from undrift.core.errors import BadSetting, UndriftError
-from undrift.core.names import algorithms_of, attribute, call_with_options, module_of
+from undrift.core.names import algorithms_of, attribute, call_with_options, module_of, names
+from undrift.core.outline import outline
 from undrift.core.pinned import PREFIX
 from undrift.core.streams import Purpose, stream
 from undrift.models._hugging_face import build as hugging_face
+from undrift.round.aggregate import NAMES as RULES
 
 
 def build_model(model: Any, shape: tuple[int, ...], classes: int, seed: int, positions: int = 0) -> nn.Module:
@@ -45,6 +47,17 @@ def build_model(model: Any, shape: tuple[int, ...], classes: int, seed: int, pos
     return module
 
 
+def check_not_elsewhere(name: str) -> None:
+    """Raise BadSetting for a method of another command and for a rule, which people take for algorithms."""
+    if name in names("algorithms"):
+        return
+    for command, module in (("dataparallel", "undrift.dataparallel.methods"), ("pipe", "undrift.pipeline.engines")):
+        if name in outline(module).METHODS:
+            raise BadSetting(f"{name} is a method of another command: write 'undrift {command} --method {name}'")
+    if name in RULES:
+        raise BadSetting(f"{name} is a rule that goes with an algorithm: give --aggregate {name}")
+
+
 def algorithm_class(name: str) -> type[Any]:
     """The one algorithm defined in the file of that name, LOCAL+SERVER, or the class at `package.module:Class`."""
     if "+" in name:
@@ -54,6 +67,7 @@ def algorithm_class(name: str) -> type[Any]:
         if not (inspect.isclass(kind) and issubclass(kind, Worker) and issubclass(kind, Server)):
             raise BadSetting(f"{name} is not an algorithm; it must be a class with a worker part and a server part")
         return kind
+    check_not_elsewhere(name)
     kinds = algorithms_of(module_of("algorithms", name))
     if len(kinds) != 1:
         raise BadSetting(f"the file of {name} must define one algorithm, not {len(kinds)}")
