@@ -112,7 +112,7 @@ class Parser(argparse.ArgumentParser):
         if "--device" in flags and plain(flag) in DEVICES:
             return BadSetting(f"{lacks}; give --device {DEVICES[plain(flag)]}")
         if "--algorithm" in flags and any(field in entry["fields"] for entry in list_kind("algorithms")):
-            skew = ", or for Dirichlet's alpha --partition dirichlet:VALUE" if field == "alpha" else ""
+            skew = federated.SKEW if field == "alpha" else ""
             return BadSetting(f"{field} is a field of algorithms: give --set {field}=VALUE{skew}")
         others = [name for name in COMMANDS if flag in self._flags(name)]
         meant = f"; did you mean '{best}'?" if best else ""

@@ -35,7 +35,8 @@ MEANT = {
 }  # fmt: skip
 HALF = ("float16", "fp16", "half", "bfloat16", "bf16", "amp")
 MANY = 40  # names, from which on a list of them is no help
-LISTED = ("algorithm", "dataset", "method", "model", "partition")  # kinds that 'undrift list' shows
+# Where all names of a kind are shown.
+SHOWN = {"algorithm": "list algorithms", "dataset": "list datasets", "model": "list models", "setting": "run --help"}
 OPPOSITE = ("non", "no", "un", "in", "dis", "not", "without")  # "noniid" is not "iid"
 OTHER_DATA = ("emnist", "femnist", "kmnist", "qmnist", "medmnist")  # none of these is "mnist"
 
@@ -49,7 +50,7 @@ class UnknownName(UndriftError):
         hint = f"did you mean {best!r}?" if best else f"known: {', '.join(names)}"
         if not best and len(names) > MANY:
             hint = f"none of the {len(names)} names is close to it"
-            hint += f"; 'undrift list {kind}s' shows them" if kind in LISTED else ""
+            hint += f"; 'undrift {SHOWN[kind]}' shows them" if kind in SHOWN else ""
         if plain(name) in HALF and "float32" in names:
             hint = "half precision is not offered; use float32, with --precision tf32 or bf16 for speed on a GPU"
         super().__init__(f"unknown {kind} {name!r}; {hint}")

@@ -40,7 +40,10 @@ def build_model(model: Any, shape: tuple[int, ...], classes: int, seed: int, pos
         except UndriftError:
             raise
         except Exception as error:  # whatever the user's function raises
-            raise BadSetting(f"the model function {model} failed: {type(error).__name__}: {error}") from error
+            called = f"called with (shape, classes) = ({shape}, {classes})"
+            raise BadSetting(
+                f"the model function {model}, {called}, failed: {type(error).__name__}: {error}"
+            ) from error
     if not isinstance(module, nn.Module):
         kind = type(module).__name__
         raise BadSetting(f"a model function takes (shape, classes) and returns an nn.Module, not {kind}")
