@@ -283,9 +283,7 @@ def test_growing_runs_keep_their_order_and_are_no_news(tmp_path: Path) -> None:
         make_run(tmp_path / name, name, 0, [score], rounds=9)
     runs = load([tmp_path])
     whole, growing = document(runs, None), document(runs, None, growing=True)
-    assert [g["label"] for g in whole["sections"][0]["groups"]] == ["b", "a"] and "Not at their last" in whole["notes"][
-        0
-    ]
+    assert [g["label"] for g in whole["sections"][0]["groups"]] == ["b", "a"] and "Not finished" in whole["notes"][0]
     assert [g["label"] for g in growing["sections"][0]["groups"]] == ["a", "b"] and growing["notes"] == []
     assert [row[0] for row in growing["sections"][0]["table"]["rows"]] == [["a"], ["b"]]
 

@@ -165,7 +165,7 @@ def _lead(rows: Rows) -> str:
     if gap <= 2 * error:
         return (
             f"{first.label} has the best mean, but {ahead} is not larger than twice the standard error "
-            f"of the difference ({error:.4f}): without pairing the seeds, as p does in the table, the two cannot be told apart."
+            f"of the difference ({error:.4f}): seeds that are not paired cannot tell the two apart. The report's p pairs them."
         )
     seeds = min(best.seeds, next_best.seeds)
     caution = f"; with {seeds} seeds this is an indication, not a proof" if seeds < FEW_SEEDS else ""
@@ -216,7 +216,9 @@ def _forgotten(run: Run) -> float | None:
 def _length_note(groups: list[Group]) -> str:
     lengths = [run.rounds for group in groups for run in group.runs]
     low, high = min(lengths), max(lengths)
-    return f" The runs are not equally long ({low} to {high} rounds): that may matter." if low < high else ""
+    return (
+        f" The runs differ in length ({low} to {high} rounds), which may affect the comparison." if low < high else ""
+    )
 
 
 def _picking_note(picks: list[Pick]) -> str:
