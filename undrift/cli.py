@@ -443,6 +443,8 @@ def read_settings(arguments: argparse.Namespace, fields: Fields) -> tuple[dict[s
             raise BadSetting(f"--set takes FIELD=VALUE, not {field!r}")
         if "," in value and "=" in value:
             raise BadSetting(f"give --set once for each field, not --set {field}={value}")
+        if [each[0] for each in pairs].count(field) > 1:
+            raise BadSetting(f"{field} is given twice with --set; give it once")
     if arguments.config is not None and not arguments.config.exists():
         file, flags = str(arguments.config), [f"--{name.replace('_', '-')}" for name in fields]
         if "=" in file:

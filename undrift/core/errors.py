@@ -32,6 +32,10 @@ MEANT = {
     "clientfraction": "cohort", "minfitclients": "cohort", "numsupernodes": "clients", "nclients": "clients",
     "perdevicetrainbatchsize": "batch", "randomstate": "seed", "randomseed": "seed", "manualseed": "seed",
     "reportto": "track", "evalsteps": "evalevery", "savesteps": "checkpointevery", "earlystopping": "stopat",
+    "fp16": "precision", "bf16": "precision", "amp": "precision", "targetaccuracy": "stopat", "seedeverything": "seed",
+    "client": "node", "dashboard": "watch", "ui": "watch", "plot": "report", "compare": "report", "info": "doctor",
+    "download": "data", "numstages": "blocks", "microbatches": "micro", "worldsize": "workers",
+    "noisemultiplier": "privacynoise",
 }  # fmt: skip
 HALF = ("float16", "fp16", "half", "bfloat16", "bf16", "amp")
 MANY = 40  # names, from which on a list of them is no help

@@ -54,6 +54,8 @@ def check_not_elsewhere(name: str) -> None:
     """Raise BadSetting for a method of another command and for a rule, which people take for algorithms."""
     if name in names("algorithms"):
         return
+    if "," in name:
+        raise BadSetting(f"a run has one algorithm, not {name!r}; several are a sweep: see 'undrift sweep --help'")
     for command, module in (("dataparallel", "undrift.dataparallel.methods"), ("pipe", "undrift.pipeline.engines")):
         if name in outline(module).METHODS:
             raise BadSetting(f"{name} is a method of another command: write 'undrift {command} --method {name}'")

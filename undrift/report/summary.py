@@ -165,7 +165,7 @@ def _lead(rows: Rows) -> str:
     if gap <= 2 * error:
         return (
             f"{first.label} has the best mean, but {ahead} is not larger than twice the standard error "
-            f"of the difference ({error:.4f}): seeds that are not paired cannot tell the two apart. The report's p pairs them."
+            f"of the difference ({error:.4f}): the two cannot be told apart without pairing the seeds, as p in the report does."
         )
     seeds = min(best.seeds, next_best.seeds)
     caution = f"; with {seeds} seeds this is an indication, not a proof" if seeds < FEW_SEEDS else ""
