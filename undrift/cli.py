@@ -850,7 +850,7 @@ def list_command(arguments: argparse.Namespace) -> None:
         return
     width = max(len(entry["name"]) for entry in entries)
     for entry in entries:
-        needs = f"  (of the updates the server needs: {entry['server_needs']})" if "server_needs" in entry else ""
+        needs = f"  (the server needs {entry['server_needs']})" if "server_needs" in entry else ""
         print(f"{entry['name']:{width}}  {entry['about']}{needs}")
 
 
@@ -865,7 +865,7 @@ def list_kind(kind: str) -> list[dict[str, Any]]:
     entries: list[dict[str, Any]] = [{"name": n, "about": describe(kind, n)} for n in names(kind)]
     for entry in entries if kind == "algorithms" else ():
         (alg,) = algorithms_of(outline_of(kind, entry["name"]))
-        entry["server_needs"] = "single updates" if looks_at_single_uploads(alg) else "their sum"
+        entry["server_needs"] = "single updates" if looks_at_single_uploads(alg) else "the sum of the updates"
         entry["fields"] = {f.name: f.default for f in dataclasses.fields(alg)}
     return entries
 
