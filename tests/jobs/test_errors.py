@@ -74,7 +74,36 @@ BAD_COMMANDS = [
     ("run mu=0.1", "write --set mu=0.1"),
     ("run --set mu=0.1", "fedavg has no field 'mu'; these have it: fedasync, fedprox, fedproxm, moon, moonm"),
     ("run --set rounds=3", "a setting of the run: give --rounds"),
-    ("run --algorithm quantum", "known: apfl, centralized"),
+    ("run --algorithm quantum", "none of the 63 names is close to it; 'undrift list algorithms' shows them"),
+    ("run --algorithm fedavg,fedprox", "several are a sweep"),
+    ("run --stop-at loss=0.1", "would end the run while loss is still large; write loss<0.1"),
+    ("run --set lr=0.1 --set lr=0.2", "lr is given twice"),
+    ("run --fp16", "did you mean '--precision'"),
+    ("run --target-accuracy 0.9", "did you mean '--stop-at'"),
+    ("run --noise-multiplier 1", "did you mean '--privacy-noise'"),
+    ("dp --world-size 4", "did you mean '--workers'"),
+    ("deploy client", "did you mean 'node'"),
+    ("dashboard", "did you mean 'watch'"),
+    ("run --algorithm def", "write 'undrift dataparallel --method def'"),
+    ("run --algorithm gpipe", "write 'undrift pipe --method gpipe'"),
+    ("run --algorithm krum", "give --aggregate krum"),
+    ("run --algorithm fedopt", "did you mean 'fedadam'"),
+    ("run --strategy fedavg", "did you mean '--algorithm'"),
+    ("run --method fedavg", "did you mean '--algorithm'"),
+    ("dp --algorithm ef", "did you mean '--method'"),
+    ("pipe --algorithm dsp", "did you mean '--method'"),
+    ("run --accelerator gpu", "did you mean '--device'"),
+    ("run --model resnet34", "known: bag-of-words"),
+    ("run --dataset emnist", "known: brca"),
+    ("run --dataset hf:mnist", "data sets have short names here; did you mean 'mnist'?"),
+    ("run --dataset uoft-cs/cifar10", "did you mean 'cifar10'?"),
+    ("run --dataset me/mine", "'undrift list datasets' shows them"),
+    ("run --dataset ./pictures", "--dataset imagefolder:./pictures"),
+    ("run --partition pathological:2", "did you mean 'shards'"),
+    ("run --alpha 0.1", "give --set alpha=VALUE; for Dirichlet's alpha write the partition dirichlet:VALUE"),
+    ("run trainer.max_epochs=10", "write --rounds 10, not trainer.max_epochs=10"),
+    ("run model.hidden=10", "none is called hidden"),
+    ("fit", "did you mean 'run'"),
     ("frobnicate", "unknown command 'frobnicate'; known: cite, data"),
     ("train", "did you mean 'run'"),
     ("help", "write 'undrift --help'"),
@@ -216,10 +245,40 @@ def test_what_is_not_accepted_in_python_is_one_clear_line() -> None:
         undrift.run(few, model=tiny_mlp(), data="mine.npz")
     with pytest.raises(BadSetting, match="mu is a field of methods, not a setting of the run; put it into set"):
         undrift.run(few, mu=0.1)
-    wrong: dict[str, Any] = {"algorithm": len, "on_round": 5, "out": 5, "progress": "yes"}
+    with pytest.raises(BadSetting, match="for Dirichlet's alpha write the partition dirichlet:VALUE"):
+        undrift.run(few, alpha=0.1)
+    with pytest.raises(UnknownName, match="'undrift run --help' shows them"):
+        undrift.run(few, callbacks=[])
+    wrong: dict[str, Any] = {"algorithm": len, "on_round": 5, "out": 5, "progress": "yes", "loss": "mse"}
     for name, value in wrong.items():
         with pytest.raises(BadSetting, match=f"{name} must be"):
             undrift.run(few, **{name: value})
+    for name, value in {"algorithm": dict, "loss": nn.MSELoss}.items():
+        with pytest.raises(BadSetting, match=f"{name} must be"):
+            undrift.run(few, **{name: value})
+
+
+def test_whose_function_failed_is_said() -> None:
+    few: dict[str, Any] = {"clients": 2, "cohort": 1, "rounds": 1, "partition": "iid"}
+
+    def failing(outputs: Any, targets: Any) -> Any:
+        raise ValueError("cannot handle this mix")
+
+    with pytest.raises(
+        BadSetting, match=r"metric 'f1' failed on outputs \[.*, 10\] and targets .*: ValueError: cannot handle"
+    ):
+        undrift.run(few, metrics={"f1": failing})
+    with pytest.raises(BadSetting, match=r"the loss failed on outputs .*: ValueError: Target size"):
+        undrift.run(few, loss=nn.BCEWithLogitsLoss())
+    with pytest.raises(BadSetting, match=r"called with \(shape, classes\) = \(\(1, 8, 8\), 10\), failed: TypeError"):
+        undrift.run(few, model=lambda: tiny_mlp())
+    with pytest.raises(BadSetting, match="metrics takes a list of names"):
+        undrift.run(few, metrics="f1")
+    x, y = torch.rand(20, 1, 8, 8), torch.arange(20) % 2
+    with pytest.raises(BadSetting, match=r"whole numbers \[n\], and the targets are int64 \[20, 1\]"):
+        undrift.run(few | {"partition": "dirichlet:1"}, model=tiny_mlp(), data=(x, y[:, None], x, y[:, None]))
+    with pytest.raises(BadData, match=r"are a tuple, data=\(train, test\)"):
+        undrift.run(few, model=tiny_mlp(), data={"train": (x, y), "test": (x, y)})
 
 
 def undrift_fedavg() -> Any:

@@ -33,7 +33,7 @@ def test_an_empty_folder_waits_for_its_first_run(tmp_path: Path) -> None:
     folders = Folders([tmp_path])
     content = folders.document()
     assert content["title"] == "No rounds yet" and content["sections"] == [] and content["live"]["counts"] == {}
-    assert content["facts"] == "The page fills by itself when a run has its first round."
+    assert content["facts"] == "This page fills in as soon as a run finishes its first round."
     assert page_of(content, live=True)
     with pytest.raises(BadRunFolder, match="is no folder"):
         Folders([tmp_path / "none"])

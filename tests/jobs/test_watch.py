@@ -153,7 +153,7 @@ def test_a_page_of_nothing_says_what_it_waits_for(browser: Any, tmp_path: Path) 
     page.set_default_timeout(20_000)
     with watching(tmp_path) as address:
         page.goto(address)
-        page.get_by_text("The page fills by itself").wait_for()
+        page.get_by_text("This page fills in as soon as").wait_for()
         assert page.locator(".tile").count() == 0 and not page.locator("progress").is_visible()
         undrift.run(FEW, out=tmp_path / "a")
         page.locator(".tile", has_text="rounds").wait_for()

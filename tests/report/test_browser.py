@@ -383,3 +383,18 @@ def test_forgetting_of_classes_is_shown_for_each_method(page: Any) -> None:
     figure.locator(".chart").focus()
     page.keyboard.press("ArrowRight")
     assert "accuracy 0.5" in page.locator(".tip:visible").inner_text()
+
+
+def test_the_axis_of_a_run_that_diverged_has_numbers(browser: Any, tmp_path: Path) -> None:
+    lines = [{"round": t + 1, "loss": loss, "accuracy": 0.1, "seconds": 0.1} for t, loss in enumerate((2.3, 1e9, 8e35))]
+    write_run(tmp_path / "wild", {"method": "ef", "dataset": "digits", "model": "mlp", "seed": 0}, lines)
+    write([tmp_path / "wild"], tmp_path / "report.html", None)
+    page = browser.new_page(accept_downloads=True)
+    page.goto((tmp_path / "report.html").as_uri())
+    figure = page.locator("figure", has_text="Test loss over rounds")
+    assert figure.get_by_label("log").is_checked()
+    drawing = ElementTree.fromstring(saved(page, figure.get_by_text("SVG")))
+    texts = ["".join(element.itertext()) for element in drawing.iter("{http://www.w3.org/2000/svg}text")]
+    powers = [float(text) for text in texts if re.fullmatch(r"1e\+\d+", text)]
+    assert max(powers) >= 1e30 and len(powers) >= 5, texts
+    page.close()

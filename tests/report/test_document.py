@@ -137,6 +137,13 @@ def test_a_run_that_has_diverged_is_named(tmp_path: Path) -> None:
     assert sum(end.endswith("(1 diverged)") for end in ends) == 1 and len(ends) == 2
 
 
+def test_runs_that_ended_without_a_score_do_not_sound_as_if_one_would_come(tmp_path: Path) -> None:
+    with pytest.warns(UserWarning, match="nan|finite|diverged"):
+        undrift.run(QUICK | {"model": "mlp", "lr": 1e6, "rounds": 20, "eval_every": 20}, out=tmp_path / "wild")
+    (section,) = document(load([tmp_path]), None)["sections"]
+    assert section["verdict"] == "No run has a score: all of them diverged before their first test."
+
+
 def test_a_column_without_values_is_left_out(tmp_path: Path) -> None:
     lines = [{"round": 1, "loss": 1.0, "accuracy": 0.5, "seconds": 0.1}]
     write_run(tmp_path / "a", {"algorithm": "dsp", "command": "pipe", **COMMON, "seed": 0, "made": MADE}, lines)
@@ -276,9 +283,7 @@ def test_growing_runs_keep_their_order_and_are_no_news(tmp_path: Path) -> None:
         make_run(tmp_path / name, name, 0, [score], rounds=9)
     runs = load([tmp_path])
     whole, growing = document(runs, None), document(runs, None, growing=True)
-    assert [g["label"] for g in whole["sections"][0]["groups"]] == ["b", "a"] and "Not at their last" in whole["notes"][
-        0
-    ]
+    assert [g["label"] for g in whole["sections"][0]["groups"]] == ["b", "a"] and "Not finished" in whole["notes"][0]
     assert [g["label"] for g in growing["sections"][0]["groups"]] == ["a", "b"] and growing["notes"] == []
     assert [row[0] for row in growing["sections"][0]["table"]["rows"]] == [["a"], ["b"]]
 

@@ -242,6 +242,18 @@ def test_labels_say_what_differs(tmp_path: Path) -> None:
     assert [g.label for g in group_runs(load([tmp_path / "other"]))] == ["fedavg cohort=2", "scaffold cohort=4"]
 
 
+def test_labels_of_data_parallel_runs_leave_out_what_a_method_sets_by_itself(tmp_path: Path) -> None:
+    line = {"round": 1, "loss": 1.0, "accuracy": 0.5, "seconds": 0.1}
+    common = {"dataset": "digits", "model": "mlp", "workers": 4, "seed": 0}
+    for method, ratio, lam in (("sgd", 1.0, "auto"), ("def", 64.0, "auto"), ("ef", 64.0, "0")):
+        write_run(tmp_path / method, {"method": method, "ratio": ratio, "lam": lam, **common}, [line])
+    labels = {run.folder.name: group.label for group in group_runs(load([tmp_path])) for run in group.runs}
+    assert labels == {"sgd": "sgd", "def": "def", "ef": "ef"}
+    write_run(tmp_path / "more", {"method": "def", "ratio": 256.0, "lam": "auto", **common}, [line])
+    labels = {run.folder.name: group.label for group in group_runs(load([tmp_path])) for run in group.runs}
+    assert labels == {"sgd": "sgd", "def": "def ratio=64.0", "more": "def ratio=256.0", "ef": "ef"}
+
+
 def test_a_repeated_seed_does_not_count_twice(tmp_path: Path) -> None:
     make_run(tmp_path / "short", "fedavg", 0, [0.5])
     make_run(tmp_path / "long", "fedavg", 0, [0.5, 0.6])

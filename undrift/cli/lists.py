@@ -33,7 +33,7 @@ def list_command(arguments: argparse.Namespace) -> None:
         return
     width = max(len(entry["name"]) for entry in entries)
     for entry in entries:
-        needs = f"  (of the updates the server needs: {entry['server_needs']})" if "server_needs" in entry else ""
+        needs = f"  (the server needs {entry['server_needs']})" if "server_needs" in entry else ""
         print(f"{entry['name']:{width}}  {entry['about']}{needs}")
 
 

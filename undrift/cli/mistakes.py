@@ -8,6 +8,7 @@ from collections.abc import Collection, Mapping
 from undrift.core.errors import MEANT, BadSetting, UndriftError, closest, plain
 from undrift.core.names import methods_with, names
 from undrift.deploy.settings import RENAMED
+from undrift.jobs.config import SKEW
 
 # Flags of other programs that say where to compute.
 DEVICES = dict.fromkeys(("gpu", "gpus", "ngpus", "cuda", "usecuda"), "cuda") | dict.fromkeys(("cpu", "nocuda"), "cpu")
@@ -33,7 +34,8 @@ def unknown_argument(command: str, word: str, parsers: Mapping[str, argparse.Arg
     if "--device" in flags and plain(flag) in DEVICES:
         return BadSetting(f"{lacks}; give --device {DEVICES[plain(flag)]}")
     if "--algorithm" in flags and methods_with(field):
-        return BadSetting(f"{field} is a field of algorithms: give --set {field}=VALUE")
+        skew = SKEW if field == "alpha" else ""
+        return BadSetting(f"{field} is a field of algorithms: give --set {field}=VALUE{skew}")
     others = dict.fromkeys(parser.prog for parser in parsers.values() if flag in flags_of(parser))
     meant = f"; did you mean '{best}'?" if best else ""
     if word.startswith("-") and others:
@@ -50,6 +52,10 @@ def without_dashes(word: str, flags: Collection[str]) -> UndriftError:
     name, _, value = word.partition("=")
     field = name.lstrip("+~").rpartition(".")[2]
     flag = f"--{field.replace('_', '-')}"
+    if flag not in flags and not methods_with(field):
+        flag = closest(flag, flags)
+        if not flag:
+            return BadSetting(f"settings are flags here, and none is called {field}; 'undrift run --help' lists them")
     right = f"{flag} {value}" if flag in flags else f"--set {field}={value}"
     return BadSetting(f"settings are flags here: write {right}, not {word}")
 

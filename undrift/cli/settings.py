@@ -35,11 +35,14 @@ def read_settings(arguments: argparse.Namespace, fields: Fields) -> tuple[dict[s
 def split_pairs(pairs: list[str]) -> list[tuple[str, str]]:
     """The field and the value of each --set."""
     split = [pair.partition("=") for pair in pairs]
+    fields = [field for field, _, _ in split]
     for field, equals, value in split:
         if not equals:
             raise BadSetting(f"--set takes FIELD=VALUE, not {field!r}")
         if "," in value and "=" in value:
             raise BadSetting(f"give --set once for each field, not --set {field}={value}")
+        if fields.count(field) > 1:
+            raise BadSetting(f"{field} is given twice with --set; give it once")
     return [(field, value) for field, _, value in split]
 
 

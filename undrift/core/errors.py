@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import difflib
+import re
 import warnings
 from collections.abc import Iterable, Iterator
 
@@ -24,10 +25,24 @@ MEANT = {
     "labelskew": "dirichlet", "dir": "dirichlet",
     "output": "out", "outdir": "out", "outputdir": "out", "save": "out", "savedir": "out", "logdir": "out",
     "log": "track", "logger": "track", "tracker": "track", "stages": "blocks", "train": "run", "simulate": "run",
-    "start": "server",
+    "start": "server", "fit": "run", "strategy": "algorithm", "strategies": "algorithms", "algorithm": "method",
+    "method": "algorithm", "pathological": "shards", "niid": "dirichlet", "fedopt": "fedadam", "tb": "tensorboard",
+    "accelerator": "device", "maxepochs": "rounds", "numtrainepochs": "rounds", "numserverrounds": "rounds",
+    "communicationrounds": "rounds", "commrounds": "rounds", "numepochs": "epochs", "nepochs": "epochs",
+    "clientfraction": "cohort", "minfitclients": "cohort", "numsupernodes": "clients", "nclients": "clients",
+    "perdevicetrainbatchsize": "batch", "randomstate": "seed", "randomseed": "seed", "manualseed": "seed",
+    "reportto": "track", "evalsteps": "evalevery", "savesteps": "checkpointevery", "earlystopping": "stopat",
+    "fp16": "precision", "bf16": "precision", "amp": "precision", "targetaccuracy": "stopat", "seedeverything": "seed",
+    "client": "node", "dashboard": "watch", "ui": "watch", "plot": "report", "compare": "report", "info": "doctor",
+    "download": "data", "numstages": "blocks", "microbatches": "micro", "worldsize": "workers",
+    "noisemultiplier": "privacynoise",
 }  # fmt: skip
 HALF = ("float16", "fp16", "half", "bfloat16", "bf16", "amp")
+MANY = 40  # names, from which on a list of them is no help
+# Where all names of a kind are shown.
+SHOWN = {"algorithm": "list algorithms", "dataset": "list datasets", "model": "list models", "setting": "run --help"}
 OPPOSITE = ("non", "no", "un", "in", "dis", "not", "without")  # "noniid" is not "iid"
+OTHER_DATA = ("emnist", "femnist", "kmnist", "qmnist", "medmnist")  # none of these is "mnist"
 
 
 class UnknownName(UndriftError):
@@ -37,6 +52,9 @@ class UnknownName(UndriftError):
         names = sorted(known)
         best = closest(name, names)
         hint = f"did you mean {best!r}?" if best else f"known: {', '.join(names)}"
+        if not best and len(names) > MANY:
+            hint = f"none of the {len(names)} names is close to it"
+            hint += f"; 'undrift {SHOWN[kind]}' shows them" if kind in SHOWN else ""
         if plain(name) in HALF and "float32" in names:
             hint = "half precision is not offered; use float32, with --precision tf32 or bf16 for speed on a GPU"
         super().__init__(f"unknown {kind} {name!r}; {hint}")
@@ -63,7 +81,8 @@ def closest(name: str, known: Iterable[str]) -> str:
     if plain(MEANT.get(given, given)) in spelled:
         return spelled[plain(MEANT.get(given, given))]
     for each in difflib.get_close_matches(given, spelled, n=3, cutoff=0.72):
-        if not any(given in (word + each, word + plain(spelled[each])) or each == word + given for word in OPPOSITE):
+        opposite = any(given in (word + each, word + plain(spelled[each])) or each == word + given for word in OPPOSITE)
+        if not opposite and given not in OTHER_DATA and not other_number(given, each):
             return spelled[each]
     short = [e for e in spelled if len(e) == len(given) <= 3]  # one letter is another, or two have changed places
     begun = [e for e in spelled if len(given) > 2 and e.startswith(given)]
@@ -71,6 +90,16 @@ def closest(name: str, known: Iterable[str]) -> str:
         return spelled[begun[0]]
     near = [e for e in short if sum(a != b for a, b in zip(e, given, strict=True)) == 1 or sorted(e) == sorted(given)]
     return spelled[near[0]] if len(near) == 1 and len(given) > 1 else ""
+
+
+def other_number(a: str, b: str) -> bool:
+    """Whether two names have different numbers, so that neither is a typo of the other.
+
+    >>> other_number("resnet34", "resnet18"), other_number("lenet", "lenet5")
+    (True, False)
+    """
+    found, other = (re.findall(r"\d+", name) for name in (a, b))
+    return bool(found and other and found != other)
 
 
 @contextlib.contextmanager

@@ -136,7 +136,10 @@ def federate(
         validation, kept = data.validation, np.setdiff1d(rows, data.validation)
     labelled = data.y_train.ndim == 1 and data.y_train.dtype.kind in "iu"
     if not labelled and spec.partition(":")[0] not in ("iid", "sites", "own", "resample"):
-        raise BadSetting(f"{spec} needs class labels, which the targets are not; use iid, sites or resample:20")
+        found = f"{data.y_train.dtype} {list(data.y_train.shape)}"
+        raise BadSetting(
+            f"{spec} needs class labels, whole numbers [n], and the targets are {found}; use iid, sites or resample:20"
+        )
     labels = data.y_train.astype(np.int64) if labelled else np.zeros(len(rows), np.int64)
     sites = None if data.sites is None else data.sites[kept]
     holdings = deal(spec, labels[kept], clients, seed, sites)

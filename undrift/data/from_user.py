@@ -63,7 +63,8 @@ def dataset_from(data: Any) -> Dataset:
     if isinstance(data, Mapping):
         missing = [name for name in NAMES if name not in data]
         if missing:
-            raise BadData(f"data lacks {', '.join(missing)}; give {', '.join(NAMES)}")
+            pair_of = "; a training and a test part are a tuple, data=(train, test)" if "train" in data else ""
+            raise BadData(f"data lacks {', '.join(missing)}; give {', '.join(NAMES)}{pair_of}")
         data = tuple(data[name] for name in NAMES)
     if isinstance(data, tuple | list) and len(data) == 4 and are_four(*data):
         train, test = pair(data[0], data[1]), pair(data[2], data[3])

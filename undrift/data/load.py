@@ -5,13 +5,14 @@ from __future__ import annotations
 import os
 import re
 import shutil
+from collections.abc import Collection
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
-from undrift.core.errors import BadData, BadSetting, MissingData, UndriftError, UnknownName
+from undrift.core.errors import BadData, BadSetting, MissingData, UndriftError, UnknownName, closest
 from undrift.core.files import data_folder, replaced
 from undrift.core.names import attribute, call_with_options, module_of, names, with_options
 from undrift.data._formats import read_arrays
@@ -42,7 +43,7 @@ def load_dataset(name: str) -> Dataset:
     if kind == "imagefolder":
         pictures: Dataset = module_of("datasets", kind).load(data_root(), rest)
         return pictures
-    if colon:
+    if colon and kind != "hf":
         function = attribute(name)
         try:
             data = function()
@@ -77,7 +78,20 @@ def check_dataset(name: str) -> None:
             raise BadSetting(
                 f"{asked} is a file, and --dataset takes a name; 'undrift data add NAME FILE.npz' gives it one"
             )
+        if asked.startswith((".", "/", "~")) or Path(asked).is_dir():
+            raise BadSetting(f"{asked} is a folder; pictures in folders are --dataset imagefolder:{asked}")
+        if "/" in asked:
+            raise not_by_its_address(asked, known)
         raise UnknownName("dataset", asked, known)
+    if name.startswith("hf:"):
+        raise not_by_its_address(name, known)
+
+
+def not_by_its_address(name: str, known: Collection[str]) -> BadSetting:
+    """The error for a data set of Hugging Face that is given by its address there."""
+    best = closest(re.split("[:/]", name)[-1], known)
+    hint = "'undrift list datasets' shows them, and --dataset package.module:function reads any other"
+    return BadSetting(f"{name}: data sets have short names here; {f'did you mean {best!r}?' if best else hint}")
 
 
 def add(name: str, file: Path) -> Path:

@@ -14,8 +14,7 @@ from torch import Tensor
 from undrift.algorithms.base import Worker
 from undrift.core.errors import BadSetting
 from undrift.core.layout import Layout
-from undrift.jobs.config import make_algorithm
-from undrift.jobs.registry import algorithm_class
+from undrift.jobs.registry import algorithm_class, make_algorithm
 from undrift.oracle.oracle import NoData, task_loss
 
 THEIRS = (

@@ -309,13 +309,19 @@ FIELDS = fields_of(RunConfig)
 TYPES = get_type_hints(RunConfig)
 
 
+SKEW = "; for Dirichlet's alpha write the partition dirichlet:VALUE"  # where someone gives an alpha
+
+
 def from_mapping(settings: Mapping[str, Any]) -> RunConfig:
     """A RunConfig from plain values; unknown names and values of the wrong kind are errors."""
     if "sweep" in settings:
         raise BadSetting("settings with a [sweep] table are of many runs; start them with 'undrift sweep FILE.toml'")
     for name in sorted(settings.keys() - {*TYPES, "lr"}):
         if not closest(name, {*TYPES, "lr"}) and methods_with(name):
-            raise BadSetting(f"{name} is a field of methods, not a setting of the run; put it into set")
+            skew = SKEW if name == "alpha" else ""
+            raise BadSetting(
+                f"{name} is a field of methods, not a setting of the run; put it into set, as in set={{'{name}': VALUE}}{skew}"
+            )
     check_known("setting", settings, {*TYPES, "lr"})
     settings = lr_among_fields(settings)
     fields = table_of_fields(settings.get("set", {}))

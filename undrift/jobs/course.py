@@ -91,7 +91,9 @@ class Result(Generic[C]):
             curves.take(record)
         image = base64.b64encode(curves._repr_png_()).decode() if curves.points else ""
         alt = f"curves of {', '.join(curves.points)}"
-        picture = f'<img src="data:image/png;base64,{image}" alt="{escape(alt)}">' if image else ""
+        picture = (
+            f'<img style="max-width: 100%" src="data:image/png;base64,{image}" alt="{escape(alt)}">' if image else ""
+        )
         shown = ("round", "loss", "accuracy", "train_loss", "dropped", "seconds")
         scored = [record for record in self.records if record["loss"] is not None] or self.records
         rows = "".join(

@@ -26,7 +26,7 @@ def entries_of(kind: str) -> list[dict[str, Any]]:
     entries: list[dict[str, Any]] = [{"name": name, "about": describe(kind, name)} for name in names(kind)]
     for entry in entries if kind == "algorithms" else ():
         (alg,) = algorithms_of(outline_of(kind, entry["name"]))
-        entry["server_needs"] = "single updates" if looks_at_single_uploads(alg) else "their sum"
+        entry["server_needs"] = "single updates" if looks_at_single_uploads(alg) else "the sum of the updates"
         entry["fields"] = {f.name: f.default for f in dataclasses.fields(alg)}
     return entries
 

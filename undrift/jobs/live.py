@@ -23,8 +23,8 @@ OBSERVED = 5.0  # seconds after which a pace that was seen is believed
 RISEN = 2.0  # times the lowest test loss, from which a loss above the first one is told
 COLUMNS = (("run", ""), ("state", ""), ("rounds", ""), ("best so far", "higher"), ("dropped", ""), ("time left", ""))
 LEGEND = (
-    "Time left is what the other rounds take at the pace that was seen. Dropped: clients that did not answer, or not with "
-    "finite numbers."
+    "Time left assumes that the remaining rounds are as fast as the recent ones. Dropped: clients that did not answer, or "
+    "whose numbers were not finite."
 )
 
 
@@ -241,7 +241,7 @@ def waiting(rows: list[Row]) -> list[str]:
     states = {row.state for row in rows}
     if "running" in states or not states & {"stopped", "to come"}:
         return []
-    return ["No run is running now. Stopped runs go on with --resume, a sweep with the same command."]
+    return ["No run is running now. Continue stopped runs with --resume, and a sweep with the same command."]
 
 
 def cells(row: Row, name: str) -> list[list[Any]]:

@@ -13,11 +13,13 @@ from torch import nn
 
 from undrift.algorithms.base import Server, Worker
 from undrift.core.errors import BadSetting, UndriftError, UnknownName, closest
-from undrift.core.names import algorithms_of, attribute, call_with_options, methods_with, module_of
+from undrift.core.names import algorithms_of, attribute, call_with_options, methods_with, module_of, names
+from undrift.core.outline import outline
 from undrift.core.pinned import PREFIX
 from undrift.core.streams import Purpose, stream
 from undrift.jobs.plain_values import as_type
 from undrift.models._hugging_face import build as hugging_face
+from undrift.round.aggregate import NAMES as RULES
 
 
 def build_model(model: Any, shape: tuple[int, ...], classes: int, seed: int, positions: int = 0) -> nn.Module:
@@ -40,11 +42,27 @@ def build_model(model: Any, shape: tuple[int, ...], classes: int, seed: int, pos
         except UndriftError:
             raise
         except Exception as error:  # whatever the user's function raises
-            raise BadSetting(f"the model function {model} failed: {type(error).__name__}: {error}") from error
+            called = f"called with (shape, classes) = ({shape}, {classes})"
+            raise BadSetting(
+                f"the model function {model}, {called}, failed: {type(error).__name__}: {error}"
+            ) from error
     if not isinstance(module, nn.Module):
         kind = type(module).__name__
         raise BadSetting(f"a model function takes (shape, classes) and returns an nn.Module, not {kind}")
     return module
+
+
+def check_not_elsewhere(name: str) -> None:
+    """Raise BadSetting for a method of another command and for a rule, which people take for algorithms."""
+    if name in names("algorithms"):
+        return
+    if "," in name:
+        raise BadSetting(f"a run has one algorithm, not {name!r}; several are a sweep: see 'undrift sweep --help'")
+    for command, module in (("dataparallel", "undrift.dataparallel.methods"), ("pipe", "undrift.pipeline.engines")):
+        if name in outline(module).METHODS:
+            raise BadSetting(f"{name} is a method of another command: write 'undrift {command} --method {name}'")
+    if name in RULES:
+        raise BadSetting(f"{name} is a rule that goes with an algorithm: give --aggregate {name}")
 
 
 def algorithm_class(name: str) -> type[Any]:
@@ -56,6 +74,7 @@ def algorithm_class(name: str) -> type[Any]:
         if not (inspect.isclass(kind) and issubclass(kind, Worker) and issubclass(kind, Server)):
             raise BadSetting(f"{name} is not an algorithm; it must be a class with a worker part and a server part")
         return kind
+    check_not_elsewhere(name)
     kinds = algorithms_of(module_of("algorithms", name))
     if len(kinds) != 1:
         raise BadSetting(f"the file of {name} must define one algorithm, not {len(kinds)}")

@@ -146,8 +146,12 @@ def opened(
             raise BadSetting(f"{name} must be a function of a record, not {function!r}")
     if out is not None and not isinstance(out, str | Path):
         raise BadSetting(f"out must be the path of a folder, not {out!r}")
-    if not isinstance(algorithm, str | type | Worker | None):
-        raise BadSetting(f"algorithm must be a name, a class or an object of one, not {algorithm!r}")
+    if not isinstance(algorithm, str | type | Worker | None) or (
+        isinstance(algorithm, type) and not issubclass(algorithm, Worker)
+    ):
+        raise BadSetting(f"algorithm must be the name, the class or an object of an algorithm, not {algorithm!r}")
+    if isinstance(loss, type) or not callable(loss):
+        raise BadSetting(f"loss must be a function of (outputs, targets), or an object that is called so, not {loss!r}")
     settings: dict[str, Any] = dict(options)
     given = lr_among_fields(read(config))
     settings = lr_among_fields(settings, given.get("set"))

@@ -8,6 +8,8 @@ from typing import Any, NamedTuple, TypeGuard
 
 from undrift.core.errors import BadSetting, UnknownName
 
+FALLING = ("loss", "perplexity", "bits", "calibration")  # numbers that get smaller as a model learns
+
 
 class Stop(NamedTuple):
     """What ends a run early: a number of the record that is at least, or below, some value; or the time."""
@@ -62,6 +64,8 @@ def parse_stop(text: str) -> dict[str, Stop]:
         wrong = not name.isidentifier() or not math.isfinite(number) or (name == "time" and (below or number <= 0))
         if share and not wrong and not 0 < number <= 1:
             raise BadSetting(f"stop_at {part!r}: {name} lies between 0 and 1, so write {name}=0.9 for 90 %")
+        if name.endswith(FALLING) and not below and not wrong:
+            raise BadSetting(f"stop_at {part!r} would end the run while {name} is still large; write {name}<{value}")
         if wrong:
             raise BadSetting(f"stop_at {part!r} is not understood; write accuracy=0.9, loss<0.2 or time=10m")
         stops[name] = Stop(name, number, below)

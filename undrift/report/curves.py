@@ -25,7 +25,7 @@ CORNERS, TOLERANCE = 40, 0.002  # of a line of costs, and how far it may be off,
 
 # What the record's numbers are called; the first ones are drawn first.
 LABELS = {
-    "loss": "test loss", "consistency": "consistency: how far apart the local models end", "forgetting": "forgetting",
+    "loss": "test loss", "consistency": "consistency: distance between local models", "forgetting": "forgetting",
     "train_loss": "training loss", "absent_loss": "loss on absent clients", "client_accuracy_p10": "clients' accuracy, 10 %",
     "client_accuracy_p50": "clients' accuracy, median", "client_accuracy_p90": "clients' accuracy, 90 %",
     "dropped": "clients that dropped out", "seconds": "seconds per round", "network_seconds": "network seconds per round",

@@ -26,14 +26,14 @@ KINDS = {
 MOST_DRAWN = 10  # groups whose curves are shown at first
 MOST_TESTED = 40  # methods that are compared in pairs
 MORE_LEGEND = (
-    "Forgetting: the mean over classes of the best earlier test accuracy minus the present one. The loss on absent "
+    "Forgetting: the mean over classes of the best earlier test accuracy minus the current one. The loss on absent "
     "clients is over the training samples of those who were not in the last cohort; the clients' accuracy is on their "
     "own training samples, at these quantiles of the clients. Constraints are those active in a quadratic programme, "
     "mean over rounds (server) or local steps (clients)."
 )
 TABLE_LEGEND = (
-    "Mean ± standard deviation over seeds (n - 1); none for a single seed. "
-    "Targets are reached on the test set. Bytes are down and up together."
+    "Mean ± standard deviation over seeds (n − 1); a single seed has none. "
+    "Targets are measured on the test set. Bytes count both directions."
 )
 
 
@@ -68,7 +68,7 @@ def title_of(groups: list[Group]) -> str:
 
 def _facts(runs: list[Run], groups: list[Group]) -> str:
     if not runs:
-        return "The page fills by itself when a run has its first round."
+        return "This page fills in as soon as a run finishes its first round."
     seeds = dict.fromkeys(as_text(run.settings.get("seed")) for run in runs)
     listed = ", ".join(seeds) if len(seeds) <= 12 else f"{len(seeds)} different ones"
     return f"{_count(len(runs), 'run')} in {_count(len(groups), 'group')}; seeds: {listed}."
@@ -77,7 +77,7 @@ def _facts(runs: list[Run], groups: list[Group]) -> str:
 def _notes(runs: list[Run], groups: list[Group]) -> list[str]:
     """What a reader should know before the results."""
     notes = []
-    for what, concerned in (("Diverged, and ended early", _diverged), ("Not at their last round", _unfinished)):
+    for what, concerned in (("Diverged, and ended early", _diverged), ("Not finished", _unfinished)):
         found = [f"{r.folder} ({r.rounds} of {r.settings['rounds']} rounds)" for r in runs if concerned(r)]
         if found:
             notes.append(f"{what}: {', '.join(found)}")

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from undrift.core.errors import BadRunFolder
+from undrift.core.outline import outline
 from undrift.core.run_files import DEPLOYED, ROUNDS, SETTINGS, Checkpoint, last_checkpoint, read_settings
 from undrift.report.records import Records, read_records
 
@@ -19,6 +20,11 @@ HOW = (
     *("device", "execution", "chunk", "checkpoint_every", "deterministic"),
     *("replay", "compile", "client_state", "differences"),
 )
+# By command, the settings that belong to a method as fields belong to an algorithm.
+OWN = {
+    "dp": outline("undrift.dataparallel.parallel_config").OWN,
+    "pipe": outline("undrift.pipeline.pipe_config").OWN,
+}
 NAMED_BY_VALUE = ("dataset", "partition", "model")  # values that need no name before them
 
 
@@ -166,7 +172,8 @@ def _load_one(folder: Path) -> Run:
     kind = "deploy" if (folder / DEPLOYED).exists() else command
     last = last_checkpoint(folder, run)
     stopped = str(last.facts.get("stopped", "")) if last and last.facts.get("finished") else ""
-    return Run(folder, settings | fields, _records(folder, run, last), made, frozenset(fields), command, kind, stopped)
+    own = frozenset(fields) | {name for name in OWN.get(command, ()) if name in settings}
+    return Run(folder, settings | fields, _records(folder, run, last), made, own, command, kind, stopped)
 
 
 def _toml(path: Path) -> dict[str, Any]:

@@ -113,7 +113,8 @@ def _verdict(groups: list[Group]) -> str:
     notes = _length_note(compared) + (_picking_note(picks) if len(picks) > 1 else "")
     rows = [(group, spread) for group, spread in zip(compared, scores(compared), strict=True) if spread]
     if not rows:
-        return "No run has a score yet."
+        ended = all(run.stopped == "diverged" for group in groups for run in group.runs)
+        return f"No run has a score{': all of them diverged before their first test' if ended else ' yet'}."
     if len(rows) < 2:
         ((group, spread),) = rows
         seeds = "1 seed" if spread.seeds == 1 else f"{spread.seeds} seeds"
@@ -164,7 +165,7 @@ def _lead(rows: Rows) -> str:
     if gap <= 2 * error:
         return (
             f"{first.label} has the best mean, but {ahead} is not larger than twice the standard error "
-            f"of the difference ({error:.4f}): without pairing the seeds, as p does in the table, the two cannot be told apart."
+            f"of the difference ({error:.4f}): the two cannot be told apart without pairing the seeds, as p in the report does."
         )
     seeds = min(best.seeds, next_best.seeds)
     caution = f"; with {seeds} seeds this is an indication, not a proof" if seeds < FEW_SEEDS else ""
@@ -215,7 +216,9 @@ def _forgotten(run: Run) -> float | None:
 def _length_note(groups: list[Group]) -> str:
     lengths = [run.rounds for group in groups for run in group.runs]
     low, high = min(lengths), max(lengths)
-    return f" The runs are not equally long ({low} to {high} rounds): that may matter." if low < high else ""
+    return (
+        f" The runs differ in length ({low} to {high} rounds), which may affect the comparison." if low < high else ""
+    )
 
 
 def _picking_note(picks: list[Pick]) -> str:

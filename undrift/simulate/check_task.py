@@ -33,15 +33,23 @@ def check_task(net: Net, x: Tensor, buffers: Tensor, work: LocalWork) -> None:
 
 
 @contextlib.contextmanager
-def blame_model(work: LocalWork) -> Iterator[None]:
-    """Say of whatever the user's model or loss raises that it was theirs."""
+def blame(what: str) -> Iterator[None]:
+    """Say of whatever the user's function raises that it was theirs."""
     try:
         yield
-    except UndriftError:
+    except (UndriftError, torch.cuda.OutOfMemoryError):
         raise
     except Exception as error:
-        shape = list(work.data.shape)
-        raise BadSetting(f"the model failed on samples of shape {shape}: {type(error).__name__}: {error}") from error
+        raise BadSetting(f"{what}: {type(error).__name__}: {error}") from error
+
+
+def blame_model(work: LocalWork) -> contextlib.AbstractContextManager[None]:
+    return blame(f"the model failed on samples of shape {list(work.data.shape)}")
+
+
+def blame_score(name: str, outputs: Tensor, targets: Tensor) -> contextlib.AbstractContextManager[None]:
+    who = "the loss" if name == "loss" else f"metric {name!r}"
+    return blame(f"{who} failed on outputs {list(outputs.shape)} and targets {list(targets.shape)}")
 
 
 def check_repeatable(net: Net, x: Tensor, buffers: Tensor, work: LocalWork) -> None:
@@ -137,6 +145,7 @@ def check_loss(net: Net, x: Tensor, buffers: Tensor, work: LocalWork) -> None:
     with blame_model(work), torch.no_grad():
         outputs, _ = net(x, buffers, work.data.transform(train.take(rows), net.dtype), None)
         outputs = classes_first(outputs, targets)
+    with blame_score("loss", outputs, targets), torch.no_grad():
         single = net.sample_losses(outputs, targets).mean()
     try:
         with torch.no_grad():

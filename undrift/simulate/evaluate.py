@@ -16,6 +16,7 @@ from undrift.data.augment import Transform
 from undrift.data.federation import Federation, Split
 from undrift.oracle.losses import IGNORED, classes_first
 from undrift.oracle.net import Net
+from undrift.simulate.check_task import blame_score
 from undrift.simulate.whole_metrics import WholeMetric, is_whole, number_of
 
 Metric = Callable[[Tensor, Tensor], Tensor]
@@ -77,10 +78,14 @@ def sample_scores(
         targets = targets.to(net.dtype) if targets.is_floating_point() else targets
         marked = torch.where(targets == net.ignored, IGNORED, targets) if net.ignored != IGNORED else targets
         for name, score in (("loss", net.sample_losses), *apart.items()):
-            values = torch.as_tensor(score(outputs, targets if name == "loss" else marked), device=part.device).double()
+            with blame_score(name, outputs, targets):
+                values = torch.as_tensor(
+                    score(outputs, targets if name == "loss" else marked), device=part.device
+                ).double()
             found[name].append(of_each(name, values, outputs, targets))
-        for metric in whole.values():
-            metric.update(*labelled(outputs, marked))
+        for name, metric in whole.items():
+            with blame_score(name, outputs, targets):
+                metric.update(*labelled(outputs, marked))
     scores = {name: torch.cat(values) for name, values in found.items()}
     return scores | {name: scores["loss"].new_full((len(rows),), number_of(name, m)) for name, m in whole.items()}
 

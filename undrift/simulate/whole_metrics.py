@@ -163,6 +163,8 @@ BUILT_IN = {"f1": F1, "auc": AUC, "calibration": Calibration, "perplexity": Perp
 
 def metrics_of(given: Mapping[str, Any] | Sequence[str] | None) -> dict[str, Any]:
     """The user's metrics by name; a text names one of those above."""
+    if isinstance(given, str):
+        raise BadSetting(f"metrics takes a list of names, or a mapping from names to functions, not {given!r}")
     named: dict[str, Any] = {}
     for name, metric in (
         {} if given is None else given if isinstance(given, Mapping) else {n: n for n in given}

@@ -4,6 +4,12 @@
 const HEIGHT = 300;
 const FONT = "12px system-ui, sans-serif";
 const WHOLE = [0, 1, 2, 3, 4, 5, 6, 7, 8, 9].flatMap((power) => [1, 2, 5].map((step) => step * 10 ** power)); // between ticks
+// The loss of a run that diverged may reach 1e300; uPlot's own steps end at 5e31, and its powers of ten are not exact from 1e22 on.
+const POWERS = Array.from({length: 601}, (_, place) => Number(`1e${place - 300}`));
+const splitsOfLog = (u, axis, from, to) =>
+  POWERS.flatMap((power) => [1, 2, 3, 4, 5, 6, 7, 8, 9].map((digit) => digit * power)).filter(
+    (value) => from <= value * (1 + 1e-9) && value * (1 - 1e-9) <= to,
+  );
 
 /** The parts that all charts share: axes in the colours of the theme, no legend of uPlot's own. */
 function frame(host, x, y, more) {
@@ -19,7 +25,7 @@ function frame(host, x, y, more) {
     grid: {stroke: colour("line"), width: 1, ...(log ? {filter: powers} : {})},
     ticks: {stroke: colour("line"), width: 1, size: 5, ...(log ? {filter: powers} : {})},
     values,
-    ...(log ? {filter: powers} : {}),
+    ...(log ? {filter: powers, incrs: POWERS, splits: splitsOfLog} : {}),
   });
   return {
     width: Math.max(host.clientWidth, 200),

@@ -19,7 +19,7 @@ function drawLive(live) {
     tiles.replaceChildren(
       ...counted,
       ...(asked ? [tile("rounds", `${done.toLocaleString("en")} of ${asked.toLocaleString("en")}`)] : []),
-      ...(next.left ? [tile("time left, about", next.left)] : []),
+      ...(next.left ? [tile("time left", `about ${next.left}`)] : []),
       ...next.gpus.map((gpu, k) =>
         tile(
           `GPU ${k}: ${gpu.name}`,
@@ -34,7 +34,7 @@ function drawLive(live) {
     table.update(next.table);
   };
   update(live);
-  const title = make("h2", {id: "live"}, "What goes on");
+  const title = make("h2", {id: "live"}, "Progress");
   return {state, element: make("section", {"aria-labelledby": "live"}, title, tiles, bar, notes, table.element), update};
 }
 

@@ -86,8 +86,8 @@ function clientCards(section, view, onclasses) {
           say: (value) => `${what} ${shown(value)}`,
         }),
       what === "accuracy"
-        ? `Test accuracy of each class; full colour is 1. Mean over seeds.`
-        : `The best test accuracy so far minus the present one; full colour is ${shown(most)}. Mean over seeds.`,
+        ? `Test accuracy of each class; the darkest colour is 1. Mean over seeds.`
+        : `The best test accuracy so far minus the current one; the darkest colour is ${shown(most)}. Mean over seeds.`,
     );
   }
   if (section.holdings) {
@@ -114,7 +114,7 @@ function clientCards(section, view, onclasses) {
           rowName: "class",
           say: (value) => `${value} samples`,
         }),
-      `${which} under seed ${seed}; full colour is ${most} samples.`,
+      `${which}, seed ${seed}; the darkest colour is ${most} samples.`,
     );
   }
   return cards;

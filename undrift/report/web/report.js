@@ -53,7 +53,7 @@ function drawReport(host, content) {
     );
     if (content.live && !panel) panel = drawLive(content.live);
     const ground = content.live
-      ? "This page is served on this machine alone, and only reads."
+      ? "This page is read-only and served to this machine only."
       : "This file needs no network.";
     host.replaceChildren(
       make(

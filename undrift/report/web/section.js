@@ -234,7 +234,7 @@ function comparedTable(section, against) {
     rows: section.table.rows.map((each, place) => put(each, cells[place])),
     legend:
       `${section.table.legend} Differences are those of the ${section.metric.score}; p: ${section.tests.name}. ` +
-      "A dash stands for fewer than two shared seeds, or for seeds that do not differ.",
+      "A dash means fewer than two shared seeds, or a difference that is the same in every seed.",
   };
 }
 
@@ -353,7 +353,7 @@ function legend(section, view, change, showCharts) {
     {class: "savers"},
     button("all", () => visible()),
     button("none", () => []),
-    button("as at first", () => section.shown),
+    button("reset", () => section.shown),
   );
   const visible = () =>
     entries.some((entry) => !entry.element.hidden)
@@ -386,7 +386,7 @@ function legend(section, view, change, showCharts) {
 
 function curveNotes(section) {
   const notes = [
-    "Bands go from the lowest seed to the highest; a mean ends where the first of its seeds ends. Drag across a chart to zoom, double-click to see all of it; with the keyboard, arrows read values, + and − zoom, 0 shows all.",
+    "Bands span the lowest to the highest seed; a mean ends where its shortest seed ends. Drag across a chart to zoom in, double-click to zoom out. Keyboard: the arrow keys read values, + and − zoom, 0 shows everything.",
   ];
   if (section.points)
     notes.push(
@@ -436,7 +436,7 @@ function settingsPart(section) {
   return make(
     "details",
     {class: "fold"},
-    make("summary", {}, "Settings, and how to run it again"),
+    make("summary", {}, "Settings and commands"),
     make(
       "p",
       {class: "faint"},
