@@ -38,7 +38,16 @@ def test_a_formula_in_a_name_is_text_in_the_table(trained: Path, tmp_path: Path)
 
 @pytest.mark.parametrize(
     "changed",
-    [{"shape": 3}, {"shape": []}, {"sites": {}}, {"clients": 9}, {"mean": [1.0, 2.0]}, {"gamma": None}, {"model": 5}],
+    [
+        {"shape": 3},
+        {"shape": []},
+        {"sites": {}},
+        {"clients": 9},
+        {"mean": [1.0, 2.0]},
+        {"gamma": None},
+        {"gamma": [0.5]},
+        {"model": 5},
+    ],
 )
 def test_a_super_model_with_damaged_facts_is_refused(trained: Path, tmp_path: Path, changed: dict[str, Any]) -> None:
     for name in SUPER:
@@ -88,6 +97,21 @@ def test_a_super_model_predicts_what_the_run_scored(trained: Path) -> None:
     assert model.predict(pictures[0]).masks.shape == (1, 16, 16)
     with pytest.raises(BadData, match="resize"):
         model.predict(pictures[:, :8])
+
+
+def test_a_super_model_has_a_threshold_for_each_client(trained: Path, tmp_path: Path, capsys: Any) -> None:
+    for name in SUPER:
+        (tmp_path / name).write_bytes((trained / name).read_bytes())
+    facts, pictures = (
+        read_sealed(tmp_path / SUPER[1]),
+        load_dataset("synthetic-sites(sites=3, patients=8, size=16)").x_test,
+    )
+    write_sealed(tmp_path / SUPER[1], facts | {"gamma": [0.0, 1.0, 0.0]})
+    always = undrift.SuperModel.load(trained).predict(pictures, gamma=0.0).model
+    found = undrift.SuperModel.load(tmp_path).predict(pictures).model
+    assert found.tolist() == [0 if model == 2 else model for model in always] and 2 in always
+    assert main(["predict", "--super", str(tmp_path), "--tune-gamma"]) == 0
+    assert "(was 0, 1, 0)" in capsys.readouterr().out and len(read_sealed(tmp_path / SUPER[1])["gamma"]) == 3
 
 
 def test_predict_writes_masks_overlays_and_a_table(trained: Path, tmp_path: Path, capsys: Any) -> None:

@@ -7,6 +7,7 @@ import math
 import pytest
 
 from undrift.core.errors import BadSetting
+from undrift.report.suite_page import as_text
 from undrift.report.verdicts import Number, check_claim, column_correlation, error_of, judge, over_seeds, read_number
 
 PAPER = {
@@ -114,3 +115,13 @@ def test_claims() -> None:
 def test_a_claim_of_another_kind_is_refused() -> None:
     with pytest.raises(BadSetting, match="check is one of best"):
         check_claim({"check": "wins", "rows": ["a"]}, {}, True)
+
+
+def test_a_claim_that_was_not_run_says_so_once() -> None:
+    claim = {"text": "A leads", "holds": None, "found": "not run", "in_paper": "1 of 1"}
+    verdict = {"columns": {}, "cells": [], "rank_correlation": {"columns": {}}, "claims": [claim]}
+    assert list(as_text(verdict))[-1] == "claim: A leads: not run (in the paper 1 of 1)"
+    run = {"holds": True, "found": "2 of 2 ahead", "in_paper": None}
+    assert (
+        list(as_text(verdict | {"claims": [claim | run]}))[-1] == "claim: A leads: yes (2 of 2 ahead; in the paper –)"
+    )

@@ -88,3 +88,17 @@ def test_a_site_can_be_left_out_and_tested_as_unseen() -> None:
     assert free["gamma"] == 0 and free["chosen"] == last["sites"]["chosen"]["unseen"][0]
     assert free["scores"]["dice"] == pytest.approx(last["sites"]["unseen"]["super"]["dice"][0])
     assert best["scores"]["dice"] >= max(free["scores"]["dice"], last["sites"]["unseen"]["global"]["dice"][0]) - 1e-6
+
+
+def test_each_clients_model_may_have_a_threshold_of_its_own() -> None:
+    common: dict[str, Any] = dict(
+        algorithm="fedsm", dataset="synthetic-sites(sites=3, patients=8, size=16)", model="unet(width=4, depth=1)",
+        partition="sites", clients=3, cohort=3, epochs=2, batch=4, rounds=4, eval_every=4, device="cpu", execution="pool",
+    )  # fmt: skip
+    given = {"optimizer": "adam", "lr": 0.01, "selector_model": "picture-statistics", "selector_lr": 0.1}
+    one, each = (undrift.run(set=given | {"thresholds": kind}, **common).records[-1] for kind in ("one", "each"))
+    assert isinstance(one["gamma"], float) and len(each["gamma"]) == 3
+    assert one["sites"]["test"]["global"] == each["sites"]["test"]["global"], "nothing else changes"
+    assert each["val_own_dice"] >= one["val_own_dice"] - 1e-9, "what can be tuned apart is no worse where it is tuned"
+    with pytest.raises(BadSetting, match="leave gamma away"):
+        undrift.run(set=given | {"thresholds": "each", "gamma": 0.5}, **common)

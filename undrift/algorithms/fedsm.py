@@ -53,6 +53,7 @@ class WithSelector(WorkerWrapper):
     selector_mode: Literal["full_batch_synced", "per_batch"] = "full_batch_synced"
     selector_weights: Literal["cohort", "uniform"] = "cohort"  # how clients weigh in s; the paper's are those of x
     gamma: float = -1.0  # confidence above which a personal model is used; below 0: tuned on validation samples
+    thresholds: Literal["one", "each"] = "one"  # tune one gamma, or one for each client's model; the paper's is one
 
     personalises: ClassVar[bool] = True
     uploads_apart: ClassVar[bool] = True
@@ -173,6 +174,10 @@ class WithSelector(WorkerWrapper):
         at_least(self, 0.0, "selector_lr")
         if not self.gamma <= 1:
             raise BadSetting(f"gamma must be at most 1, not {self.gamma}; below 0 it is tuned on validation samples")
+        if self.thresholds == "each" and self.gamma >= 0:
+            raise BadSetting(
+                f"thresholds=each are tuned, but gamma is {self.gamma}; leave gamma away, or give thresholds=one"
+            )
 
 
 @dataclass(frozen=True)

@@ -87,14 +87,14 @@ def algorithm_in_a_loop(name: str, given: dict[str, Any], optimizer: torch.optim
         if field in THEIRS:
             raise BadSetting(f"{field} belongs to your optimizer: leave it out of set")
     if optimizer is None and "keep_moments" not in given:
-        fresh = make_algorithm(kind, name, given)
+        fresh = make_algorithm(kind, name, given, ())
         if fresh.optimizer != "momentum":
             given = given | {"keep_moments": True}
         elif not fresh.keep_moments:
             raise BadSetting(
                 f"{name} begins each round without momentum: give LocalSteps optimizer=..., which it clears"
             )
-    alg = make_algorithm(kind, name, given)
+    alg = make_algorithm(kind, name, given, ())
     alg.check(islands, islands)
     divides = divides_by_rate(alg, islands)
     if divides and "lr" not in given:

@@ -25,7 +25,7 @@ from undrift.data.federation import federate
 from undrift.data.load import load_dataset
 from undrift.jobs.registry import build_model
 from undrift.oracle.segmentation import dice_scores
-from undrift.personal.choosing import best_gamma, choose
+from undrift.personal.choosing import Gamma, best_gamma, best_gammas, choose
 
 COLOURS = ((0, 255, 0), (255, 255, 0), (255, 0, 255))  # borders of the structures in an overlay
 BATCH = 64
@@ -70,9 +70,10 @@ class SuperModel:
         return cls(models, build("selector.", facts["selector_model"], facts["selector_outputs"]), facts)
 
     @property
-    def gamma(self) -> float:
-        """The threshold below which the server's model is used."""
-        return float(self.facts["gamma"])
+    def gamma(self) -> Gamma:
+        """The threshold below which the server's model is used, or one for each client's model."""
+        gamma = self.facts["gamma"]
+        return [float(one) for one in gamma] if isinstance(gamma, list) else float(gamma)
 
     def predict(self, x: Any, gamma: float | None = None, site: int | None = None) -> Prediction:
         """Masks for pictures x, uint8 [n, height, width, channels], or for one without n; `site` fixes the model."""
@@ -169,11 +170,18 @@ def checked(facts: Any) -> dict[str, Any]:
     if not isinstance(facts, dict):
         raise ValueError("the facts are no table")
     for name, kind in FACTS.items():
-        values = facts.get(name) if name in LISTS else [facts.get(name)]
+        each = name == "gamma" and isinstance(facts.get(name), list)  # one of each client's model
+        values = facts.get(name) if name in LISTS or each else [facts.get(name)]
         kinds = (int, float) if kind is float else (kind,)
         if not isinstance(values, list) or not all(type(value) in kinds for value in values):
             raise ValueError(f"{name} is {facts.get(name)!r}")
-    if len(facts["sites"]) != facts["clients"] or not facts["shape"] or min(facts["shape"]) < 1 or facts["outputs"] < 1:
+    gammas = facts["gamma"] if isinstance(facts["gamma"], list) else facts["sites"]
+    if (
+        not len(facts["sites"]) == len(gammas) == facts["clients"]
+        or not facts["shape"]
+        or min(facts["shape"]) < 1
+        or facts["outputs"] < 1
+    ):
         raise ValueError("its sizes do not fit each other")
     if len(facts["mean"]) != len(facts["std"]) or len(facts["mean"]) not in (0, 1, facts["shape"][0]):
         raise ValueError("mean and std do not fit the pictures")
@@ -205,11 +213,16 @@ def tune(folder: Path) -> str:
     chosen = model.predict(pictures, gamma=0.0)
     personal, shared = scores(chosen), scores(model.predict(pictures, gamma=1.0))
     weight = 1.0 / torch.bincount(val.owners).float()[val.owners]
-    before, gamma = model.gamma, best_gamma(torch.from_numpy(chosen.confidence), personal, shared, weight)
+    before, confidence = model.gamma, torch.from_numpy(chosen.confidence)
+    gamma: Gamma
+    if isinstance(before, float):
+        gamma = best_gamma(confidence, personal, shared, weight)
+    else:
+        preferred = torch.from_numpy(chosen.model) - 1
+        gamma = best_gammas(preferred, len(before), confidence, personal, shared, weight)
     write_sealed(folder / SUPER[1], model.facts | {"gamma": gamma, "sha256": checksum(folder / SUPER[0])})
-    return (
-        f"gamma {gamma:g} (was {before:g}), tuned on {len(val.rows)} validation samples; stored in {folder / SUPER[1]}"
-    )
+    said, was = (f"{g:g}" if isinstance(g, float) else ", ".join(f"{one:g}" for one in g) for g in (gamma, before))
+    return f"gamma {said} (was {was}), tuned on {len(val.rows)} validation samples; stored in {folder / SUPER[1]}"
 
 
 def predict_folder(

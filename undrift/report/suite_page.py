@@ -221,7 +221,9 @@ def as_text(verdict: Mapping[str, Any]) -> Iterator[str]:
             yield f"{row}  {errors:>10}  {cell['verdict']}{sending(cell)}"
     yield correlations(verdict)
     for claim in verdict["claims"]:
-        yield f"claim: {claim['text']}: {said(claim['holds'])} ({claim['found']}; in the paper {claim['in_paper'] or '–'})"
+        holds = said(claim["holds"])
+        ours = "" if claim["found"] == holds else f"{claim['found']}; "
+        yield f"claim: {claim['text']}: {holds} ({ours}in the paper {claim['in_paper'] or '–'})"
 
 
 def sending(cell: Mapping[str, Any]) -> str:

@@ -15,7 +15,7 @@ from undrift.data.batches import Plan
 from undrift.data.federation import Federation, HeldOut
 from undrift.oracle.losses import classes_first
 from undrift.oracle.net import Net
-from undrift.personal.choosing import Choice, best_gamma, choose
+from undrift.personal.choosing import Choice, Gamma, best_gamma, best_gammas, choose
 from undrift.round.order import ServerState
 from undrift.simulate.evaluate import Metrics, group_means, means, of_samples, sample_scores, weights_of
 from undrift.simulate.whole_metrics import is_whole, number_of
@@ -59,7 +59,8 @@ def own_scores(run: Scored, last: bool) -> dict[str, Any]:
     shared = Served(run.state.x, run.state.buffers)
     found: dict[str, Any] = {}
     table: dict[str, Any] = {}
-    gamma = max(getattr(alg, "gamma", 0.0), 0.0)
+    gamma: Gamma = max(float(getattr(alg, "gamma", 0.0)), 0.0)
+    each = getattr(alg, "thresholds", "one") == "each"
     for name in sorted(data.held_out, reverse=True):  # validation before the others: the threshold comes from there
         own, sites = data.held_out[name], 1 if name == "unseen" else most
         kinds = {"global": scores_of(run, own, shared)}
@@ -67,7 +68,7 @@ def own_scores(run: Scored, last: bool) -> dict[str, Any]:
             kinds["personal"] = by_owner(run, own, [served[i] for i in range(sites)])
         if alg.chooses:
             if name == "val" and tunes(run):
-                gamma = tuned(run, own, shared, served)
+                gamma = tuned(run, own, shared, served, each)
             kinds["super"], choice = super_scores(run, own, shared, served, gamma)
             table.setdefault("chosen", {})[name] = counted(own, choice, sites, len(served) + 1)
             if last and name == "unseen" and alg.chooses == "threshold":
@@ -135,7 +136,7 @@ def counted(own: HeldOut, choice: Choice, sites: int, models: int) -> list[list[
 def thresholds(run: Scored, own: HeldOut, shared: Served, served: list[Served]) -> dict[str, Any]:
     """Without a threshold, and with the one that is best on these samples themselves: gamma, the choices and the scores."""
     found = {}
-    for name, gamma in (("none", 0.0), ("best", tuned(run, own, shared, served))):
+    for name, gamma in (("none", 0.0), ("best", tuned(run, own, shared, served, each=False))):
         scores, choice = super_scores(run, own, shared, served, gamma)
         each = whole_scores(run, own, scores)
         found[name] = {"gamma": gamma, "chosen": counted(own, choice, 1, len(served) + 1)[0], "scores": each}
@@ -208,20 +209,23 @@ def selector_outputs(run: Scored, own: HeldOut) -> Tensor:
     return outputs_of(run, run.net.networks["selector"], selector, own, own.rows, own.owners)
 
 
-def tuned(run: Scored, own: HeldOut, shared: Served, served: list[Served]) -> float:
-    """The threshold with the best client-average score."""
+def tuned(run: Scored, own: HeldOut, shared: Served, served: list[Served], each: bool) -> Gamma:
+    """The threshold with the best client-average score, or `each` client's model's."""
     choice = choose("threshold", selector_outputs(run, own), 0.0)
     metric = next(iter(of_samples(run.metrics)), "loss")
-    personal = by_model(run, own, served, choice.weights.argmax(-1)).each[metric]
+    preferred = choice.weights.argmax(-1)
+    personal = by_model(run, own, served, preferred).each[metric]
     of_server = scores_of(run, own, shared).each[metric]
     labels = weights_of(run.net, own.split, own.rows)
     weight = labels / torch.bincount(own.owners, labels).clamp(min=1e-300)[own.owners]
     sign = -1.0 if metric == "loss" else 1.0
+    if each:
+        return best_gammas(preferred, len(served), choice.confidence, sign * personal, sign * of_server, weight)
     return best_gamma(choice.confidence, sign * personal, sign * of_server, weight)
 
 
 def super_scores(
-    run: Scored, own: HeldOut, shared: Served, served: list[Served], gamma: float
+    run: Scored, own: HeldOut, shared: Served, served: list[Served], gamma: Gamma
 ) -> tuple[Scores, Choice]:
     """The scores of the models that the selector chooses, or mixes."""
     choice = choose(run.alg.chooses, selector_outputs(run, own), gamma)
