@@ -61,7 +61,7 @@ def run_all(arguments: argparse.Namespace) -> int:
     }
     jobs = [(name, seed) for seed in range(arguments.seeds) for name in METHODS]
     jobs.sort(key=lambda job: job[0] != "dni")  # the slowest first
-    waiting = [job for job in jobs if not RunFolder(folder_of(arguments, *job)).finished()]
+    waiting = [job for job in jobs if not RunFolder(folder_of(arguments, *job)).is_finished()]
     running: dict[tuple[str, int], subprocess.Popen[bytes]] = {}
     end = time.monotonic() + 60 * arguments.minutes
     arguments.out.mkdir(parents=True, exist_ok=True)
@@ -79,13 +79,13 @@ def run_all(arguments: argparse.Namespace) -> int:
     for process in running.values():
         process.kill()  # a checkpoint is complete or not there
         process.wait()
-    return sum(not RunFolder(folder_of(arguments, *job)).finished() for job in jobs)
+    return sum(not RunFolder(folder_of(arguments, *job)).is_finished() for job in jobs)
 
 
 def scores(arguments: argparse.Namespace, name: str) -> dict[str, Any]:
     """Best and last test accuracy in per cent of each finished seed, and each block's gradient difference at both ends."""
     runs = [RunFolder(folder_of(arguments, name, seed)) for seed in range(arguments.seeds)]
-    records = [run.records() for run in runs if run.finished()]
+    records = [run.records() for run in runs if run.is_finished()]
     found: dict[str, Any] = {"method": name, "seeds": len(records)}
     for what, pick in (("best", max), ("last", lambda values: values[-1])):
         found[what] = [100 * pick([r["accuracy"] for r in rs if r["accuracy"] is not None]) for rs in records]

@@ -106,7 +106,7 @@ def main() -> None:
                 if done > len(marks):
                     marks.append((done, crossed(a.clients), time.perf_counter()))
                 time.sleep(0.05)
-            if not RunFolder(Path(plan.deploy.out)).finished():
+            if not RunFolder(Path(plan.deploy.out)).is_finished():
                 sys.exit(parts.log("run") + parts.log("superlink")[-3000:])
         # The first round also waits for imports from a cold disk.
         records = RunFolder(Path(plan.deploy.out)).records()[1:]

@@ -31,7 +31,7 @@ from undrift.jobs.course import commit
 from undrift.oracle.net import Net
 from undrift.round.order import ServerState, first_state
 from undrift.simulate.choose import keep_freed_memory
-from undrift.simulate.graphs import recorded
+from undrift.simulate.graphs import record_graph
 
 CLIENTS, COHORT, SLOTS, SIDE, CLASSES = 150, 10, 100, 1000, 10  # 1000 * 1000 = 10^6 parameters
 
@@ -80,7 +80,7 @@ def measure(device: torch.device, rounds: int, warm: int) -> dict[str, object]:
 
     if device.type == "cuda":  # everything lies on the device, and the step is recorded, as in the engine
         state = map_leaves(lambda t: t.to(device, copy=True), state)
-        step = recorded(in_place, leaves(state), device)
+        step = record_graph(in_place, leaves(state), device)
     steps, reads, active = [], [], []
     for t in range(warm + rounds):
         ids.copy_(torch.randperm(CLIENTS, generator=torch.Generator().manual_seed(t))[:COHORT].sort().values)

@@ -38,7 +38,7 @@ def main() -> None:
                 print(line, flush=True)
             shown = len(lines)
             time.sleep(0.3)
-        if not RunFolder(out).finished():
+        if not RunFolder(out).is_finished():
             sys.exit(parts.log("run"))
         print(f"{crossed(CLIENTS):,} bytes crossed the links, both ways, from the first packet on")
     accuracy = load([out])[0].records.column("accuracy")[-1]

@@ -186,7 +186,7 @@ def main() -> None:
             print(line)
         return
     try:
-        with stopping.heeded(lambda how: print(how, flush=True)), stopping.within(60 * given.minutes) as left:
+        with stopping.heed_signals(lambda how: print(how, flush=True)), stopping.within(60 * given.minutes) as left:
             for item in items:
                 if left() < 5:
                     break

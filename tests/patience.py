@@ -31,7 +31,7 @@ def patient(seconds: float) -> float:
 def wait_for_rounds(folder: Path, more: int, process: subprocess.Popen[Any]) -> None:
     """Wait until a process has written so many rounds of a run beyond the checkpoint that it began with, or has ended."""
     file = folder / "rounds.jsonl"
-    before, reached = (file.stat().st_mtime_ns, RunFolder(folder).reached()) if file.exists() else (0, 0)
+    before, reached = (file.stat().st_mtime_ns, RunFolder(folder).last_checkpoint()) if file.exists() else (0, 0)
     while process.poll() is None:
         if file.exists() and file.stat().st_mtime_ns != before and file.read_bytes().count(b"\n") >= reached + more:
             return

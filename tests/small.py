@@ -110,7 +110,7 @@ def path(run: Simulation, rounds: int) -> torch.Tensor:
     points = []
     for _ in range(rounds):
         run.round()
-        points.append(run.net.sent(run.state.x, "model"))
+        points.append(run.net.without_padding(run.state.x, "model"))
     return torch.stack(points)
 
 

@@ -140,9 +140,9 @@ def ours(
     models, owns = [], []
     for _ in range(ROUNDS):
         run.round()
-        models.append(shared(run.net.sent(run.state.x, "model")))
+        models.append(shared(run.net.without_padding(run.state.x, "model")))
         if own is not None:
-            owns.append(torch.stack([kept(run.net.sent(v, "model")) for v in own(run.serving()[2])]))
+            owns.append(torch.stack([kept(run.net.without_padding(v, "model")) for v in own(run.serving()[2])]))
     return {MODEL: torch.stack(models)} | ({OWN: torch.stack(owns)} if owns else {})
 
 

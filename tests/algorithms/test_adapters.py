@@ -171,7 +171,11 @@ def test_bytes_are_those_of_what_moves() -> None:
     assert [r.bytes_down for r in records] == [2 * 8 * (a + b + head)] * 2
     record = frozen.round()
     assert (record.bytes_down, record.bytes_up) == (2 * 8 * (b + head),) * 2
-    assert plain.round().bytes_up == 2 * 8 * (a + b + head) == 2 * nbytes(plain.net.sent(plain.state.x, "model"))
+    assert (
+        plain.round().bytes_up
+        == 2 * 8 * (a + b + head)
+        == 2 * nbytes(plain.net.without_padding(plain.state.x, "model"))
+    )
 
 
 def test_a_model_without_adapters_is_refused_in_one_line() -> None:

@@ -32,7 +32,7 @@ def test_r2_fedavgm_without_momentum_is_fedavg() -> None:
 def test_fedavgm_has_its_closed_form() -> None:
     """x_T = x_0 - eta_g sum_t (1 - beta^(T-t)) / (1 - beta) d_t."""
     run = simulation(FedAvgM(beta1=0.6, server_lr=0.7))
-    x0 = run.net.sent(run.state.x, "model")
+    x0 = run.net.without_padding(run.state.x, "model")
     points = torch.cat([x0[None], path(run, 5)])
     m, ds = torch.zeros_like(x0), []
     for t in range(5):  # d_t from m_{t+1} = beta m_t + d_t and x_{t+1} = x_t - eta_g m_{t+1}

@@ -59,7 +59,7 @@ def different(one: Any, other: Any, rounds: int = 4, **settings: Any) -> None:
 
 def models(run: Simulation, rounds: int) -> Tensor:
     """x_0 to x_T."""
-    return torch.cat([run.net.sent(run.state.x, "model")[None], path(run, rounds)])
+    return torch.cat([run.net.without_padding(run.state.x, "model")[None], path(run, rounds)])
 
 
 def fedavg_update(run: Simulation, **settings: Any) -> Tensor:
@@ -73,7 +73,7 @@ def fedavg_update(run: Simulation, **settings: Any) -> Tensor:
 def full_gradient(x: Tensor, run: Simulation) -> Tensor:
     """The mean over clients of their full gradients at x, by autograd on the module."""
     module, fed = tiny_mlp().double(), run.data
-    torch.nn.utils.vector_to_parameters(run.net.sent(x, "model"), module.parameters())
+    torch.nn.utils.vector_to_parameters(run.net.without_padding(x, "model"), module.parameters())
     held = fed.train.held
     assert held is not None
     total = torch.zeros((), dtype=torch.float64)

@@ -13,8 +13,8 @@ from undrift.core.streams import (
     mix_int,
     sample,
     samples,
-    signed,
     stream,
+    to_signed,
     uniform,
     words,
 )
@@ -29,12 +29,12 @@ def test_mix_is_splitmix64() -> None:
 
 def test_tensor_and_host_forms_agree() -> None:
     values = [0, 1, 12345, (1 << 63) - 1, 1 << 63, (1 << 64) - 1]
-    mixed = mix(torch.tensor([signed(v) for v in values]))
-    assert mixed.tolist() == [signed(mix_int(v)) for v in values]
+    mixed = mix(torch.tensor([to_signed(v) for v in values]))
+    assert mixed.tolist() == [to_signed(mix_int(v)) for v in values]
     key = stream(3, Purpose.DROPOUT, 7)
-    assert fold(key, torch.tensor([5])).item() == signed(stream(3, Purpose.DROPOUT, 7, 5))
+    assert fold(key, torch.tensor([5])).item() == to_signed(stream(3, Purpose.DROPOUT, 7, 5))
     nested = fold(fold(key, torch.tensor([5])), torch.tensor([9]))
-    assert nested.item() == signed(stream(3, Purpose.DROPOUT, 7, 5, 9))
+    assert nested.item() == to_signed(stream(3, Purpose.DROPOUT, 7, 5, 9))
 
 
 def test_streams_differ_by_every_part() -> None:
@@ -43,7 +43,7 @@ def test_streams_differ_by_every_part() -> None:
 
 
 def test_numbers_are_uniform() -> None:
-    word = words(torch.tensor(signed(stream(0, Purpose.AUGMENT))), 200_000)
+    word = words(torch.tensor(to_signed(stream(0, Purpose.AUGMENT))), 200_000)
     u = uniform(word)
     assert u.min() >= 0 and u.max() < 1
     assert abs(u.mean() - 0.5) < 0.003 and abs(u.var() - 1 / 12) < 0.002
@@ -65,7 +65,7 @@ def test_drawing_for_many_rounds_at_once_gives_the_same(population: int, size: i
     for seed in (0, 5, 2**64 - 1):
         keys = fold(stream(seed, Purpose.COHORT), torch.arange(200))
         plain = [stream(seed, Purpose.COHORT, t) for t in range(200)]
-        assert keys.tolist() == [signed(key) for key in plain]
+        assert keys.tolist() == [to_signed(key) for key in plain]
         assert samples(keys, population, size).tolist() == [sample(key, population, size) for key in plain]
 
 

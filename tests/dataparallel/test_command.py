@@ -134,7 +134,7 @@ def test_a_run_that_diverges_ends(tmp_path: Path) -> None:
     with pytest.warns(UserWarning, match="the training loss is not finite: the run has diverged"):
         result = trained(tmp_path / "run", lr=1e29, rounds=50)
     assert result.stopped == "diverged" and len(result.records) < 10
-    assert RunFolder(tmp_path / "run").finished()
+    assert RunFolder(tmp_path / "run").is_finished()
 
 
 def test_statistics_are_taken_anew_at_the_tested_weights() -> None:

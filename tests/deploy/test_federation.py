@@ -78,7 +78,7 @@ class Federation:
         points = []
         for _ in range(rounds):
             self.record = self.deployment.rounds(1)[0]
-            points.append(self.run.net.sent(self.run.state.x, "model"))
+            points.append(self.run.net.without_padding(self.run.state.x, "model"))
         return torch.stack(points)
 
 
@@ -185,7 +185,7 @@ def without(make: Make, lost: set[tuple[int, str]], rounds: int) -> Tensor:
         run.attendance = lambda t, less=less: less  # type: ignore[method-assign, misc]
         run.round()
         del run.attendance
-        points.append(run.net.sent(run.state.x, "model"))
+        points.append(run.net.without_padding(run.state.x, "model"))
     return torch.stack(points)
 
 
@@ -198,14 +198,14 @@ def test_lost_answers_are_as_if_the_client_had_failed(name: str, tmp_path: Path)
     same(federation.path(5), without(make, lost, 5))
     assert sum("no answer in time" in line for line in federation.said) == 4
     kept = Federation(tmp_path / "other", make).path(5)
-    assert (kept[-1] - federation.run.net.sent(federation.run.state.x, "model")).norm() > 1e-6
+    assert (kept[-1] - federation.run.net.without_padding(federation.run.state.x, "model")).norm() > 1e-6
 
 
 def test_too_few_answers_leave_the_model_as_it_is(tmp_path: Path) -> None:
     federation = Federation(tmp_path, maker("fedavg", cohort=4), least=4)
     ids = federation.run.sampling.invite(federation.run.t)[0].tolist()
     federation.post.lost = {(1, str(ids[0]))}
-    before = federation.run.net.sent(federation.run.state.x, "model")
+    before = federation.run.net.without_padding(federation.run.state.x, "model")
     after = federation.path(2)
     assert torch.equal(after[0], before) and not torch.equal(after[1], before)
     assert any("fewer than 4" in line for line in federation.said)

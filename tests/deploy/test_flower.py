@@ -150,7 +150,9 @@ def test_the_apps_equal_the_simulator(name: str, tmp_path: Path, monkeypatch: py
         return build_simulation(plan.run, plan.alg, dataset, plan.run.model, torch.device("cpu"))
 
     run = make()
-    found = run.net.sent(run.net.layout.join(load_file(tmp_path / "out" / "model.safetensors"), run.state.x), "model")
+    found = run.net.without_padding(
+        run.net.layout.join(load_file(tmp_path / "out" / "model.safetensors"), run.state.x), "model"
+    )
     torch.testing.assert_close(found, without(make, set(), 3)[-1], rtol=1e-9, atol=1e-12)
 
 
@@ -179,7 +181,7 @@ def test_second_answers_failures_and_doubles_are_dealt_with(tmp_path: Path) -> N
     assert post.node["1"] == 2 * 7919 and said == ["node 5 is turned away: 1 is there already"]
     nodes.twice, nodes.failing = True, {7919}
     run = build_simulation(plan.run, plan.alg, load_dataset("digits"), "logreg", torch.device("cpu"))
-    arrays = {"down.x": encode(run.net.sent(run.state.x, "model")), "buffers": encode(run.state.buffers)}
+    arrays = {"down.x": encode(run.net.without_padding(run.state.x, "model")), "buffers": encode(run.state.buffers)}
     facts = {"run": "a1", "round": 0, "exchange": "train", "since": 0, "position": 0}
     letters = {n: Letter(facts | {"client": n, "id": int(n)}, arrays) for n in ("0", "2", "7")}
     answers = dict(post.exchange(letters))

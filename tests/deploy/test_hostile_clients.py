@@ -126,7 +126,7 @@ def test_bounds_that_make_no_sense_are_refused(settings: dict[str, Any], tmp_pat
 
 def distance(federation: Federation, honest: torch.Tensor, rounds: int) -> float:
     """How far the federation's model is from the honest one, in units of how far that one went."""
-    start = federation.run.net.sent(federation.run.state.x, "model")
+    start = federation.run.net.without_padding(federation.run.state.x, "model")
     found = federation.path(rounds)[-1]
     return float((found - honest).norm() / (honest - start).norm())
 

@@ -20,7 +20,7 @@ from cryptography.hazmat.primitives.asymmetric import ec, ed25519
 
 from undrift.cli import main
 from undrift.core.errors import BadSetting, UnknownName
-from undrift.deploy.clients import admit, admitted, revoke
+from undrift.deploy.clients import admit, admitted_keys, revoke
 from undrift.deploy.keys import SSH, fingerprint, read_private, read_public, renew, write_identity, write_keys
 from undrift.deploy.link import state_of
 from undrift.deploy.state import Store
@@ -109,7 +109,7 @@ def test_a_clients_private_key_is_nowhere_but_with_the_client(tmp_path: Path) ->
     secret = private.private_numbers().private_value.to_bytes(48)
     for content in contents(tmp_path / "server").values():
         assert b"OPENSSH PRIVATE" not in content and secret not in content
-    assert admitted(tmp_path / "server") == {"clinic-a": private.public_key()}
+    assert admitted_keys(tmp_path / "server") == {"clinic-a": private.public_key()}
 
 
 def test_a_name_has_one_key_and_a_key_has_one_name(tmp_path: Path) -> None:
@@ -125,7 +125,7 @@ def test_a_name_has_one_key_and_a_key_has_one_name(tmp_path: Path) -> None:
         admit(server, key, "clinic-b")
     assert contents(server) == before
     revoke(server, "clinic-a")
-    assert admitted(server) == {}
+    assert admitted_keys(server) == {}
     for name in ("clinic-a", "clinic-b"):
         with pytest.raises(BadSetting, match="was revoked"):
             admit(server, key, name)
@@ -191,9 +191,9 @@ def test_a_revoked_key_that_is_put_back_is_no_clients(tmp_path: Path) -> None:
     revoke(server, "clinic-a")
     assert state_of(server) != before  # a running server looks again
     (server / "clients" / "clinic-a.pub").write_bytes(kept)
-    assert admitted(server) == {}
+    assert admitted_keys(server) == {}
     new = client(tmp_path / "new", "clinic-a")
-    assert admit(server, new)[0] == "clinic-a" and admitted(server).keys() == {"clinic-a"}
+    assert admit(server, new)[0] == "clinic-a" and admitted_keys(server).keys() == {"clinic-a"}
 
 
 def test_changes_at_the_same_time_leave_one_key_for_a_name(tmp_path: Path) -> None:
@@ -209,7 +209,7 @@ def test_changes_at_the_same_time_leave_one_key_for_a_name(tmp_path: Path) -> No
         with ThreadPoolExecutor(2) as pool:
             pool.submit(admit, server, held)
             assert pool.submit(revoke, server, "clinic-a").result()
-        assert admitted(server) == {}
+        assert admitted_keys(server) == {}
         files.remove(held)
 
 

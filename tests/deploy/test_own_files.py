@@ -113,9 +113,9 @@ def same(plan: Plan, make: Callable[[], Simulation], lost: set[tuple[int, str]] 
     run = make()
     model = load_file(Path(plan.deploy.out) / "model.safetensors")
     expected = without(make, lost or set(), plan.run.rounds)[-1]
-    found = run.net.sent(run.net.layout.join(model, run.state.x), "model")
+    found = run.net.without_padding(run.net.layout.join(model, run.state.x), "model")
     torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-12)
-    assert (found - run.net.sent(run.state.x, "model")).norm() > 1e-2  # it went somewhere
+    assert (found - run.net.without_padding(run.state.x, "model")).norm() > 1e-2  # it went somewhere
 
 
 def records(plan: Plan) -> list[dict[str, Any]]:

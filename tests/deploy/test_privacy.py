@@ -328,7 +328,7 @@ def test_a_missing_answer_counts_as_nothing_and_the_noise_is_there_all_the_same(
     server_app()(Deaf(plan, tmp_path), Context(1, 1, {}, RecordDict(), plan.flat()))  # type: ignore[arg-type]
     run = build_simulation(plan.run, plan.alg, load_dataset("digits"), "logreg", torch.device("cpu"))
     moved = run.net.layout.join(load_file(tmp_path / "out" / "model.safetensors"), run.state.x)
-    apart = run.net.sent(moved - run.state.x, "model")
+    apart = run.net.without_padding(moved - run.state.x, "model")
     assert apart.std() == pytest.approx(2.0 * 0.5 / 3, rel=0.1) and records(plan)[0]["dropped"] == 3
 
 

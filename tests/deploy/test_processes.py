@@ -58,14 +58,16 @@ def deployed(plan: Plan) -> Tensor:
     """The global model that the deployed run ended with."""
     run = simulator(plan)
     model = load_file(Path(plan.deploy.out) / "model.safetensors")
-    return run.net.sent(run.net.layout.join(model, run.state.x), "model")
+    return run.net.without_padding(run.net.layout.join(model, run.state.x), "model")
 
 
 def agree(plan: Plan, lost: set[tuple[int, str]] | None = None) -> None:
     found, expected = deployed(plan), without(lambda: simulator(plan), lost or set(), plan.run.rounds)[-1]
     assert (found - expected).norm() <= 1e-4 * expected.norm()
     start = simulator(plan).state.x
-    assert (found - simulator(plan).net.sent(start, "model")).norm() > 1e-2 * expected.norm()  # it went somewhere
+    assert (
+        found - simulator(plan).net.without_padding(start, "model")
+    ).norm() > 1e-2 * expected.norm()  # it went somewhere
 
 
 def records(plan: Plan) -> list[dict[str, Any]]:
@@ -95,7 +97,7 @@ def until(true: Callable[[], Any], here: LocalFederation, seconds: float = LONG)
 
 def finish(here: LocalFederation, run: subprocess.Popen[bytes], plan: Plan) -> None:
     until(lambda: run.poll() is not None and not here.server_apps(), here)
-    assert RunFolder(Path(plan.deploy.out)).finished() and len(records(plan)) == plan.run.rounds, here.log("run")
+    assert RunFolder(Path(plan.deploy.out)).is_finished() and len(records(plan)) == plan.run.rounds, here.log("run")
 
 
 def test_smoke(tmp_path: Path) -> None:
@@ -218,9 +220,12 @@ def test_clients_with_files_of_their_own_equal_the_simulator_on_the_same_files(t
         return build_simulation(plan.run, plan.alg, data, plan.run.model, torch.device("cpu"))
 
     run, model = make(), load_file(tmp_path / "out" / "model.safetensors")
-    found, expected = run.net.sent(run.net.layout.join(model, run.state.x), "model"), without(make, lost, 3)[-1]
+    found, expected = (
+        run.net.without_padding(run.net.layout.join(model, run.state.x), "model"),
+        without(make, lost, 3)[-1],
+    )
     assert (found - expected).norm() <= 1e-4 * expected.norm()
-    assert (found - run.net.sent(run.state.x, "model")).norm() > 1e-2 * expected.norm()
+    assert (found - run.net.without_padding(run.state.x, "model")).norm() > 1e-2 * expected.norm()
 
 
 @pytest.mark.system
@@ -348,7 +353,7 @@ def test_signals_end_everything_after_the_round_and_the_run_goes_on(tmp_path: Pa
         last = [json.loads(line) for line in file.read_text().splitlines()]
         slow = last[-1]["seconds"] > 5  # too slow for a signal to wait for
         assert slow or "stopped by SIGTERM; go on with resume=true" in (tmp_path / "home/run.log").read_text()
-        before, reached = reached, RunFolder(tmp_path / "out").reached()
+        before, reached = reached, RunFolder(tmp_path / "out").last_checkpoint()
         assert before < reached == len(last) < 50
         stopped, again = said.strip().split("; go on with: ")
         assert stopped == f"undrift: stopped by {how.name}" and again.endswith(" --resume")

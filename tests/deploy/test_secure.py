@@ -142,7 +142,7 @@ def test_a_sum_over_too_few_is_not_taken(exchange: str, tmp_path: Path) -> None:
     """Four of ten are lost; seven must stay. Of those who give keys three are enough, if none of them leaves."""
     found = secure(tmp_path, ten(), 10, least=8 if exchange == "train-keys" else 1)
     found.post.gone = {exchange: {"0", "3", "6", "9"}}
-    before = found.run.net.sent(found.run.state.x, "model")
+    before = found.run.net.without_padding(found.run.state.x, "model")
     assert torch.equal(found.path(1)[0], before)
     assert any("fewer than the" in line and "the model stays" in line for line in found.said)
     if exchange != "train-unmask":
@@ -325,7 +325,7 @@ def test_a_server_that_gives_clients_different_models_gets_noise(honest: bool, t
         if letter.facts["exchange"] != "train":
             return ask(name, letter)
         if not honest and name != "9":
-            sent = found.run.net.sent(found.run.state.x, "model")
+            sent = found.run.net.without_padding(found.run.state.x, "model")
             letter = changed(letter, "request.down.x", torch.zeros_like(sent))
         plain = {n.removeprefix("request."): a for n, a in letter.arrays.items() if n.startswith("request.")}
         answer = alone.ask(name, Letter(letter.facts, plain))
@@ -334,7 +334,7 @@ def test_a_server_that_gives_clients_different_models_gets_noise(honest: bool, t
         return ask(name, letter)
 
     found.post.ask = meddle
-    before = found.run.net.sent(found.run.state.x, "model").clone()
+    before = found.run.net.without_padding(found.run.state.x, "model").clone()
     moved = (found.path(1)[0] - before).abs()
     known = torch.from_numpy(np.mean(updates, 0))
     if honest:
@@ -408,7 +408,7 @@ def left(letter: Letter, ids: list[int]) -> Letter:
 # Clients that do not do their part.
 def test_false_shares_are_seen_and_nothing_is_taken(tmp_path: Path) -> None:
     found = secure(tmp_path, ten(), 10)
-    before = found.run.net.sent(found.run.state.x, "model")
+    before = found.run.net.without_padding(found.run.state.x, "model")
     found.post.spoil = {"1train-unmask": lambda a: changed(a, "seeds", torch.zeros(10, 16, dtype=torch.uint8))}
     assert torch.equal(found.path(1)[0], before)
     assert "do not fit together; the model stays as it is" in found.said[-1]
@@ -417,7 +417,7 @@ def test_false_shares_are_seen_and_nothing_is_taken(tmp_path: Path) -> None:
 def test_a_client_that_sealed_rubbish_for_others_is_seen(tmp_path: Path) -> None:
     found = secure(tmp_path, ten(), 10)
     found.post.spoil = {"1train-shares": lambda a: changed(a, "sealed", torch.zeros(10, 64, dtype=torch.uint8))}
-    before = found.run.net.sent(found.run.state.x, "model")
+    before = found.run.net.without_padding(found.run.state.x, "model")
     assert torch.equal(found.path(1)[0], before)
     assert sum("not sealed by the client" in line for line in found.said) == 9
 

@@ -128,10 +128,13 @@ def test_answers_that_are_refused_are_not_in_the_sum(alg: Any) -> None:
                 spoilt = {up[-1]: encode(torch.full((self.entries,), torch.nan))} if name == "2" else {}
                 yield name, Letter(answer.facts, answer.arrays | spoilt)
 
-    remote, x = Remote(OneIsNot(39, up), list("0123"), "a1", 1, lambda line: None), run.net.sent(run.state.x, "model")
+    remote, x = (
+        Remote(OneIsNot(39, up), list("0123"), "a1", 1, lambda line: None),
+        run.net.without_padding(run.state.x, "model"),
+    )
     (record,) = Deployment(run, remote, lambda visits: None).rounds(1)
     assert record.dropped == 1
-    torch.testing.assert_close(x - run.net.sent(run.state.x, "model"), torch.full_like(x, 4 / 3))
+    torch.testing.assert_close(x - run.net.without_padding(run.state.x, "model"), torch.full_like(x, 4 / 3))
 
 
 LARGE = """

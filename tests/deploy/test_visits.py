@@ -33,7 +33,7 @@ def test_visits_are_kept_up_to_the_checkpoint_and_damage_is_refused(tmp_path: Pa
         again = Visits(file, last)
         again.file.close()
         assert [(v["round"], v["exchange"]) for v in again.kept] == [(1, TRAIN), (2, TRAIN), (2, CLOSE)]
-        assert again.closed() == {("a", 2)} and again.end == last_place(file)
+        assert again.closed_rounds() == {("a", 2)} and again.end == last_place(file)
     place = last.lines(VISITS)
     assert place is not None
     for content in (whole[: place.bytes - 1], whole.replace(b'"round": 1', b'"round": 2'), b""):

@@ -75,7 +75,7 @@ def test_a_full_disk(
     assert err.count("\n") == 1 and "cannot write" in err and "File too large" in err and "--resume" in err
     folder = tmp_path / "cut"
     assert not list(folder.rglob(".r*")), "what was half written is removed"
-    assert not verify(folder).damage and RunFolder(folder).reached() == 4
+    assert not verify(folder).damage and RunFolder(folder).last_checkpoint() == 4
     assert cli.main([command[0], "--resume", "--out", str(folder)]) == 0
     assert records(folder) == records(tmp_path / "whole")
     model, expected = (f / "model.safetensors" for f in (folder, tmp_path / "whole"))
@@ -110,7 +110,7 @@ def test_a_folder_that_becomes_read_only(
         assert err.count("\n") == 1 and "cannot write" in err and "Permission denied" in err
         for file in (place / "run", place / "run/checkpoint", place / "run/rounds.jsonl"):
             file.chmod(0o755)
-        assert not verify(place / "run").damage and RunFolder(place / "run").reached() == 4
+        assert not verify(place / "run").damage and RunFolder(place / "run").last_checkpoint() == 4
         assert cli.main([command[0], "--resume", "--out", str(place / "run")]) == 0
         assert records(place / "run") == records(tmp_path / "whole")
     finally:
@@ -228,7 +228,7 @@ def test_a_real_disk(name: str, harm: str, tmp_path: Path, capsys: pytest.Captur
         assert "No space left" in err, err
         (place / "filler").unlink()
         assert not verify(out).damage
-        reached = RunFolder(out).reached()
+        reached = RunFolder(out).last_checkpoint()
         assert reached >= 4
         resume = [kind, "--resume", "--out", str(out), "--rounds", str(reached + 2)]
         subprocess.run(["mount", "-o", "remount,ro", str(place)], check=True)

@@ -89,5 +89,5 @@ def test_two_processes_cannot_run_in_one_folder(tmp_path: Path) -> None:
         holder.kill()
         holder.wait()
         holder.stdout.close()  # type: ignore[union-attr]
-    with RunFolder(tmp_path).locked():
+    with RunFolder(tmp_path).locking():
         pass

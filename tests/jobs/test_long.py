@@ -77,7 +77,7 @@ def check_long_sweep(tmp_path: Path) -> None:
             seen[len(finished)] = {pid: held(pid) for pid in (os.getpid(), *workers)}
 
     assert run_all(jobs, tmp_path / "o", 2, watch, print) == {}
-    assert all(RunFolder(tmp_path / "o" / job.name).finished() for job in jobs)
+    assert all(RunFolder(tmp_path / "o" / job.name).is_finished() for job in jobs)
     before, after = seen[50], seen[500]
     assert before.keys() == after.keys() and len(after) == 3, "no process was replaced"
     for pid, (memory, files, threads) in after.items():

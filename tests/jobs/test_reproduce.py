@@ -113,7 +113,7 @@ def test_interrupted_and_gone_on_equals_uninterrupted(whole: Path, tmp_path: Pat
 
     with pytest.raises(stopping.Stopped):
         begin()
-    assert folder.reached() == 3 and not folder.finished()
+    assert folder.last_checkpoint() == 3 and not folder.is_finished()
     assert not reproduce(asked(tmp_path, tune="grid"), lambda text: None)
     assert lines(tmp_path) == lines(whole) and not (tmp_path / "runs").exists()
 
@@ -196,11 +196,13 @@ def test_other_commands_go_on_where_they_stood(tmp_path: Path, suite: str, colum
 
     def begin() -> None:
         with stopping.within(float("inf")):
-            KINDS[COMMANDS[run.command]].run(work.batch.given(run), out=work.batch.folder(run).path, progress=stop)
+            KINDS[COMMANDS[run.command]].run(
+                work.batch.given_settings(run), out=work.batch.folder(run).path, progress=stop
+            )
 
     with pytest.raises(stopping.Stopped):
         begin()
-    assert work.batch.folder(run).reached() == 1
+    assert work.batch.folder(run).last_checkpoint() == 1
     assert not reproduce(asked(tmp_path, suite, **only), lambda text: None)
     (line,) = lines(tmp_path).values()
     assert line["rounds"] == 2 and len(line["curve"]) == 2 and not (tmp_path / "runs").exists()

@@ -12,7 +12,7 @@ from undrift.jobs.suite import names_of_suites
 
 
 def test_everything_has_a_name_of_its_own_and_a_sentence() -> None:
-    entries = shipped.shipped()
+    entries = shipped.list_shipped()
     assert len({entry.name for entry in entries}) == len(entries)
     assert all(entry.about and entry.files for entry in entries)
     kinds = {

@@ -26,7 +26,7 @@ from undrift import cli, run
 from undrift.core.seals import seal_toml, unseal_toml
 from undrift.jobs.crew import default_size
 from undrift.jobs.folder import RunFolder
-from undrift.jobs.sweep import Job, _finished, plan, run_all
+from undrift.jobs.sweep import Job, _is_finished, plan, run_all
 
 SWEEP = """
 clients = 12
@@ -256,8 +256,8 @@ def test_a_sweep_falls_back_on_another_data_set(tmp_path: Path, monkeypatch: pyt
 def test_a_run_that_ended_early_goes_on_where_the_sweep_wants_more(tmp_path: Path) -> None:
     given: dict[str, Any] = dict(clients=4, cohort=2, steps=1, model="logreg", rounds=3, eval_every=1)
     ended = run(out=tmp_path / "a", stop_at="accuracy=0.01", **given)
-    assert len(ended.records) == 1 and _finished(Job("a", ended.config), RunFolder(tmp_path / "a"))
+    assert len(ended.records) == 1 and _is_finished(Job("a", ended.config), RunFolder(tmp_path / "a"))
     for stop_at in ("accuracy=0.99", ""):
-        assert not _finished(Job("a", dataclasses.replace(ended.config, stop_at=stop_at)), RunFolder(tmp_path / "a"))
+        assert not _is_finished(Job("a", dataclasses.replace(ended.config, stop_at=stop_at)), RunFolder(tmp_path / "a"))
     more = run(ended.config, out=tmp_path / "a", resume=True, stop_at="")
-    assert len(more.records) == 3 and _finished(Job("a", more.config), RunFolder(tmp_path / "a"))
+    assert len(more.records) == 3 and _is_finished(Job("a", more.config), RunFolder(tmp_path / "a"))

@@ -170,7 +170,7 @@ def test_a_signal_ends_the_tracker_too(tmp_path: Path) -> None:
 
     from undrift.core import stopping
 
-    with pytest.raises(stopping.Stopped), stopping.heeded(lambda text: None, repeats=True):
+    with pytest.raises(stopping.Stopped), stopping.heed_signals(lambda text: None, repeats=True):
         undrift.run(QUICK, rounds=5000, out=tmp_path / "o", track=HERE, progress=stop, checkpoint_every=1)
     assert Notes.told[0].ended == [("interruption", None)]
 

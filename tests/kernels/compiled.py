@@ -70,8 +70,8 @@ def layers() -> None:
 def pictures() -> None:
     held, table = torch.zeros(9, 3, 8, 8, dtype=torch.uint8), torch.randn(3, 256)
     given = held, torch.zeros(6, dtype=torch.int64), table, torch.zeros(6, 192)
-    launch.launch(pictures_gpu._looked_up, (6, 1), *given, 192, 64, WIDTH=1024)
-    launch.launch(pictures_gpu._turned, (6, 3, 1), *given, 6, 192, 64, PIXELS=64, SIDE=64, num_warps=4)
+    launch.launch(pictures_gpu._look_up, (6, 1), *given, 192, 64, WIDTH=1024)
+    launch.launch(pictures_gpu._transpose, (6, 3, 1), *given, 6, 192, 64, PIXELS=64, SIDE=64, num_warps=4)
 
 
 def main() -> None:

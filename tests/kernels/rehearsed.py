@@ -52,7 +52,7 @@ def program() -> list[torch.Tensor]:
     results += [memory.ids, memory.age, memory.uses, memory.since, memory.evictions, place]
     results += [consistency_gpu.spread(torch.randn(2, S, 50), torch.rand(2, S, 1))]
     labels = torch.zeros(S, B, dtype=torch.int64)
-    results += cross_entropy_gpu.turned_cross_entropy_gpu(torch.randn(S, 5, B), labels, None)
+    results += cross_entropy_gpu.transposed_cross_entropy_gpu(torch.randn(S, 5, B), labels, None)
     outs, back = [torch.randn(S, 6, B)], [torch.randn(S, 5, B)]
     for rate in (0.1, torch.rand(S)):
         results += [dense_step_gpu.dense_step_gpu(torch.randn(S, 50), rate, outs, back, [True])]

@@ -27,9 +27,9 @@ def clock(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[tuple[int, in
     monkeypatch.setattr(choices, "file", lambda device: tmp_path / "choices.json")
     monkeypatch.setattr(choices, "_chosen", {})
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-    choices.stored.cache_clear()
+    choices.read_stored.cache_clear()
     yield timed  # type: ignore[misc]
-    choices.stored.cache_clear()
+    choices.read_stored.cache_clear()
 
 
 def choose() -> tuple[int, int]:
@@ -39,9 +39,9 @@ def choose() -> tuple[int, int]:
 def test_it_is_measured_once_and_kept_on_disk(clock: list[tuple[int, int]], monkeypatch: pytest.MonkeyPatch) -> None:
     assert choose() == choose() == (3, 4) and clock == FORMS
     monkeypatch.setattr(choices, "_chosen", {})  # another process
-    choices.stored.cache_clear()
+    choices.read_stored.cache_clear()
     assert choose() == (3, 4) and clock == FORMS
-    assert choices.made() == {"product 8x8": "3x4"}
+    assert choices.choices_made() == {"product 8x8": "3x4"}
 
 
 def test_what_the_resumed_run_had_comes_first(clock: list[tuple[int, int]]) -> None:
@@ -63,4 +63,4 @@ def test_a_folder_keeps_the_choices(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     run(rounds=3, progress=later, **settings)  # type: ignore[arg-type]
     monkeypatch.setattr(choices, "_chosen", {})
     run(rounds=4, resume=True, out=settings["out"])  # type: ignore[arg-type]
-    assert choices.made() == {"early": "1x2", "late": "3x4"}
+    assert choices.choices_made() == {"early": "1x2", "late": "3x4"}

@@ -16,7 +16,7 @@ from undrift.core.trees import leaves, map_leaves
 from undrift.core.vec import descend
 from undrift.data.augment import Transform, lookup
 from undrift.kernels import conv_gpu, devices, launch, pictures_gpu
-from undrift.kernels.chain import Chain, turned_cross_entropy
+from undrift.kernels.chain import Chain, transposed_cross_entropy
 from undrift.kernels.consistency_gpu import spread
 from undrift.oracle.net import Net
 from undrift.oracle.oracle import Batch, Oracle, View
@@ -208,14 +208,17 @@ def test_turned_cross_entropy_is_the_plain_one(classes: int, batch: int, padded:
     if real is not None:
         real[3] = 0.0
     wide = outputs.double(), targets, None if real is None else real.double()
-    fast = turned_cross_entropy.choose(outputs, targets, real)
-    assert fast is not turned_cross_entropy.plain and turned_cross_entropy.choose(*wide) is turned_cross_entropy.plain
+    fast = transposed_cross_entropy.choose(outputs, targets, real)
+    assert (
+        fast is not transposed_cross_entropy.plain
+        and transposed_cross_entropy.choose(*wide) is transposed_cross_entropy.plain
+    )
     loss, d = fast(outputs, targets, real)
-    expected, gradient = turned_cross_entropy(*wide)
+    expected, gradient = transposed_cross_entropy(*wide)
     torch.testing.assert_close(loss.double(), expected, rtol=1e-5, atol=1e-6)
     torch.testing.assert_close(d.double(), gradient, rtol=1e-5, atol=1e-7)
     targets[0, 0] = classes
-    wrong, d = turned_cross_entropy(outputs, targets, None)
+    wrong, d = transposed_cross_entropy(outputs, targets, None)
     assert wrong[0].isnan() and not wrong[1:].isnan().any()
     assert d[0, :, 0].isnan().all() and not d[0, :, 1:].isnan().any()
 

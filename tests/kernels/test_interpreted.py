@@ -24,10 +24,10 @@ from undrift.algorithms.gradient_memory.cone3 import project_three_parts
 from undrift.algorithms.gradient_memory.memory import Memory
 from undrift.core.forms import watch
 from undrift.kernels import consistency_gpu, conv_gpu, pictures_gpu
-from undrift.kernels.chain import dense_step, turned_cross_entropy
+from undrift.kernels.chain import dense_step, transposed_cross_entropy
 from undrift.kernels.cone3_gpu import project_three_parts_gpu
 from undrift.kernels.cone_gpu import project_parts_gpu
-from undrift.kernels.cross_entropy_gpu import turned_cross_entropy_gpu
+from undrift.kernels.cross_entropy_gpu import transposed_cross_entropy_gpu
 from undrift.kernels.dense_step_gpu import dense_step_gpu
 from undrift.kernels.gram_gpu import grams_gpu
 from undrift.kernels.memory_gpu import mem_red_gpu
@@ -76,8 +76,8 @@ def test_cross_entropy_of_turned_outputs(padded: bool) -> None:
     outputs, targets = 3 * torch.randn(3, 7, 5), torch.randint(0, 7, (3, 5))
     targets[1, :2], targets[2] = -100, -100
     real = torch.tensor([[1.0, 0, 1, 1, 0]] * 3) if padded else None
-    loss, d = turned_cross_entropy_gpu(outputs, targets, real)
-    expected, gradient = turned_cross_entropy.plain(outputs, targets, real)
+    loss, d = transposed_cross_entropy_gpu(outputs, targets, real)
+    expected, gradient = transposed_cross_entropy.plain(outputs, targets, real)
     torch.testing.assert_close(loss, expected)
     torch.testing.assert_close(d, gradient)
 

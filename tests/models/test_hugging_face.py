@@ -26,7 +26,7 @@ from undrift import cli  # noqa: E402
 from undrift.core.errors import BadRunFolder, BadSetting, UnknownName  # noqa: E402
 from undrift.core.lora import Lora, parse_lora  # noqa: E402
 from undrift.core.names import names  # noqa: E402
-from undrift.core.pinned import pinned  # noqa: E402
+from undrift.core.pinned import pin  # noqa: E402
 from undrift.data.load import load_dataset  # noqa: E402
 from undrift.deploy.node import build_client, check_allowed  # noqa: E402
 from undrift.deploy.settings import Plan  # noqa: E402
@@ -196,7 +196,7 @@ def test_a_folder_with_weights_is_read_and_never_unpickled(tmp_path: Path) -> No
     folder = tmp_path / "trained"
     trained = base("bert", tmp_path).float()
     trained.save_pretrained(folder)  # type: ignore[operator]
-    found = build_model(pinned(f"hf:{folder}"), (T,), CLASSES, 1)
+    found = build_model(pin(f"hf:{folder}"), (T,), CLASSES, 1)
     assert all(torch.equal(tensor, trained.state_dict()[name]) for name, tensor in found.state_dict().items())
     drawn = build_model(f"hf:{folder / 'config.json'}", (T,), CLASSES, 1)
     assert not torch.equal(drawn.state_dict()["classifier.weight"], trained.state_dict()["classifier.weight"])

@@ -132,7 +132,7 @@ def first_disagreement(case: Case, execution: str) -> str:
         wanted = past.now, max(past.staleness), float(np.mean(past.staleness))
         if told != pytest.approx(wanted, rel=1e-12):
             return f"step {record.round}: recorded {told}, not {wanted}"
-        assert run.timeline is not None and run.held.keys() == run.timeline.needed()
+        assert run.timeline is not None and run.held.keys() == run.timeline.rounds_in_use()
     return ""
 
 

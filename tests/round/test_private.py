@@ -182,7 +182,7 @@ def test_a_round_without_anybody_looks_like_any_other() -> None:
     before = run.state.x.clone()
     record = run.round()
     assert record.clients == 0 and record.more["epsilon"] > 0
-    moved = run.net.sent(run.state.x - before, "model")
+    moved = run.net.without_padding(run.state.x - before, "model")
     assert moved.std() == pytest.approx(0.5, rel=0.4)  # noise of sigma C / (q N)
 
 
@@ -199,7 +199,7 @@ def test_nobody_whose_answer_counts_looks_like_any_other_round_too() -> None:
     before = run.state.x.clone()
     record = run.round()
     assert record.dropped == record.clients == 6
-    assert run.net.sent(run.state.x - before, "model").abs().min() > 0
+    assert run.net.without_padding(run.state.x - before, "model").abs().min() > 0
 
 
 def test_compression_is_refused() -> None:

@@ -104,7 +104,7 @@ def test_gaussian_attackers_send_noise_of_their_strength_anew_in_each_round() ->
     for _ in range(30):
         before = run.state.x
         run.round()
-        moves.append(run.net.sent(before - run.state.x, "model"))
+        moves.append(run.net.without_padding(before - run.state.x, "model"))
     found = torch.stack(moves)
     assert 0.9 < float(found.std() / (3 / 6**0.5)) < 1.1 and abs(float(found.mean())) < 0.25
     assert not torch.equal(found[0], found[1])

@@ -94,7 +94,7 @@ def test_any_sequence_of_writes_checkpoints_and_kills(
         if move == "checkpoint":
             round += 1
             checkpoint = table.tensors(), copy.deepcopy(plain)
-            table.saved(round)
+            table.after_checkpoint(round)
         elif move == "kill":
             table.close()
             table, plain = disk(folder, round), copy.deepcopy(checkpoint[1])
@@ -162,7 +162,7 @@ def interrupted(folder: Path) -> tuple[dict[str, Tensor], Kept, bytes]:
     table = disk(folder)
     table.write(torch.tensor([1, 2, 3]), kept([1, 2, 3], 10))
     tensors = table.tensors()
-    table.saved(7)
+    table.after_checkpoint(7)
     then = everybody(table)
     table.write(torch.tensor([3, 4]), kept([3, 4], 20))
     log = (folder / LOG).read_bytes()
@@ -205,7 +205,7 @@ def test_the_table_goes_back_to_the_checkpoint_before_the_last_one(tmp_path: Pat
         table.write(torch.tensor([round, round + 1, 9]), kept([round, round + 1, 9], round))
         then.append(everybody(table))
         tensors.append(table.tensors())
-        table.saved(round)
+        table.after_checkpoint(round)
     table.write(torch.tensor([1, 4, 5, 9]), kept([1, 4, 5, 9], 50))
     table.close()
     (tmp_path / "checkpoint/round-000001.undo").unlink()
@@ -306,7 +306,7 @@ def test_the_log_holds_a_row_once_between_checkpoints(tmp_path: Path) -> None:
     sizes = []
     for value in range(6):
         if value == 3:
-            table.saved(3)
+            table.after_checkpoint(3)
         table.write(torch.tensor([1, 2]), kept([1, 2], value))
         sizes.append(sum(log.stat().st_size for log in tmp_path.glob("checkpoint/*.undo")))
     table.close()

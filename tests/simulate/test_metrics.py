@@ -89,7 +89,7 @@ def test_of_very_many_clients_a_sample_is_scored(monkeypatch: pytest.MonkeyPatch
     for _ in range(3):
         ids, _ = run.sampling.invite(run.t)
         more = run.round().more
-        own = {i: run.data.held_by(np.array([i]))[0] for i in chosen}
+        own = {i: run.data.rows_of(np.array([i]))[0] for i in chosen}
         said = {i: outputs(run, run.data.train.held[rows]) for i, rows in own.items()}
         labels = {i: run.data.train.targets[rows] for i, rows in own.items()}
         each = [float((said[i].argmax(1) == labels[i]).double().mean()) for i in chosen]

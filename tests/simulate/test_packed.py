@@ -250,7 +250,7 @@ def packed_run(chosen: list[RunConfig], out: Path, tell: Progress = lambda recor
 def same_run(config: RunConfig, folder: Path) -> None:
     """The folder holds what the run alone gives."""
     alone, stored = run(config), RunFolder(folder)
-    assert stored.finished() and stored.reached() == alone.records[-1]["round"]
+    assert stored.is_finished() and stored.last_checkpoint() == alone.records[-1]["round"]
     for a, b in zip(alone.records, small.read_rounds(folder), strict=True):
         assert a.keys() == b.keys()
         for name in a.keys() - {"seconds"}:
@@ -279,7 +279,7 @@ def test_an_interrupted_pack_goes_on_as_a_pack(tmp_path: Path, stretches: list[i
     with pytest.raises(KeyboardInterrupt):
         packed_run(chosen, tmp_path, interrupt)
     kinds = {packs.kind(c, RunFolder(tmp_path / str(c.seed))) for c in chosen}
-    assert len(kinds) == 1 and RunFolder(tmp_path / "0").reached() == 3
+    assert len(kinds) == 1 and RunFolder(tmp_path / "0").last_checkpoint() == 3
     assert kinds != {packs.kind(c, RunFolder(tmp_path / "none")) for c in chosen}, "another round is another pack"
     stretches.clear()
     for config, folder in zip(chosen, packed_run(chosen, tmp_path), strict=True):
@@ -292,15 +292,15 @@ def test_a_pack_that_a_signal_stops_loses_nothing(when: int, tmp_path: Path) -> 
     chosen, said, before = configs(checkpoint_every=100), [], signal.getsignal(signal.SIGTERM)
 
     def send(record: dict[str, Any], rounds: int) -> None:
-        if record["round"] == when and not stopping.asked():
+        if record["round"] == when and not stopping.stop_signal():
             signal.raise_signal(signal.SIGTERM)
-            while not stopping.asked():  # a thread hears it
+            while not stopping.stop_signal():  # a thread hears it
                 time.sleep(0.01)
 
-    with pytest.raises(stopping.Stopped), stopping.heeded(said.append):
+    with pytest.raises(stopping.Stopped), stopping.heed_signals(said.append):
         packed_run(chosen, tmp_path, send)
     assert said == ["stopped by SIGTERM"] and signal.getsignal(signal.SIGTERM) == before
-    reached = [RunFolder(tmp_path / str(config.seed)).reached() for config in chosen]
+    reached = [RunFolder(tmp_path / str(config.seed)).last_checkpoint() for config in chosen]
     assert (
         reached == [len(small.read_rounds(tmp_path / str(config.seed))) for config in chosen] and min(reached) >= when
     )
@@ -315,7 +315,7 @@ def test_runs_that_leave_a_pack_go_on_as_alone(tmp_path: Path, stretches: list[i
     chosen[0] = dataclasses.replace(chosen[0], set={"lr": 1e29})
     folders = packed_run(chosen, tmp_path)
     assert small.read_rounds(folders[0])[-1]["dropped"] == 4
-    rounds = [RunFolder(folder).reached() for folder in folders]
+    rounds = [RunFolder(folder).last_checkpoint() for folder in folders]
     assert rounds[0] == 3 and len({*rounds[1:]}) > 1, "the case is of no use unless a run ends early"
     assert stretches[0] == 3 and 2 in stretches
     for config, folder in zip(chosen, folders, strict=True):
@@ -373,7 +373,7 @@ def test_a_sweep_packs_when_asked_to(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert told.count("packed: ") == 3 and "if run one after another" in told
     jobs, _ = plan(tmp_path / "s.toml")
     same_run(jobs[-1].config, tmp_path / "o" / jobs[-1].name)
-    assert all(RunFolder(tmp_path / "o" / job.name).finished() for job in jobs)
+    assert all(RunFolder(tmp_path / "o" / job.name).is_finished() for job in jobs)
     stamps = {p: p.stat().st_mtime_ns for p in (tmp_path / "o").rglob("rounds.jsonl")}
     assert cli.main(command) == 0
     assert "packed: " not in capsys.readouterr().out, "there is nothing left to pack"

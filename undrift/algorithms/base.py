@@ -126,7 +126,7 @@ class Worker(LocalOptimizer, Personal, PartialExchange, ABC):
         """A client's answer [..., P] in the first exchange."""
         return local.full_grad(down.x)
 
-    def measured(self, companion: State, sent: Tensor, invited: Cohort) -> State:
+    def gather_measured(self, companion: State, sent: Tensor, invited: Cohort) -> State:
         """The companion after the first exchange."""
         return companion
 

@@ -63,7 +63,7 @@ class FusedMomentum(Worker, ServerRate):
     def local_step(self, down: Down, client: Nothing, work: Work, oracle: GradientOracle) -> Work:
         return self.move(work, oracle.grad(work.x), oracle)  # lines 8 and 9: b <- mu_l b + g, x <- x - eta_l b
 
-    def sent(self, down: Down, work: Work, K: Tensor) -> Up:
+    def upload(self, down: Down, work: Work, K: Tensor) -> Up:
         """Line 12, D_i = (1/K) sum_k b, from the models: eta_l K D_i = x_t - x_i^K - eta_l beta K M_t."""
         d = down.x - work.x - self.lr * self.beta * K * down.M
         return self.Up(d, work.opt.b if self.buffers == "average" else down.b)
@@ -94,7 +94,7 @@ class FusedStart(FusedMomentum):
         return super().local_start(down, client, local)._replace(x=x)
 
     def local_end(self, down: FusedMomentum.Down, client: Nothing, work: Work) -> tuple[FusedMomentum.Up, Nothing]:
-        return self.sent(down, work, down.K), client
+        return self.upload(down, work, down.K), client
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,7 @@ class FusedSteps(FusedMomentum):
         return moved._replace(x=descend(moved.x, self.lr * self.beta, down.M))  # line 10: x - eta_l b - eta_l beta M_t
 
     def local_end(self, down: FusedMomentum.Down, client: Nothing, work: Work) -> tuple[FusedMomentum.Up, Nothing]:
-        return self.sent(down, work, work.k), client
+        return self.upload(down, work, work.k), client
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,7 @@ class Weighed(ThenSelector):
     chooses: ClassVar[str] = "mix"
 
     @staticmethod
-    def known(model: View, h: Tensor, targets: Tensor) -> Tensor:
+    def score_models(model: View, h: Tensor, targets: Tensor) -> Tensor:
         """[B, (N + 1) ...] each model's probabilities."""
         each = targets.repeat_interleave(h.shape[1], 0)
         return model.probabilities(h.flatten(0, 1), each).reshape(len(h), -1)

@@ -29,13 +29,13 @@ class StaleMixing(Stale, Server):
 
     mixing_rate: float = 0.6  # alpha
     staleness: Literal["constant", "polynomial", "hinge"] = "polynomial"
-    a: float = 0.5  # of the polynomial, an exponent; of the hinge, how steep it is
-    b: float = 4.0  # of the hinge: a staleness that costs nothing yet
+    a: float = 0.5  # the polynomial's exponent, or how steep the hinge is
+    b: float = 4.0  # the hinge's staleness that costs nothing yet
     fresh: Literal[0, 1] = 0  # what is added to t - tau
 
     varies: ClassVar[tuple[str, ...]] = ()
 
-    def slowed(self, missed: Tensor) -> Tensor:
+    def discount(self, missed: Tensor) -> Tensor:
         missed = missed + self.fresh  # t - tau
         if self.staleness == "polynomial":
             return (missed + 1) ** -self.a
@@ -47,7 +47,7 @@ class StaleMixing(Stale, Server):
         return self.mixing_rate * mean(self.scale(cohort), cohort.weight)  # alpha_t, [..., 1]
 
     def server_step(self, server: Nothing, x: Tensor, d: Tensor, up: State, cohort: Cohort) -> tuple[Tensor, Nothing]:
-        began = x if cohort.start is None else mean(cohort.start, self.weighed(cohort).weight)
+        began = x if cohort.start is None else mean(cohort.start, self.weigh(cohort).weight)
         new = began - d  # x_new
         return x + self.server_lr * self.mixing(cohort) * (new - x), server
 

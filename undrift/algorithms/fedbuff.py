@@ -31,7 +31,7 @@ class StaleBuffer(Stale, ServerMomentum):
 
     varies: ClassVar[tuple[str, ...]] = ("beta1", "dampening")
 
-    def slowed(self, missed: Tensor) -> Tensor:
+    def discount(self, missed: Tensor) -> Tensor:
         return (1 + missed) ** -self.a  # s_i
 
     def server_step(self, server: State, x: Tensor, d: Tensor, up: Up, cohort: Cohort) -> tuple[Tensor, State]:

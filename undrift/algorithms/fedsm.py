@@ -103,7 +103,7 @@ class WithSelector(WorkerWrapper):
         sent = opt._replace(n=opt.n[..., :0]) if isinstance(opt, Adam) else opt
         return sent if self.synced else Nothing()
 
-    def stepped(self, s: Stream, g: Tensor) -> Stream:
+    def step_selector(self, s: Stream, g: Tensor) -> Stream:
         """The selector after one step of the base optimiser at `selector_lr`; to Muon none of its tensors is a matrix."""
         whole = Layout(("selector",), (s.x.shape[-1:],))
         x, opt = FILES[self.optimizer].step(replace(self, lr=self.selector_lr), s.x, s.opt, g, whole)
@@ -154,7 +154,7 @@ class WithSelector(WorkerWrapper):
         s, seen = work.s._replace(statistics=watching.buffers), watching.samples
         if self.synced:
             return self.Work(inner, s, work.total + seen * g, work.samples + seen)
-        return work._replace(inner=inner, s=self.stepped(s, g))
+        return work._replace(inner=inner, s=self.step_selector(s, g))
 
     @staticmethod
     def objective(model: View, s: Tensor, inputs: Tensor, targets: Tensor, number: Tensor) -> Tensor:
@@ -162,7 +162,7 @@ class WithSelector(WorkerWrapper):
 
     def local_end(self, down: Message, client: Client, work: Work) -> tuple[Message, Client]:
         up, inner = self.inner.local_end(down.inner, client.inner, work.inner)
-        s = self.stepped(work.s, work.total / work.samples) if self.synced else work.s
+        s = self.step_selector(work.s, work.total / work.samples) if self.synced else work.s
         opt = s.opt if self.keep_moments and not self.synced else client.opt
         return self.Message(up, s.x, s.statistics, self.moments(s.opt)), self.Client(inner, client.id, opt, s.k)
 

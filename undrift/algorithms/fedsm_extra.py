@@ -94,7 +94,7 @@ class ThenSelector(GlobalAndPulled):
         return mean(up.d, cohort.weight), companion._replace(v=put(companion.v, pull.v, cohort), statistics=statistics)
 
     @staticmethod
-    def known(model: View, h: Tensor, targets: Tensor) -> Tensor:
+    def score_models(model: View, h: Tensor, targets: Tensor) -> Tensor:
         """[B, N + 1] each model's loss on each sample."""
         return model.losses(h, targets)
 
@@ -152,7 +152,7 @@ class ExtraRound(Wrapper):
         watching = oracle.other("selector", work.statistics)
         v = down.models.unflatten(-1, (-1, down.x.shape[-1]))  # [..., N, P]
         statistics = down.statistics.unflatten(-1, (v.shape[-2], -1))
-        known = oracle.answers(self.inner.known, down.x, v, statistics)
+        known = oracle.answers(self.inner.score_models, down.x, v, statistics)
         g = watching.grad(work.x, self.inner.objective, known.flatten(-2))
         oracle.loss = watching.loss
         lr, epsilon = self.inner.selector_lr, self.epsilon

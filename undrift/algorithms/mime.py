@@ -31,15 +31,15 @@ class CorrectedMomentum(FrozenMomentum):
         m: Vec
         c: Vec
 
-    def measured(self, companion: Companion, sent: Tensor, invited: Cohort) -> Companion:
+    def gather_measured(self, companion: Companion, sent: Tensor, invited: Cohort) -> Companion:
         return self.Companion(companion.m, mean(sent, invited.weight))
 
     def local_step(self, down: Down, client: Nothing, work: Work, oracle: GradientOracle) -> Work:
         here, there = oracle.grads(work.x, down.x)  # on one mini-batch: g_i(x_i^k) - g_i(x_t) + c
-        return self.move(work, self.mixed(here - there + down.c, down.m), oracle)
+        return self.move(work, self.mix(here - there + down.c, down.m), oracle)
 
     def gather(self, companion: Companion, up: Up, cohort: Cohort) -> tuple[Tensor, Companion]:
-        m = self.mixed(companion.c, companion.m)  # m_{t+1} = (1 - beta) c + beta m_t
+        m = self.mix(companion.c, companion.m)  # m_{t+1} = (1 - beta) c + beta m_t
         return mean(up.d, cohort.weight), self.Companion(m, companion.c)
 
 

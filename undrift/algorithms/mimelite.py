@@ -28,7 +28,7 @@ class FrozenMomentum(Worker):
 
     varies: ClassVar[tuple[str, ...]] = ("beta",)
 
-    def mixed(self, g: Tensor, m: Tensor) -> Tensor:
+    def mix(self, g: Tensor, m: Tensor) -> Tensor:
         """(1 - beta) g + beta m, or g + beta m."""
         return (1 - self.beta) * g + self.beta * m if self.ema else g + self.beta * m
 
@@ -65,13 +65,13 @@ class LiteMomentum(FrozenMomentum):
         return super().local_start(down, client, local)._replace(full=local.full_grad(down.x))
 
     def local_step(self, down: Down, client: Nothing, work: Work, oracle: GradientOracle) -> Work:
-        return self.move(work, self.mixed(oracle.grad(work.x), down.m), oracle)
+        return self.move(work, self.mix(oracle.grad(work.x), down.m), oracle)
 
     def local_end(self, down: Down, client: Nothing, work: Work) -> tuple[Up, Nothing]:
         return self.Up(down.x - work.x, work.full), client
 
     def gather(self, companion: Companion, up: Up, cohort: Cohort) -> tuple[Tensor, Companion]:
-        m = self.mixed(mean(up.full, cohort.weight), companion.m)  # m_{t+1} = (1 - beta) mean grad f_i(x_t) + beta m_t
+        m = self.mix(mean(up.full, cohort.weight), companion.m)  # m_{t+1} = (1 - beta) mean grad f_i(x_t) + beta m_t
         return mean(up.d, cohort.weight), self.Companion(m)
 
 

@@ -19,7 +19,7 @@ from undrift.core.errors import BadSetting
 from undrift.core.vec import mean
 
 
-def pulled(v: Tensor, lam: float, cohort: Cohort) -> Tensor:
+def pull(v: Tensor, lam: float, cohort: Cohort) -> Tensor:
     """v_i <- lam v_i + (1 - lam) / (S - 1) sum_{j != i} v_j, for all v [..., S, P] at once; a single model does not change.
 
     This is lam' v_i + (1 - lam') mean(v) with lam' = (lam - u) / (1 - u) and u = 1/S.
@@ -92,7 +92,7 @@ class GlobalAndPulled(Pulled, Worker):
         return self.Up(down.x - work.x, work.own.x, work.own.statistics), client._replace(own=work.own)
 
     def reply(self, companion: State, up: Up, buffers: Tensor, cohort: Cohort) -> Pulled.Pull:
-        return self.Pull(pulled(up.v, self.lam, cohort), pulled(up.statistics, self.lam, cohort))
+        return self.Pull(pull(up.v, self.lam, cohort), pull(up.statistics, self.lam, cohort))
 
     def receive(self, client: Client, reply: Pulled.Pull) -> Client:
         return client._replace(own=client.own._replace(x=reply.v, statistics=reply.statistics))

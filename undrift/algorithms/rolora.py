@@ -66,7 +66,7 @@ class AlternatingFactors(Worker):
 
     def gather(self, companion: State, up: State, cohort: Cohort) -> tuple[Tensor, State]:
         d = stand_still(cohort)
-        part = mean(up[0], cohort.weight)  # of the factor that moves
+        part = mean(up[0], cohort.weight)  # the mean of the factor that moves
         places = places_without(cohort.layout, self.fixed, d).expand(part.shape)
         return d.scatter(-1, places, part), companion
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from undrift.algorithms.base import Average, Cohort, Down, Vec
 from undrift.algorithms.local import Alone
-from undrift.algorithms.pulled import Pulled, pulled
+from undrift.algorithms.pulled import Pulled, pull
 from undrift.core.trees import nbytes
 from undrift.core.vec import mean
 
@@ -50,7 +50,7 @@ class SoftlyPulled(Pulled, Alone):
         return True
 
     def reply(self, companion: Companion, up: Up, buffers: Tensor, cohort: Cohort) -> Pulled.Pull:
-        return self.Pull(pulled(up.v, self.lam, cohort), pulled(buffers, self.lam, cohort))
+        return self.Pull(pull(up.v, self.lam, cohort), pull(buffers, self.lam, cohort))
 
     def receive(self, client: Alone.Client, reply: Pulled.Pull) -> Alone.Client:
         return self.Client(*reply)

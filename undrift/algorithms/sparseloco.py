@@ -24,7 +24,7 @@ from undrift.core.errors import BadSetting
 from undrift.core.vec import first_numbers, mean
 
 BINS = 4
-WIDTH = 1.5  # of a bin, in standard deviations: six for all
+WIDTH = 1.5  # the width of a bin, in standard deviations: six for all
 LARGEST = 2**16  # a chunk's entries: a place has 16 bits
 
 
@@ -38,7 +38,7 @@ class SparseUploads(LocalSGD):
     ratio: float = 64.0  # one of so many entries of each chunk is sent
     chunk: int = 4096  # entries among which the largest are found
     beta: float = 0.95  # how much is kept of what was not sent
-    bits: Literal[0, 2] = 2  # of each value that is sent; 0 sends it as it is
+    bits: Literal[0, 2] = 2  # bits of each value that is sent; 0 sends it as it is
 
     sends_updates: ClassVar[bool] = False
     whole_uploads: ClassVar[bool] = False

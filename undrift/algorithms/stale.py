@@ -21,7 +21,7 @@ class Weighing(Checked):
 
     weighs_staleness: ClassVar[bool] = False
 
-    def weighed(self, cohort: Cohort) -> Cohort:
+    def weigh(self, cohort: Cohort) -> Cohort:
         """The cohort as the worker part adds its answers up: with other weights, which add up to one."""
         return cohort
 
@@ -35,14 +35,14 @@ class Stale(Weighing):
 
     weighs_staleness: ClassVar[bool] = True
 
-    def slowed(self, missed: Tensor) -> Tensor:
+    def discount(self, missed: Tensor) -> Tensor:
         """s of answers [..., S, 1] that have missed so many server steps."""
         raise NotImplementedError
 
     def scale(self, cohort: Cohort) -> Tensor:
         """s of each answer, [..., S, 1]."""
-        return self.slowed(torch.zeros_like(cohort.weight) if cohort.staleness is None else cohort.staleness)
+        return self.discount(torch.zeros_like(cohort.weight) if cohort.staleness is None else cohort.staleness)
 
-    def weighed(self, cohort: Cohort) -> Cohort:
+    def weigh(self, cohort: Cohort) -> Cohort:
         share = cohort.weight * self.scale(cohort)
         return cohort._replace(weight=share / share.sum(-2, keepdim=True))

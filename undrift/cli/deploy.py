@@ -12,7 +12,7 @@ from undrift.cli.settings import read_settings
 from undrift.deploy import settings as deployment
 from undrift.deploy.command import ACTIONS, Options, deploy
 from undrift.jobs.config import CHOICES
-from undrift.jobs.plain_values import typed
+from undrift.jobs.plain_values import convert
 
 ACTION = (
     "init: write the app of a federation; local: try it out, all on this machine; keys, identity, admit, revoke: the server's "
@@ -50,7 +50,7 @@ NAME = "identity, revoke: the client's name; admit: a name other than the one in
 def deploy_command(arguments: argparse.Namespace) -> None:
     config, settings = read_settings(arguments, deployment.FLAGS)
     deployment.check_flags(settings)
-    out = typed({"out": (config | settings).get("out", deployment.DeployConfig.out)}, deployment.TYPES)["out"]
+    out = convert({"out": (config | settings).get("out", deployment.DeployConfig.out)}, deployment.TYPES)["out"]
     arguments.out = Path(out)
     options = Options(**{field.name: getattr(arguments, field.name) for field in dataclasses.fields(Options)})
     deploy(arguments.action, arguments.place, config | settings, options)

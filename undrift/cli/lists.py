@@ -12,7 +12,7 @@ from undrift.core.errors import BadSetting, UnknownName
 from undrift.jobs import shipped
 from undrift.jobs.listing import KINDS, entries_of
 
-ACTIONS = ("list", "show", "copy")  # of undrift suites
+ACTIONS = ("list", "show", "copy")  # what `undrift suites` does
 HEADS = {
     "sweep": "sweeps: undrift sweep NAME",
     "reproduce": "papers' tables and figures: undrift reproduce NAME",
@@ -60,7 +60,7 @@ def suites_command(arguments: argparse.Namespace) -> None:
 
 
 def list_suites() -> None:
-    entries = shipped.shipped()
+    entries = shipped.list_shipped()
     width = max(len(entry.name) for entry in entries)
     for kind, head in HEADS.items():
         print(head)

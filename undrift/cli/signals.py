@@ -13,7 +13,7 @@ from undrift.core import ranks, stopping
 
 ON_RANKS = ("run", "dataparallel", "dp", "pipe")  # commands that torchrun may start
 STOPPABLE = (*ON_RANKS, "sweep", "tune", "reproduce")  # commands that go on later
-STOPPABLE_ACTIONS = ("local", "server", "node")  # of `undrift deploy`
+STOPPABLE_ACTIONS = ("local", "server", "node")  # actions of `undrift deploy`
 
 
 def heed_signals(arguments: argparse.Namespace, words: Sequence[str]) -> contextlib.AbstractContextManager[None]:
@@ -27,7 +27,7 @@ def heed_signals(arguments: argparse.Namespace, words: Sequence[str]) -> context
             again = shlex.join(command_to_go_on(arguments, words))
             os.write(2, f"{show_cursor}undrift: {how}; go on with: {again}\n".encode())
 
-    return stopping.heeded(say, repeats=ranks.count() == 1)  # torchrun sends its ranks what they got already
+    return stopping.heed_signals(say, repeats=ranks.count() == 1)  # torchrun sends its ranks what they got already
 
 
 def command_to_go_on(arguments: argparse.Namespace, words: Sequence[str]) -> list[str]:

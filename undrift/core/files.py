@@ -59,7 +59,7 @@ def one_at_a_time(lock: Path) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def replaced(path: Path) -> Iterator[Path]:
+def replacing(path: Path) -> Iterator[Path]:
     """A temporary file to be written, which then replaces `path`."""
     temporary = path.with_name(f".{path.name}")
     try:

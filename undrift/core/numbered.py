@@ -12,7 +12,7 @@ def new_folder(base: Path) -> Iterator[Path]:
     """Make the next folder of a series, which two commands at once cannot both get; what stays empty is removed."""
     number, made = max(numbers(base), default=0) + 1, not base.parent.exists()
     while True:
-        folder = numbered(base, number)
+        folder = numbered_path(base, number)
         try:
             folder.mkdir(parents=True)
             break
@@ -31,10 +31,10 @@ def new_folder(base: Path) -> Iterator[Path]:
 
 def newest_folder(base: Path) -> Path:
     """The last folder of a series."""
-    return numbered(base, max(numbers(base), default=1))
+    return numbered_path(base, max(numbers(base), default=1))
 
 
-def numbered(base: Path, number: int) -> Path:
+def numbered_path(base: Path, number: int) -> Path:
     """
     >>> numbered(Path("runs/demo"), 1).name, numbered(Path("runs/demo"), 2).name
     ('demo', 'demo-2')

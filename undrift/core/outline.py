@@ -43,7 +43,7 @@ class Outline(ModuleType):
 
     def __getattr__(self, name: str) -> Any:
         if name in self._defined:
-            value = self._defined_as(self._defined[name])
+            value = self._definition(self._defined[name])
         elif name in self._imported:
             value = _from(self._imported[name], name)
         else:
@@ -51,7 +51,7 @@ class Outline(ModuleType):
         setattr(self, name, value)
         return value
 
-    def _defined_as(self, statement: ast.stmt) -> Any:
+    def _definition(self, statement: ast.stmt) -> Any:
         if isinstance(statement, ast.FunctionDef):
             return _function(statement)
         if isinstance(statement, ast.ClassDef):
@@ -64,12 +64,12 @@ class Outline(ModuleType):
         for statement in node.body:
             for name in _names(statement):
                 if not isinstance(statement, ast.AnnAssign) or statement.value is not None:
-                    body[name] = self._defined_as(statement)
+                    body[name] = self._definition(statement)
                 if isinstance(statement, ast.AnnAssign):
                     types[name] = ClassVar if ast.unparse(statement.annotation).startswith("ClassVar") else Any
         bases = [base for base in map(self._value, node.bases) if isinstance(base, type)]
         kind: Any = ABCMeta(node.name, tuple(bases), body | {"__annotations__": types})
-        if "dataclass" in map(_called, node.decorator_list):
+        if "dataclass" in map(_name_of_call, node.decorator_list):
             kind = dataclass(init=False, repr=False, eq=False)(kind)  # for its fields; methods take time to make
         return kind
 
@@ -79,7 +79,7 @@ class Outline(ModuleType):
         code = compile(ast.Expression(_WithoutCalls().visit(node)), self.__name__, "eval")
         try:
             return eval(code, {"__builtins__": {}}, _Known(self))
-        except (AttributeError, LookupError, TypeError):  # of a value that is not known
+        except (AttributeError, LookupError, TypeError):  # a value that is not known
             return ...
 
 
@@ -121,8 +121,8 @@ def _function(node: ast.FunctionDef) -> Any:
     def function() -> None: ...
 
     function.__name__, function.__doc__ = node.name, ast.get_docstring(node)
-    return abstractmethod(function) if "abstractmethod" in map(_called, node.decorator_list) else function
+    return abstractmethod(function) if "abstractmethod" in map(_name_of_call, node.decorator_list) else function
 
 
-def _called(decorator: ast.expr) -> str:
+def _name_of_call(decorator: ast.expr) -> str:
     return ast.unparse(decorator.func if isinstance(decorator, ast.Call) else decorator)

@@ -23,7 +23,7 @@ class Piece(NamedTuple):
 
     name: str  # nothing: the model takes it by its place
     shape: tuple[int, ...]
-    kind: str  # of numpy: b, i or f
+    kind: str  # numpy's kind: b, i or f
 
 
 def records(parts: tuple[Any, ...] | Mapping[str, Any]) -> NDArray[np.void]:

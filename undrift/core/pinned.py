@@ -11,7 +11,7 @@ PREFIX = "hf:"
 SHOWN = 16  # characters of a checksum
 
 
-def pinned(spec: str) -> str:
+def pin(spec: str) -> str:
     """hf:PATH with the checksum of what is there; other names, and a path that has one or leads nowhere, as they are."""
     if not spec.startswith(PREFIX) or "#" in spec or not Path(spec.removeprefix(PREFIX)).expanduser().exists():
         return spec

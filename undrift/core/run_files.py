@@ -14,12 +14,12 @@ SETTINGS, ROUNDS, CHECKPOINTS, MODEL = "run.toml", "rounds.jsonl", "checkpoint",
 ADAPTER = "adapter"  # a checkpoint of peft: the adapters of a model that has some
 TABLE = "clients.table"  # what clients keep, where that is on disk
 SUPER = "super.safetensors", "super.json"  # all models of a personal method, and facts about them
-FIGURES = "figures.json"  # of these models
-LEDGER = "privacy.json"  # of a private deployment: its secret, and what it has spent
-BEST = "best.safetensors"  # of a deployment whose clients score models: that of the best round
-SWEEP = "sweep.json"  # of a folder of runs: which ones a sweep makes, and how many rounds of each
-DEPLOYED, VISITS = "deploy.json", "clients.jsonl"  # of a deployment: its token, and who answered what
-ARRIVALS = "arrivals.jsonl"  # of an asynchronous one: the answers in the order in which they came
+FIGURES = "figures.json"  # pictures and numbers of these models
+LEDGER = "privacy.json"  # a private deployment's secret, and what it has spent
+BEST = "best.safetensors"  # the model of the best round, in a deployment whose clients score models
+SWEEP = "sweep.json"  # which runs a sweep makes in a folder, and how many rounds of each
+DEPLOYED, VISITS = "deploy.json", "clients.jsonl"  # a deployment's token, and who answered what
+ARRIVALS = "arrivals.jsonl"  # an asynchronous deployment's answers, in the order in which they came
 
 
 class Checkpoint(NamedTuple):

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from undrift.core.errors import BadRunFolder
-from undrift.core.files import replaced, write_all
+from undrift.core.files import replacing, write_all
 
 BEFORE, AFTER = b', "check": "', b'"}'
 END = len(BEFORE) + 8 + len(AFTER)
@@ -26,7 +26,7 @@ class Place(NamedTuple):
     """The end of a line in a file of sealed lines."""
 
     bytes: int
-    check: str  # of that line; of an empty file, the id of the run
+    check: str  # the seal of that line; for an empty file, the id of the run
 
 
 def check(content: bytes, before: str = "") -> str:
@@ -64,7 +64,7 @@ def read_sealed(path: Path) -> dict[str, Any]:
 
 def write_sealed(path: Path, facts: Mapping[str, Any]) -> None:
     """Put a sealed JSON object in place of a file."""
-    with replaced(path) as file:
+    with replacing(path) as file:
         file.write_bytes(seal(facts, indent=1))
 
 

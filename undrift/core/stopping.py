@@ -33,7 +33,7 @@ class Stopped(KeyboardInterrupt):
         super().__init__(f"stopped by {signal.Signals(number).name}")
 
 
-def asked() -> int:
+def stop_signal() -> int:
     """The signal that asks this process to stop, or 0. The end of `within` counts as SIGTERM."""
     return _asked or (int(signal.SIGTERM) if time.monotonic() >= _end_of_time else 0)
 
@@ -53,11 +53,11 @@ def within(seconds: float) -> Iterator[Callable[[], float]]:
 def notice() -> Stopped:
     """The exception to raise once all is written; from now on only a second signal ends the process at once."""
     _noticed.set()
-    return Stopped(_asked or signal.SIGTERM)  # of several ranks perhaps another one got the signal
+    return Stopped(_asked or signal.SIGTERM)  # another rank may have got the signal
 
 
 @contextlib.contextmanager
-def heeded(last_words: Callable[[str], None], repeats: bool = True) -> Iterator[None]:
+def heed_signals(last_words: Callable[[str], None], repeats: bool = True) -> Iterator[None]:
     """Heed signals within this block, but not those that the process was told to ignore, as by nohup.
 
     `last_words` tells the user how the run ended and how to go on. Without `repeats` a second signal changes nothing.

@@ -37,22 +37,22 @@ FIRST, SECOND = 0xBF58476D1CE4E5B9, 0x94D049BB133111EB  # its two multipliers
 WORD = (1 << 64) - 1
 
 
-def signed(word: int) -> int:
+def to_signed(word: int) -> int:
     """Reinterpret an unsigned 64-bit word as int64."""
     return word - (1 << 64) if word >> 63 else word
 
 
 def mix(z: Tensor) -> Tensor:
     """SplitMix64's finaliser on int64 tensors: products wrap, `& (2^k - 1)` turns the arithmetic shift logical."""
-    z = (z ^ ((z >> 30) & ((1 << 34) - 1))) * signed(FIRST)
-    z = (z ^ ((z >> 27) & ((1 << 37) - 1))) * signed(SECOND)
+    z = (z ^ ((z >> 30) & ((1 << 34) - 1))) * to_signed(FIRST)
+    z = (z ^ ((z >> 27) & ((1 << 37) - 1))) * to_signed(SECOND)
     return z ^ ((z >> 31) & ((1 << 33) - 1))
 
 
 def fold(key: Tensor | int, part: Tensor) -> Tensor:
     """The key of a sub-stream, for each element of `part`."""
-    start = mix_int(key + GOLDEN) if isinstance(key, int) else mix(key + signed(GOLDEN))
-    return mix((signed(start) if isinstance(start, int) else start) + part)
+    start = mix_int(key + GOLDEN) if isinstance(key, int) else mix(key + to_signed(GOLDEN))
+    return mix((to_signed(start) if isinstance(start, int) else start) + part)
 
 
 def mix_int(z: int) -> int:
@@ -127,7 +127,7 @@ def samples(keys: Tensor, population: int, size: int) -> Tensor:
         return (high * bounds + (low * bounds >> 32)) >> 32
 
     counts, tops = torch.arange(1, size + 1), torch.arange(population - size, population)
-    steps = counts * signed(GOLDEN)
+    steps = counts * to_signed(GOLDEN)
     chosen = share(mix(keys.unsqueeze(-1) + steps), tops + 1)
     for n in range(1, size):
         taken = (chosen[:, :n] == chosen[:, n : n + 1]).any(1)

@@ -166,7 +166,7 @@ def open_picture(path: str | Path, *modes: str) -> Image:
 def check_picture(path: str | Path, picture: Image) -> None:
     """Refuse what eight bits cannot hold, which Pillow would make white or black, and files of several pictures."""
     if picture.mode.startswith(("I", "F")):
-        extremes: Any = picture.getextrema()  # of one band
+        extremes: Any = picture.getextrema()  # extremes of one band
         low, high = extremes
         if picture.mode == "F" or not 0 <= low <= high <= 255:
             raise BadData(

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from undrift.core.errors import BadData, MissingData
 from undrift.data._formats import read_text
 
-LARGEST = 1e30  # of a number in a table
+LARGEST = 1e30  # the largest number in a table
 
 
 def table_folder(root: Path | None, name: str, files: tuple[str, ...]) -> Path:

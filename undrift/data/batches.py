@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from undrift.core.errors import BadSetting
-from undrift.core.streams import Purpose, fold, signed, stream
+from undrift.core.streams import Purpose, fold, stream, to_signed
 
 Counts = NDArray[np.int64]
 MOST_INDICES = 1 << 31  # in the table of a round, 16 GiB
@@ -67,7 +67,7 @@ class Plan:
 
     def shuffle_stream(self, seed: int, round: int) -> int:
         """The random stream of a round's shuffles; passes that go on use one stream in all rounds."""
-        return signed(stream(seed, Purpose.BATCHES, 0 if self.continues else round + 1))
+        return to_signed(stream(seed, Purpose.BATCHES, 0 if self.continues else round + 1))
 
     def shuffle_streams(self, seed: int, rounds: Counts) -> Counts:
         """`shuffle_stream` of many rounds."""

@@ -41,4 +41,4 @@ class Dataset:
     # Test samples of the site that is left out, or others that are no client's.
     unseen: tuple[Samples, NDArray[np.generic]] | None = None
     structures: tuple[str, ...] = ()  # structures in masks [n, H, W], outermost first
-    task: str = ""  # of targets that are neither labels nor masks: binary, or survival (`oracle/tasks.py`)
+    task: str = ""  # for targets that are neither labels nor masks: binary, or survival (`oracle/tasks.py`)

@@ -77,7 +77,7 @@ class Federation:
     shape: tuple[int, ...]  # shape of one input
     pieces: tuple[Piece, ...] = ()  # the parts of one input, which lie behind one another
     masks: bool = False  # targets are masks, cropped and flipped with their pictures
-    task: str = ""  # of other targets: binary or survival
+    task: str = ""  # for targets that are neither labels nor masks: binary, or survival
     site_names: tuple[str, ...] = ()
     held_out: Mapping[str, HeldOut] = field(default_factory=dict)  # by name: test, val, unseen
 
@@ -85,7 +85,7 @@ class Federation:
     def clients(self) -> int:
         return len(self.sizes)
 
-    def held_by(self, ids: NDArray[np.int64]) -> tuple[Tensor, Tensor]:
+    def rows_of(self, ids: NDArray[np.int64]) -> tuple[Tensor, Tensor]:
         """The rows of `train` that clients ids [S] hold, client after client, and the owner of each."""
         sizes = self.sizes[ids]
         begin = np.cumsum(sizes) - sizes
@@ -96,7 +96,7 @@ class Federation:
     def class_counts(self, most: int) -> Ids:
         """[clients, classes] the samples of each class that each of the first `most` clients trains on."""
         clients = min(self.clients, most)
-        rows, owners = self.held_by(np.arange(clients))
+        rows, owners = self.rows_of(np.arange(clients))
         cell = owners * self.classes + self.train.targets[rows]
         counts: Ids = torch.bincount(cell, minlength=clients * self.classes).cpu().numpy()
         return counts.reshape(clients, self.classes)

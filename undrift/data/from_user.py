@@ -35,7 +35,7 @@ from undrift.data.dataset import Dataset
 Arrays = tuple[NDArray[np.generic], NDArray[np.generic]]
 ARRAYS = (np.ndarray, torch.Tensor)
 NAMES = ("x_train", "y_train", "x_test", "y_test")
-LABELS = "labels"  # of a sample or of arrays that are a mapping
+LABELS = "labels"  # the key of the labels in a mapping
 ENDLESS = 1 << 26  # samples of a stream: who gives more does not end
 LOOKED_AT = 8  # samples of a torch Dataset that are read twice
 PART = (
@@ -59,7 +59,7 @@ def dataset_from(data: Any) -> Dataset:
         return data
     sites = None
     if lacks_test(data):
-        raise BadData(f"{shown(data)} has no test samples; {TEST}")
+        raise BadData(f"{describe_value(data)} has no test samples; {TEST}")
     if isinstance(data, Mapping):
         missing = [name for name in NAMES if name not in data]
         if missing:
@@ -78,7 +78,7 @@ def dataset_from(data: Any) -> Dataset:
     else:
         raise BadData(
             "data must be (x_train, y_train, x_test, y_test), (train, test) or ([one part per client], test), "
-            f"not {shown(data)}{hint(data)}"
+            f"not {describe_value(data)}{hint(data)}"
         )
     if not len(train[1]):
         raise BadData("there are no training samples")
@@ -161,7 +161,7 @@ def read_part(part: Any, what: str) -> Arrays:
         part = inputs_and_labels(part)
     if isinstance(part, tuple):
         if len(part) != 2 or not (all(map(is_array, part)) or has_several_inputs(part)):
-            raise BadData(f"{what} is {shown(part)}; {PART}")
+            raise BadData(f"{what} is {describe_value(part)}; {PART}")
         return pair(*part, what)
     if isinstance(part, DataLoader):
         part = samples_of(part, what)
@@ -171,7 +171,7 @@ def read_part(part: Any, what: str) -> Arrays:
     listed = isinstance(part, list) and not stored and all(isinstance(item, tuple) for item in part)
     readable = hasattr(part, "__getitem__") and hasattr(part, "__len__")
     if not (listed or stored) and (not readable or isinstance(part, (str, bytes, list, *ARRAYS))):
-        raise BadData(f"{what} is {shown(part)}; {PART}")
+        raise BadData(f"{what} is {describe_value(part)}; {PART}")
     if not len(part):
         raise BadData(f"{what} has no samples; give at least one, or leave a client without samples out")
     samples = [read_sample(part, i, what) for i in range(len(part))]
@@ -210,12 +210,14 @@ def read_sample(part: Any, i: int, what: str) -> Arrays:
     if isinstance(sample, Mapping) and LABELS in sample:
         sample = inputs_and_labels(sample)
     if not isinstance(sample, tuple | list) or len(sample) != 2:
-        raise BadData(f"{what}: sample {i} is {shown(sample)}, not (input, target)")
+        raise BadData(f"{what}: sample {i} is {describe_value(sample)}, not (input, target)")
     for name, value in zip(("input", "target"), sample, strict=True):
         if (name == "target" and isinstance(value, tuple | Mapping)) or (
             isinstance(value, list) and any(isinstance(v, ARRAYS) for v in value)
         ):
-            raise BadData(f"{what}: the {name} of sample {i} is {shown(value)}; a {name} is an array of numbers")
+            raise BadData(
+                f"{what}: the {name} of sample {i} is {describe_value(value)}; a {name} is an array of numbers"
+            )
     if isinstance(sample[0], tuple | Mapping):
         return np.asarray(records(by_part(sample[0], f"{what}: sample {i}", [np.newaxis]))[0]), as_array(sample[1])
     return as_array(sample[0]), as_array(sample[1])
@@ -325,7 +327,7 @@ def as_array(values: Any) -> NDArray[np.generic]:
     try:
         return np.asarray(values.detach().cpu().numpy() if isinstance(values, torch.Tensor) else values)
     except (ValueError, TypeError) as error:  # such as rows of different lengths
-        raise BadData(f"no array can be made of {shown(values)}: {error}") from error
+        raise BadData(f"no array can be made of {describe_value(values)}: {error}") from error
 
 
 def hint(data: Any) -> str:
@@ -337,7 +339,7 @@ def hint(data: Any) -> str:
     return ""
 
 
-def shown(value: Any) -> str:
+def describe_value(value: Any) -> str:
     """What kind of thing it is, for an error.
 
     >>> shown([(1, 2.0), (3, 4.0)]), shown(np.zeros((2, 3)))

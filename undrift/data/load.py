@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from undrift.core.errors import BadData, BadSetting, MissingData, UndriftError, UnknownName, closest
-from undrift.core.files import data_folder, replaced
+from undrift.core.files import data_folder, replacing
 from undrift.core.names import attribute, call_with_options, module_of, names, with_options
 from undrift.data._formats import read_arrays
 from undrift.data._sites import leave_out
@@ -24,7 +24,7 @@ from undrift.data.federation import hold_out
 from undrift.data.from_user import dataset_from
 from undrift.data.partition import Holdings, deal
 
-NAME = r"[a-z][a-z0-9_-]*"  # of a data set of the user's
+NAME = r"[a-z][a-z0-9_-]*"  # the name of a user's data set
 
 
 def data_root() -> Path | None:
@@ -51,7 +51,7 @@ def load_dataset(name: str) -> Dataset:
             raise BadData(f"{name} failed: {type(error).__name__}: {error}") from error
         return dataset_from(data)
     check_dataset(name)
-    if (asked := name.partition("(")[0].strip()) in added():
+    if (asked := name.partition("(")[0].strip()) in added_names():
         if name != asked:
             raise BadSetting(f"{asked} takes no options")
         return read_added(name)
@@ -63,7 +63,7 @@ def load_dataset(name: str) -> Dataset:
     return loaded if site is None else leave_out(loaded, site)
 
 
-def added() -> list[str]:
+def added_names() -> list[str]:
     """The names of the data sets that the user has added."""
     root = data_root()
     files = [] if root is None else root.glob("*.npz")
@@ -72,7 +72,7 @@ def added() -> list[str]:
 
 def check_dataset(name: str) -> None:
     """Raise UnknownName for a data set that is neither registered nor added."""
-    known, asked = [*names("datasets"), *added()], name.partition("(")[0].strip()
+    known, asked = [*names("datasets"), *added_names()], name.partition("(")[0].strip()
     if ":" not in name and asked not in known:
         if Path(asked).suffix:
             raise BadSetting(
@@ -112,7 +112,7 @@ def add(name: str, file: Path) -> Path:
     if target.exists():
         raise BadSetting(f"{target} is there already; choose another name, or remove it")
     root.mkdir(parents=True, exist_ok=True)
-    with replaced(target) as temporary:
+    with replacing(target) as temporary:
         shutil.copyfile(file, temporary)
     return target
 
@@ -136,7 +136,7 @@ def available(root: Path | None) -> list[tuple[str, str]]:
         if name == "imagefolder":
             return "any folder in ImageNet's layout: imagefolder:PATH"
         try:
-            data = read_added(name) if name in added() else module_of("datasets", name).load(root)
+            data = read_added(name) if name in added_names() else module_of("datasets", name).load(root)
         except MissingData:
             return "not found"
         except UndriftError as error:
@@ -144,13 +144,13 @@ def available(root: Path | None) -> list[tuple[str, str]]:
         classes = f", {data.classes} classes" if data.classes > 1 else ""
         return f"{len(data.y_train)} training and {len(data.y_test)} test samples{classes}"
 
-    return [(name, state(name)) for name in [*names("datasets"), *added()]]
+    return [(name, state(name)) for name in [*names("datasets"), *added_names()]]
 
 
 def prepare(name: str, root: Path | None, out: Path | None, source: Path | None = None) -> Path:
     """Read a data set, from `source` if it is made of a file, and write it as NAME.npz, which loads fastest."""
     module = module_of("datasets", name)
-    make = getattr(module, "prepare", None)  # of one that is stored in a form of its own
+    make = getattr(module, "prepare", None)  # for a data set that is stored in a form of its own
     if (make is None) != (source is None):
         raise BadSetting(
             f"{name} is read from where it lies, without --from"

@@ -32,7 +32,7 @@ PLAYS = (
     "richard_ii", "richard_iii", "romeo_and_juliet", "taming_of_the_shrew", "tempest", "timon_of_athens",
     "tragedy_of_titus_andronicus", "troilus_and_cressida", "twelfth_night", "two_gentlemen_of_verona", "winters_tale",
 )  # fmt: skip
-MOST_BYTES, MOST_PLAY = 64 << 20, 1 << 20  # of an unpacked archive, and of one play
+MOST_BYTES, MOST_PLAY = 64 << 20, 1 << 20  # the most bytes in an unpacked archive, and in one play
 MOST_MEMBERS = 1000
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9 .,&'’-]{0,39}\.")  # a role before its speech, alone on a line
 HEADING = re.compile(r"(act|scene|scena|actus|the end|finis|exit|exeunt|enter|persons|dramatis)\b", re.IGNORECASE)

@@ -44,7 +44,7 @@ class GroupRates(NamedTuple):
     lr: float  # eta
     momentum: float  # mu; beta_1 of AdamW
     momentum2: float = 0.999  # beta_2 of AdamW
-    epsilon: float = 1e-8  # of AdamW
+    epsilon: float = 1e-8  # AdamW's epsilon
     decay: float = 0.0  # the weight decay beside AdamW's step; elsewhere it belongs to the gradient
 
 

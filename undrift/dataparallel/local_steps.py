@@ -55,8 +55,8 @@ class Own(NamedTuple):
 class Flight(NamedTuple):
     """An exchange that is under way."""
 
-    own: Answers  # of this island
-    arrived: Callable[[], tuple[State, Tensor]]  # waits for the answers and running statistics of all islands, as rows
+    own: Answers  # this island's answers
+    receive: Callable[[], tuple[State, Tensor]]  # waits for the answers and running statistics of all islands, as rows
 
 
 class Later:
@@ -261,7 +261,7 @@ class LocalSteps:
         everybody = self.workers.mean_later(fine)  # a mean would hide whose answer is not finite
         means = [self.workers.mean_later(t.clone()) if t.numel() else t.clone for t in sent] if self.means else []
 
-        def arrived() -> tuple[State, Tensor]:
+        def receive() -> tuple[State, Tensor]:
             found = [mean() for mean in means]
             if bool(everybody() == 1) and found:
                 *up, buffers = [t.expand(self.workers.count, *t.shape) for t in found]
@@ -270,11 +270,11 @@ class LocalSteps:
             arrivals = iter(up)
             return map_leaves(lambda t: next(arrivals), own.up), buffers
 
-        return Flight(own, arrived)
+        return Flight(own, receive)
 
     def land(self, flight: Flight) -> None:
         """End an exchange: every rank has the answers, and takes the server's step itself."""
-        own, (up, buffers) = flight.own, flight.arrived()
+        own, (up, buffers) = flight.own, flight.receive()
         x, none = own.x.expand(self.workers.count, -1), own.x.new_zeros(self.workers.count, 1)
         after = self.close(Answers(up, Nothing(), buffers, x, none, Nothing()))
         mine = (after.ids == self.workers.rank).nonzero().flatten()
@@ -337,8 +337,8 @@ class LocalSteps:
             "server": [t.clone() for t in leaves(self.state)], "own": own,
         }  # fmt: skip
         if self.flight is not None:
-            up, buffers = self.flight.arrived()
-            self.flight = self.flight._replace(arrived=lambda: (up, buffers))
+            up, buffers = self.flight.receive()
+            self.flight = self.flight._replace(receive=lambda: (up, buffers))
             kept = [self.rows(t).clone() for t in leaves(self.flight.own.client)]
             state |= {"flight": {"own": kept, "answers": [t.clone() for t in (*leaves(up), buffers)]}}
         return state
@@ -349,7 +349,9 @@ class LocalSteps:
         kind, now = type(self.alg).__name__, self.workers.count
         stored = (state["algorithm"], state["every"], state.get("compress", ""))
         if stored != (kind, self.every, self.compress):
-            raise BadRunFolder(f"the checkpoint is of {said(*stored)}, not of {said(kind, self.every, self.compress)}")
+            raise BadRunFolder(
+                f"the checkpoint is of {describe_run(*stored)}, not of {describe_run(kind, self.every, self.compress)}"
+            )
         before, other = int(state["islands"]), int(state["islands"]) != now
         flight = state.get("flight")
         if other and (flight or state["k"] not in (0, self.alg.late)):
@@ -385,7 +387,7 @@ class LocalSteps:
         return Flight(own, lambda: (up, buffers.to(own.buffers)))
 
 
-def said(kind: str, every: int, compress: str) -> str:
+def describe_run(kind: str, every: int, compress: str) -> str:
     return f"{kind} with every={every}" + (f" and compress={compress}" if compress else "")
 
 

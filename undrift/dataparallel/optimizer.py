@@ -366,14 +366,14 @@ class DEFAdamW(CompressedOptimizer):
             for p in g["params"]:
                 rate = self.group_rates(g, slice(0, p.numel()))
                 rates.append(rate if p.grad is not None else rate._replace(decay=0.0))
-        return joined(rates)
+        return join_neighbours(rates)
 
     def group_rates(self, g: dict[str, Any], part: slice) -> GroupRates:
         beta1, beta2 = g["betas"]
         return GroupRates(part, float(g["lr"]), beta1, beta2, float(g["eps"]), float(g["weight_decay"]))
 
 
-def joined(rates: Iterable[GroupRates]) -> list[GroupRates]:
+def join_neighbours(rates: Iterable[GroupRates]) -> list[GroupRates]:
     """Stretches one behind the other, each given by its length; neighbours with the same rates become one.
 
     >>> rates = [GroupRates(slice(0, 2), 0.1, 0.9), GroupRates(slice(0, 3), 0.1, 0.9), GroupRates(slice(0, 1), 0.2, 0.9)]

@@ -19,11 +19,11 @@ from undrift.jobs.config import (
     fields_of,
     setting,
 )
-from undrift.jobs.plain_values import typed, with_own_fields
+from undrift.jobs.plain_values import convert, with_own_fields
 
 COMPRESSION = "compression"
 RATE = 0.02  # the learning rate, where none is given
-RATES = {"ef": 0.005, "ef21": 0.005, "dni": 0.01}  # of methods that do not learn with that one
+RATES = {"ef": 0.005, "ef21": 0.005, "dni": 0.01}  # for methods that do not learn with the usual rate
 # Fields of the method, which --set takes too.
 OWN = ("ratio", "lam", "compressor", "block", "average_every", "lr", "momentum", "weight_decay", "momentum2", "epsilon")
 
@@ -106,7 +106,7 @@ TYPES = get_type_hints(ParallelConfig)
 
 def from_mapping(settings: Mapping[str, Any]) -> ParallelConfig:
     """A ParallelConfig from plain values; unknown names and wrong types are errors."""
-    return ParallelConfig(**typed(plain(settings), TYPES))
+    return ParallelConfig(**convert(plain(settings), TYPES))
 
 
 def plain(settings: Mapping[str, Any]) -> dict[str, Any]:

@@ -38,7 +38,7 @@ from undrift.oracle.net import Net
 from undrift.oracle.oracle import Oracle
 from undrift.round.record import RoundRecord, write_record
 from undrift.simulate.evaluate import accuracy, means, sample_scores, weights_of
-from undrift.simulate.graphs import fused, recorded
+from undrift.simulate.graphs import fuse, record_graph
 from undrift.simulate.work import mini_batch
 
 STATISTICS_BATCH = 500  # samples in a batch that recomputes BatchNorm's statistics
@@ -114,8 +114,8 @@ class ParallelTraining(InMemory):
         if self.replay and self.recording is None:
             try:
                 if self.compile:
-                    self.compute_stacked = fused(self.compute, *self.inputs())
-                self.recording = recorded(self.play, [self.buffers], self.device)
+                    self.compute_stacked = fuse(self.compute, *self.inputs())
+                self.recording = record_graph(self.play, [self.buffers], self.device)
             except RuntimeError as error:  # `recorded` has restored what it changed
                 warnings.warn(f"gradients are not replayed, because they could not be recorded: {error}", stacklevel=2)
                 self.replay, self.compute_stacked = False, self.compute

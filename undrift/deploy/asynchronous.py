@@ -20,7 +20,7 @@ from undrift.core.streams import Purpose, sample, stream
 from undrift.core.trees import State, map_leaves
 from undrift.deploy.client import TRAIN, Request
 from undrift.deploy.messages import Encoded, Letter, pack
-from undrift.deploy.remote import Remote, Stream, counted, length, most_batches, read_answers
+from undrift.deploy.remote import Remote, Stream, length, most_batches, read_answers, read_gradients
 from undrift.round.clients import Answers
 from undrift.round.order import Ask
 from undrift.round.shapes import Forms
@@ -62,7 +62,7 @@ class Arriving:
         self.waiting: list[Came] = []
         self.used: dict[int, Came] = {}  # in this round, by the client's id
         self.tried = set[int]()  # clients that were asked in this round
-        self.uses = Counter[int]()  # of each round's model, by those at work and waiting
+        self.uses = Counter[int]()  # how many clients at work or waiting use each round's model
 
     def serve(self, run: Simulation) -> None:
         """Let a simulation ask these clients."""
@@ -123,7 +123,7 @@ class Arriving:
         most = most_batches(np.array([asked.steps]), np.array([size]), run.settings.plan.batch)
 
         def read(letter: Letter) -> tuple[Answers, int]:
-            gradients = counted(letter, int(most[0]))
+            gradients = read_gradients(letter, int(most[0]))
             return read_answers(self.remote, run.alg, self.form, letter, asked.version, run.net, run.state.x), gradients
 
         away = time.perf_counter() - asked.sent
@@ -140,7 +140,7 @@ class Arriving:
         if not self.uses[asked.version]:
             del self.uses[asked.version]
 
-    def needed(self) -> set[int]:
+    def rounds_in_use(self) -> set[int]:
         return set(self.uses)
 
     def tensors(self) -> dict[str, Tensor]:

@@ -17,14 +17,14 @@ from undrift.deploy.keys import Public, check_name, fingerprint, public_line, re
 ADMITTED, REVOKED = "clients", "revoked"
 
 
-def admitted(server: Path) -> dict[str, Public]:
+def admitted_keys(server: Path) -> dict[str, Public]:
     """The admitted keys by name, without those that were revoked."""
-    gone = revoked(server)
+    gone = revoked_keys(server)
     found = {file.stem: read_public(file)[0] for file in sorted((server / ADMITTED).glob("[!.]*.pub"))}
     return {name: key for name, key in found.items() if fingerprint(key) not in gone}
 
 
-def revoked(server: Path) -> set[str]:
+def revoked_keys(server: Path) -> set[str]:
     """The fingerprints of the revoked keys."""
     return {fingerprint(read_public(file)[0]) for file in (server / REVOKED).glob("[!.]*.pub")}
 
@@ -44,7 +44,7 @@ def admit(server: Path, file: Path, name: str = "") -> tuple[str, str]:
     check_name(name)
     mark = fingerprint(key)
     with changing(server):
-        for other, known in admitted(server).items():
+        for other, known in admitted_keys(server).items():
             if other == name and fingerprint(known) != mark:
                 raise BadSetting(
                     f"{name} has another key, {fingerprint(known)}; if it has lost that one: undrift deploy revoke {server} "
@@ -56,7 +56,7 @@ def admit(server: Path, file: Path, name: str = "") -> tuple[str, str]:
                 )
             if fingerprint(known) == mark and other != name:
                 raise BadSetting(f"this key is admitted as {other}; {name} needs a key of its own")
-        if mark in revoked(server):
+        if mark in revoked_keys(server):
             raise BadSetting(f"the key {mark} was revoked; {name} needs a new one: undrift deploy identity")
         write(server / ADMITTED / f"{name}.pub", public_line(key, name))
     return name, mark
@@ -66,7 +66,7 @@ def revoke(server: Path, name: str) -> str:
     """Take the name's key away for good, and return its fingerprint."""
     check_name(name)
     with changing(server):
-        known = admitted(server)
+        known = admitted_keys(server)
         if name not in known:
             raise UnknownName("client", name, known)
         mark = fingerprint(known[name])

@@ -70,7 +70,7 @@ class Sent:
 
     message: str  # its id; empty where it could not be sent
     node: int  # that was asked
-    nbytes: int  # of the letter
+    nbytes: int  # how long the letter is
     at: float  # by time.monotonic
     why: str  # there will be no answer, if it does not come in time
 
@@ -188,7 +188,7 @@ class GridPost:
         """Wait until all these clients have joined, at most `wait` seconds, and count those that have."""
         wanted, strangers, until = set(clients), set[str](), time.monotonic() + wait
         awaited: list[str] = []
-        while wanted - self.node.keys() and time.monotonic() < until and not stopping.asked():
+        while wanted - self.node.keys() and time.monotonic() < until and not stopping.stop_signal():
             self.roll()
             if (missing := sorted(wanted - self.node.keys())) and missing != awaited:
                 more = f" and {len(missing) - 5} more" if len(missing) > 5 else ""
@@ -215,7 +215,7 @@ class GridPost:
 
         if alone():
             self.say(f"no client is connected; waiting at most {self.wait:.0f} s for one")
-        while not stopping.asked():
+        while not stopping.stop_signal():
             waited = time.monotonic() - began
             joining = self.expects(clients) and waited < min(self.join, self.timeout)
             if not joining and not (alone() and waited < self.wait):
@@ -335,7 +335,7 @@ def server_app() -> ServerApp:
         pull.set_up()
         post = GridPost(grid, plan.deploy.timeout, say, plan)
         try:
-            with stopping.heeded(lambda how: say(f"{how}; go on with resume=true")):
+            with stopping.heed_signals(lambda how: say(f"{how}; go on with resume=true")):
                 deploy(plan, post, lambda: post.meet(plan.names, plan.deploy.wait), post.samples, say)
         except stopping.Stopped as stopped:
             signal.raise_signal(stopped.number)  # now for Flower, which tells the SuperLink and ends the process

@@ -29,7 +29,7 @@ from flwr.supercore.constant import FLEET_HTTP_PUBLIC_KEY_HEADER, FLEET_HTTP_SIG
 from flwr.supercore.primitives.asymmetric import public_key_to_bytes, sign_message, verify_signature
 from google.protobuf.message import DecodeError
 
-from undrift.deploy.clients import admitted
+from undrift.deploy.clients import admitted_keys
 from undrift.deploy.keys import Key, fingerprint
 from undrift.deploy.messages import most_bytes
 
@@ -94,7 +94,7 @@ class Gate:
 
     def read_clients(self) -> None:
         """Learn which keys are admitted now."""
-        clients = admitted(self.server)
+        clients = admitted_keys(self.server)
         self.clients = {public_key_to_bytes(key): (name, key) for name, key in clients.items()}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -124,7 +124,7 @@ class Gate:
         name = self.caller(headers)
         if path == HELLO:
             return 200, {"content-type": "application/json"}, json.dumps({"client": name}).encode()
-        with self.counted(name):
+        with self.counting(name):
             body = await self.read_body(name, receive)
             if path == PUSH:
                 self.check_answer(name, body)
@@ -141,7 +141,7 @@ class Gate:
         return reply.status_code, kept, reply.content
 
     @contextlib.contextmanager
-    def counted(self, name: str) -> Iterator[None]:
+    def counting(self, name: str) -> Iterator[None]:
         """Count a client's request, as long as it lasts."""
         if self.requests[name] >= AT_A_TIME:
             raise TurnedAway(429, f"{name} makes more than {AT_A_TIME} requests at a time")

@@ -34,7 +34,7 @@ from undrift.deploy.ports import free_port
 PAUSE = 3.0  # seconds between two tries
 GRACE = 5.0  # seconds that the SuperNode has to end by itself
 NOTHING = "#!/bin/sh\nexit 1\n"
-Kind = Literal["own", "sent"]  # of client app: undrift's own, whatever app was sent, or the one that was sent
+Kind = Literal["own", "sent"]  # which client app runs: undrift's own, whatever app was sent, or the one that was sent
 
 
 def node_words(folder: Path, address: str, config: str) -> list[str]:
@@ -131,7 +131,7 @@ def rest(seconds: float = PAUSE) -> None:
     """Wait a little; a signal ends the node."""
     until = time.monotonic() + seconds
     while time.monotonic() < until:
-        if stopping.asked():
+        if stopping.stop_signal():
             raise stopping.notice()
         time.sleep(0.1)
 

@@ -28,7 +28,7 @@ from undrift.core import stopping
 from undrift.core.errors import BadSetting, UndriftError
 from undrift.core.files import make_private
 from undrift.deploy import superlink
-from undrift.deploy.clients import ADMITTED, REVOKED, admitted
+from undrift.deploy.clients import ADMITTED, REVOKED, admitted_keys
 from undrift.deploy.gate import Gate
 from undrift.deploy.keys import LOOPBACK, refuse_open, write, write_certificate
 from undrift.deploy.ports import free_port
@@ -128,7 +128,7 @@ async def attend(
         if door.started and not said:
             say(ready)
             said = True
-        if process.poll() is not None or stopping.asked():
+        if process.poll() is not None or stopping.stop_signal():
             door.should_exit = True
         if (now := state_of(server)) != seen:
             try:
@@ -140,7 +140,7 @@ async def attend(
             except (UndriftError, httpx.HTTPError, ssl.SSLError, OSError) as error:  # perhaps half written
                 say(f"the change in {server} is not taken up yet: {error}")
         await asyncio.wait([serving], timeout=LOOK)
-    if stopping.asked():
+    if stopping.stop_signal():
         raise stopping.notice()
     with contextlib.suppress(SystemExit):  # uvicorn could not bind
         serving.result()
@@ -157,7 +157,7 @@ def state_of(server: Path) -> tuple[tuple[str, int], ...]:
 
 def register(server: Path, control: ControlHttpClient, say: Callable[[str], None]) -> None:
     """Make the SuperLink know the admitted keys, each under its name, and no others."""
-    wanted = {public_key_to_bytes(key): name for name, key in admitted(server).items()}
+    wanted = {public_key_to_bytes(key): name for name, key in admitted_keys(server).items()}
     listed = control.ListNodes(ListNodesRequest()).nodes_info
     known: dict[bytes, NodeInfo] = {info.public_key: info for info in listed if info.status != "unregistered"}
     for key, info in known.items():

@@ -200,7 +200,7 @@ def run_local(plan: Plan, secure: bool, home: Path | None, say: Callable[[str], 
     test = plan.deploy.test and str(Path(plan.deploy.test).resolve())
     plan = replace(plan, deploy=replace(plan.deploy, out=str(Path(plan.deploy.out).resolve()), test=test))
     folder = RunFolder(Path(plan.deploy.out))
-    before = folder.reached()  # by a run that is resumed
+    before = folder.last_checkpoint()  # by a run that is resumed
     with federation(plan.names, secure, home) as parts:
         parts.files = files
         for client in range(plan.run.clients):
@@ -208,7 +208,7 @@ def run_local(plan: Plan, secure: bool, home: Path | None, say: Callable[[str], 
         process, shown, ended, stopped = parts.run(plan), 0, False, None
         while not ended:
             time.sleep(0.3)
-            if stopping.asked() and stopped is None:
+            if stopping.stop_signal() and stopped is None:
                 stopped = stopping.notice()
                 parts.stop_run()
             # `flwr run` shows the run, and may end before it; then the run goes on unseen.
@@ -224,7 +224,7 @@ def run_local(plan: Plan, secure: bool, home: Path | None, say: Callable[[str], 
             raise stopped
         if refused := re.search(f"^{REFUSED}(.*)$", text, re.MULTILINE):
             raise Failed(refused[1])
-        if not folder.finished() or (folder.reached() == before and f"written to {folder.path}" not in text):
+        if not folder.is_finished() or (folder.last_checkpoint() == before and f"written to {folder.path}" not in text):
             raise Failed(f"the run did not come to its end:\n{tail(text)}\n{tail(parts.log('superlink'))}")
 
 

@@ -28,7 +28,7 @@ Fact = bool | int | float | str
 HEADER = 256  # most bytes of a .npy header for arrays of few dimensions
 NOT_FINITE = "it is not finite"  # why an answer is refused
 TIMES, ALWAYS = 8, 16 << 20  # most bytes of an answer: so many times those of its letter, and so many more
-MAGIC = b"\x93NUMPY\x01\x00"  # of version 1.0; two bytes with the header's length follow
+MAGIC = b"\x93NUMPY\x01\x00"  # version 1.0; two bytes with the header's length follow
 FORM = re.compile(
     rb"\{'descr': '([<>|=][a-zA-Z]\d{0,4})', 'fortran_order': (True|False), "
     rb"'shape': \(((?:\d{1,19}(?:, \d{1,19}){0,31},?)?)\),? ?\} *\n"
@@ -136,12 +136,12 @@ def split_npy(name: str, data: bytes) -> tuple[Header, memoryview]:
 
 def pack(state: Any, net: Net) -> dict[str, Encoded]:
     """Encode the arrays of a NamedTuple under dotted names, without the padding of vectors."""
-    return {name.removeprefix("."): encode(leaf) for name, leaf in named_leaves("", net.sent(state))}
+    return {name.removeprefix("."): encode(leaf) for name, leaf in named_leaves("", net.without_padding(state))}
 
 
 def unpack(arrays: Mapping[str, Encoded], like: T, net: Net, device: torch.device) -> T:
     """Decode a NamedTuple of the form of `like` (meta tensors will do); vectors get their padding again."""
-    expected = {name.removeprefix("."): leaf for name, leaf in named_leaves("", net.sent(like))}
+    expected = {name.removeprefix("."): leaf for name, leaf in named_leaves("", net.without_padding(like))}
     if arrays.keys() != expected.keys():
         missing, extra = sorted(expected.keys() - arrays.keys()), sorted(arrays.keys() - expected.keys())
         raise Refused(f"the arrays have other names: {missing[:3]} are missing, {extra[:3]} were not expected")

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from undrift.core.errors import BadRunFolder
-from undrift.core.files import replaced, writing
+from undrift.core.files import replacing, writing
 from undrift.core.seals import read_sealed, seal
 from undrift.core.streams import normal
 from undrift.round.accounting import Accountant
@@ -40,7 +40,7 @@ class Ledger:
             self.save()
 
     def save(self) -> None:
-        with writing(self.file), replaced(self.file) as temporary:
+        with writing(self.file), replacing(self.file) as temporary:
             temporary.unlink(missing_ok=True)
             temporary.touch(mode=0o600)
             held = {"secret": self.secret.hex(), "rounds": self.rounds, "spent": self.spent.tolist()}

@@ -70,7 +70,7 @@ class Visit(NamedTuple):
     outcome: str  # "answered", or why its answer does not count
     bytes_down: int
     bytes_up: int
-    seconds: float  # of the client's work, as it says
+    seconds: float  # how long the client worked, as it says
     away: float  # seconds of the whole exchange
 
 
@@ -118,7 +118,7 @@ class Remote:
         most = dict(zip((self.names[id] for id in letters), batches.tolist(), strict=True))
 
         def read_counted(answer: Letter) -> Any:
-            gradients = counted(answer, most[answer.fact("client", str)])
+            gradients = read_gradients(answer, most[answer.fact("client", str)])
             content = read(answer)
             work.gradients += gradients
             return content
@@ -228,7 +228,7 @@ def most_batches(steps: NDArray[np.int64], sizes: NDArray[np.int64], batch: int)
     return CALLS * (steps + -(-sizes // batch))
 
 
-def counted(letter: Letter, largest: int) -> int:
+def read_gradients(letter: Letter, largest: int) -> int:
     """How many gradients a client says that it has computed."""
     gradients = letter.fact("gradients", int)
     if not 0 <= gradients <= largest:
@@ -246,13 +246,13 @@ def read_answers(
     if isinstance(alg, Compressed):
         refuse_misplaced(alg, reply.up)
         check_finite(alg.open("up", reply.up))  # numbers that are finite may have scales under which they are not
-    told = {n: 0.0 if remote.private else bounded(letter, f"fact.{n}") for n in form.facts._fields}
+    told = {n: 0.0 if remote.private else read_number(letter, f"fact.{n}") for n in form.facts._fields}
     numbers = type(form.facts)(*(x.new_tensor([value]) for value in told.values()))
-    loss = x.new_tensor([bounded(letter, "loss")])
+    loss = x.new_tensor([read_number(letter, "loss")])
     return Answers(reply.up, Nothing(), reply.buffers, x.new_full((1,), torch.nan), loss, numbers)
 
 
-def bounded(letter: Letter, name: str) -> float:
+def read_number(letter: Letter, name: str) -> float:
     """Read a number for the record; one client's must not drown those of the others."""
     value = letter.number(name)
     if abs(value) > LARGEST:

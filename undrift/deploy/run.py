@@ -15,7 +15,7 @@ from torch import Tensor
 
 from undrift.core.device import pick_device
 from undrift.core.errors import BadRunFolder
-from undrift.core.files import replaced, writing
+from undrift.core.files import replacing, writing
 from undrift.core.run_files import ARRIVALS, BEST, DEPLOYED, LEDGER, VISITS, Checkpoint
 from undrift.core.seals import Place, append_lines, read_lines, read_sealed, write_sealed
 from undrift.data.load import load_dataset
@@ -79,7 +79,7 @@ def deploy(
         best = Best(next(iter(simulation.score_keeper.metrics), "loss"), plan.deploy.patience) if plan.scored else None
 
         def keep_best(model: dict[str, Tensor], best: Best) -> None:
-            with writing(out / BEST), replaced(out / BEST) as temporary:
+            with writing(out / BEST), replacing(out / BEST) as temporary:
                 save_file(model, temporary, {"round": str(best.round), best.metric: str(abs(best.score))})
 
         arriving, stack = None, contextlib.ExitStack()
@@ -92,7 +92,7 @@ def deploy(
         )
         with stack, contextlib.closing(visits.file):
             yield deployment
-            deployment.close(visits.closed())
+            deployment.close(visits.closed_rounds())
 
     for remark in config.remarks():
         say(f"note: {remark}")
@@ -114,7 +114,7 @@ class Visits:
                     kept += [visit] if visit["round"] <= reached else []
         self.path, self.kept = file, kept
         with writing(file):
-            with replaced(file) as temporary, temporary.open("wb", buffering=0) as new:
+            with replacing(file) as temporary, temporary.open("wb", buffering=0) as new:
                 self.end = append_lines(new, Place(0, ""), *kept)
             self.file = file.open("ab", buffering=0)  # stays open: another run may take the folder, but not this file
 
@@ -126,7 +126,7 @@ class Visits:
             os.fsync(self.file.fileno())
         self.kept += visits
 
-    def closed(self) -> set[tuple[str, int]]:
+    def closed_rounds(self) -> set[tuple[str, int]]:
         """The names and rounds of those who got the reply to their last round."""
         return {(v["client"], v["round"]) for v in self.kept if v["exchange"] == CLOSE and v["outcome"] == "answered"}
 
@@ -139,7 +139,7 @@ class Arrivals:
         kept = list(read_lines(file, "", place, further=False))
         self.path = file
         with writing(file):
-            with replaced(file) as temporary, temporary.open("wb", buffering=0) as new:
+            with replacing(file) as temporary, temporary.open("wb", buffering=0) as new:
                 self.end = append_lines(new, Place(0, ""), *kept)
             self.file = file.open("ab", buffering=0)
 

@@ -28,7 +28,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from undrift.core.files import make_private, one_at_a_time, replaced
+from undrift.core.files import make_private, one_at_a_time, replacing
 from undrift.core.trees import State, leaves
 from undrift.deploy import masks
 from undrift.deploy.masks import KEY, LEAST, SEALED, Secrets
@@ -125,7 +125,7 @@ def task_context(context: str, settings: bytes, arrays: Mapping[str, Encoded]) -
 
 def flat(net: Net, sent: State, more: list[float]) -> np.ndarray[Any, np.dtype[np.float64]]:
     """All numbers of an upload, without padding, and some more."""
-    parts = [leaf.detach().cpu().double().flatten() for leaf in leaves(net.sent(sent))]
+    parts = [leaf.detach().cpu().double().flatten() for leaf in leaves(net.without_padding(sent))]
     return torch.cat([*parts, torch.tensor(more, dtype=torch.float64)]).numpy()
 
 
@@ -162,7 +162,7 @@ class Summand:
         return Public(octets(masks.public_keys(own))[0], octets(self.settings)[0])
 
     def share(self, letter: Letter, context: str) -> Shares:
-        held, n = self.held(context, KEYS), count_of(letter)
+        held, n = self.recall(context, KEYS), count_of(letter)
         peers = self.read(letter, Peers(empty(n, dtype=torch.int64), empty(n, 2 * KEY)))
         ids, keys, id = ids_of(peers.ids), row_bytes(peers.keys), letter.fact("id", int)
         own = secrets_of(held)
@@ -180,7 +180,7 @@ class Summand:
     def take(self, letter: Letter, exchange: str, form: State) -> State:
         """Read the task, and remember the shares that come with it."""
         with self.alone():
-            held, m = self.held(context_of(letter, exchange), SHARES), count_of(letter)
+            held, m = self.recall(context_of(letter, exchange), SHARES), count_of(letter)
             task = self.read(letter, Task(empty(m, dtype=torch.int64), empty(m, SEALED), form))
             ids = ids_of(task.ids)
             enough = max(masks.threshold(len(held["ids"])), self.least)
@@ -192,7 +192,7 @@ class Summand:
     def mask(self, letter: Letter, exchange: str, sent: State, more: list[float]) -> dict[str, Encoded]:
         """The client's numbers under masks; numbers for the record (`more`) are cut to the bound, and it says if they were."""
         with self.alone():
-            held = self.held(context := context_of(letter, exchange), "")
+            held = self.recall(context := context_of(letter, exchange), "")
             ids, id, own = held["ids"], letter.fact("id", int), secrets_of(held)
             told = [min(max(number, -self.bound), self.bound) for number in more]
             values = flat(self.net, sent, [*told, *([self.bound * (told != more)] if more else [])])
@@ -205,7 +205,7 @@ class Summand:
         return pack(Masked(torch.from_numpy(numbers.view(np.int32))), self.net)
 
     def open(self, letter: Letter, context: str) -> Opened:
-        held, k = self.held(context, UNMASK), count_of(letter)
+        held, k = self.recall(context, UNMASK), count_of(letter)
         left = ids_of(self.read(letter, Left(empty(k, dtype=torch.int64))).ids)
         ids, id, own = held["ids"], letter.fact("id", int), secrets_of(held)
         enough = max(masks.threshold(len(ids)), self.least)
@@ -225,7 +225,7 @@ class Summand:
         """The key for shares from one client to another."""
         return masks.agree(own.cipher, other[:KEY], f"share {context} {sender} {receiver}")
 
-    def held(self, context: str, at: str) -> dict[str, Any]:
+    def recall(self, context: str, at: str) -> dict[str, Any]:
         """What is remembered of this sum, if the letter is the one that comes next."""
         held: dict[str, Any] = json.loads(self.file.read_text()) if self.file.exists() else {}
         if (held.get("context"), held.get("at")) != (context, at):
@@ -233,7 +233,7 @@ class Summand:
         return held
 
     def keep(self, held: dict[str, Any]) -> None:
-        with replaced(self.file) as temporary:
+        with replacing(self.file) as temporary:
             temporary.touch(mode=0o600)
             temporary.write_text(json.dumps(held))
 

@@ -64,7 +64,7 @@ class Deployment(InMemory):
         if remote.secure_bound:
             check_secure(simulation.whole, simulation.net, how, simulation.data.clients)
         if samples is not None:
-            simulation.weighed = self.weighed
+            simulation.weight_of = self.weight_of
         simulation.data = replace(simulation.data, held_out={})  # clients keep the samples that they hold out
 
     @property
@@ -81,7 +81,7 @@ class Deployment(InMemory):
         if run.last_reply is not None:
             ids, replies = run.last_reply
             for id, reply in zip(ids.tolist(), unstack(replies, len(ids)), strict=True):
-                remote.replies[id] = dict(named_leaves("reply", self.net.sent(reply)))
+                remote.replies[id] = dict(named_leaves("reply", self.net.without_padding(reply)))
             run.last_reply = None
         self.keep(remote.visits)
         record = self.complete(record)
@@ -120,7 +120,7 @@ class Deployment(InMemory):
                 )
         self.simulation.data = replace(self.simulation.data, sizes=np.maximum(self.sizes, 1))
 
-    def weighed(self, ids: NDArray[np.int64]) -> NDArray[np.float64]:
+    def weight_of(self, ids: NDArray[np.int64]) -> NDArray[np.float64]:
         """What the answers of clients with files weigh: their numbers of samples, as far as `weight_cap` allows."""
         sizes, known = self.simulation.data.sizes[ids], self.sizes[ids] > 0  # the answers of others will be refused
         weights = sizes.astype(np.float64)

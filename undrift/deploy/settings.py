@@ -16,9 +16,9 @@ from typing import Any, get_type_hints
 from undrift.core.errors import BadSetting
 from undrift.core.names import parse_value
 from undrift.jobs.config import FIELDS, RunConfig, build_algorithm, from_mapping, setting
-from undrift.jobs.plain_values import typed, words
+from undrift.jobs.plain_values import convert, words
 
-NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,63}")  # of a client or a run, and of its folder
+NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,63}")  # the name of a client or a run, and of its folder
 OWN = "own"  # the dataset, and the partition, of a run whose clients each read a file
 # Real clients are slow, and fail, by themselves.
 SIMULATED = ("dropout_rate", "slow", "bandwidth", "latency", "attack", "clock", "step_seconds", "over_select")
@@ -73,7 +73,9 @@ class DeployConfig:
 
 DEPLOY_FIELDS = {f.name: f for f in dataclasses.fields(DeployConfig)}
 TYPES = get_type_hints(RunConfig) | get_type_hints(DeployConfig)
-FLAGS = {name: f for name, f in FIELDS.items() if name not in HERE_ONLY} | DEPLOY_FIELDS  # of `undrift deploy`
+FLAGS = {
+    name: f for name, f in FIELDS.items() if name not in HERE_ONLY
+} | DEPLOY_FIELDS  # the flags of `undrift deploy`
 FLAGS["checkpoint_every"] = setting(1, "always 1: clients keep only the states before and after their last round")
 
 
@@ -165,7 +167,7 @@ class Plan:
         """A plan from settings by name; the algorithm's fields are under `set`."""
         for old in given.keys() & RENAMED:
             raise BadSetting(f"{old} is called {RENAMED[old]} now")
-        deployed = typed({n: v for n, v in given.items() if n in DEPLOY_FIELDS}, TYPES)
+        deployed = convert({n: v for n, v in given.items() if n in DEPLOY_FIELDS}, TYPES)
         simulated = {n: v for n, v in given.items() if n not in DEPLOY_FIELDS}
         chosen = from_mapping(({"partition": OWN} if simulated.get("dataset") == OWN else {}) | simulated)
         names = split_names(str(deployed.get("names", "")))

@@ -22,7 +22,7 @@ from undrift.core.files import make_private, sync
 from undrift.deploy.messages import Refused
 from undrift.deploy.settings import NAME
 
-CHECK = "sha256"  # of the tensors, in a file's metadata
+CHECK = "sha256"  # the key of the tensors' checksum in a file's metadata
 
 
 def checksum(tensors: Mapping[str, Tensor]) -> str:

@@ -152,6 +152,6 @@ def serve_page(folder: Path, port: int, say: Callable[[str], None]) -> None:
     with window:
         window.timeout = 0.5
         say(f"http://{LOOPBACK}:{window.server_port}/ shows {folder}")
-        while not stopping.asked():
+        while not stopping.stop_signal():
             window.handle_request()
     raise stopping.notice()

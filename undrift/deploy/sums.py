@@ -127,7 +127,7 @@ class SecureLetters:
     ) -> tuple[Any, Tensor, list[float]]:
         """The mean of what clients send in an exchange, as rows [S, ...]; whose it is [S]; and means of further numbers."""
         ids, net = self.work.ids.tolist(), self.work.net
-        sizes = [*(leaf.numel() for leaf in leaves(net.sent(form))), more, min(more, 1)]
+        sizes = [*(leaf.numel() for leaf in leaves(net.without_padding(form))), more, min(more, 1)]
         found = self.find_sum(exchange, request, sum(sizes))
         if found is None:
             rows = map_leaves(lambda v: v.expand(len(ids), *v.shape), fill(form, x))

@@ -13,7 +13,7 @@ from undrift.algorithms.wrapper import innermost
 from undrift.deploy.messages import Fact
 from undrift.deploy.settings import Plan
 
-PREFIX = "has."  # of these facts in a node's report
+PREFIX = "has."  # names of these facts in a node's report begin so
 LIBRARY = ("abc", "builtins", "typing")  # modules of Python itself
 LONGEST, MOST = 20_000, 5  # characters of a report that are read, and settings that are named
 NONE = "none"

@@ -21,7 +21,7 @@ from undrift.jobs import packs
 from undrift.jobs.config import MOST, JobConfig, RunConfig
 from undrift.jobs.course import commit
 from undrift.jobs.folder import RunFolder
-from undrift.jobs.results import Line, Results, curve_of, key_of, milestones, scores_of, told_apart
+from undrift.jobs.results import Line, Results, curve_of, identity_settings, key_of, milestones, scores_of
 from undrift.jobs.suite import COMMANDS
 from undrift.jobs.sweep import KINDS, Job, group_jobs
 
@@ -42,7 +42,7 @@ class Run(NamedTuple):
 
     @property
     def key(self) -> str:
-        return key_of(told_apart(self.command, self.config))
+        return key_of(identity_settings(self.command, self.config))
 
 
 class NoTime(Exception):
@@ -93,7 +93,7 @@ class Batch:
 
     def alike(self, run: Run) -> str:
         """A key that runs of the same cost share."""
-        settings = told_apart(run.command, run.config)
+        settings = identity_settings(run.command, run.config)
         return alike_key(run.about["row"], settings, device_name(self.settings(run)))
 
     def room(self, run: Run) -> packs.Cost:
@@ -125,7 +125,7 @@ class Batch:
         pace, left = self.pace(runs[0]), self.end - time.monotonic()
         if not self.whole or pace is None:
             return
-        rounds = sum(run.config.rounds - self.folder(run).reached() for run in runs)
+        rounds = sum(run.config.rounds - self.folder(run).last_checkpoint() for run in runs)
         if left < pace * rounds < self.whole:
             raise NoTime(f"{self.name(runs[0])} takes about {pace * rounds:.0f} s, and {max(left, 0):.0f} s are left")
 
@@ -135,7 +135,7 @@ class Batch:
         if len(runs) > 1:
             began = time.perf_counter()
             try:
-                self.keep(runs, self.federated(runs), len(runs))
+                self.keep(runs, self.run_federated(runs), len(runs))
                 name, seconds = runs[0].about["row"], time.perf_counter() - began
                 self.say(f"{len(runs)} runs of {name} in {runs[0].about['column']} as one program: {seconds:.1f} s")
                 return
@@ -156,7 +156,7 @@ class Batch:
             finally:
                 free_memory()
 
-    def federated(self, runs: list[Run]) -> list[list[dict[str, Any]]]:
+    def run_federated(self, runs: list[Run]) -> list[list[dict[str, Any]]]:
         """Runs of `undrift run`, together or one alone, from where they stood."""
         configs: list[Any] = [self.settings(run) for run in runs]
         paths, quiet = [self.folder(run).path for run in runs], [lambda record, rounds: None] * len(runs)
@@ -165,16 +165,16 @@ class Batch:
     def do_alone(self, run: Run) -> list[dict[str, Any]]:
         """One run, from where it stood."""
         if run.command == "run":
-            return self.federated([run])[0]
+            return self.run_federated([run])[0]
         folder = self.folder(run)
-        result = KINDS[COMMANDS[run.command]].run(self.given(run), out=folder.path, resume=folder.exists())
+        result = KINDS[COMMANDS[run.command]].run(self.given_settings(run), out=folder.path, resume=folder.exists())
         records: list[dict[str, Any]] = result.records
         return records
 
-    def given(self, run: Run) -> dict[str, Any]:
+    def given_settings(self, run: Run) -> dict[str, Any]:
         """The settings that are given; what the run settles by itself, such as a pipeline's cuts, stays open."""
         config = self.settings(run)
-        given = {n: v for n, v in told_apart(run.command, config).items() if n != "command"}
+        given = {n: v for n, v in identity_settings(run.command, config).items() if n != "command"}
         return given | {"device": config.device, "checkpoint_every": config.checkpoint_every}
 
     def folder(self, run: Run) -> RunFolder:
@@ -213,7 +213,9 @@ def line_of(run: Run, records: Sequence[Mapping[str, Any]], together: int, devic
     trial = bool(run.about.get("trial"))
     last = records[-1]["round"] if records else 0
     line = (
-        {"key": run.key} | dict(run.about) | {"settings": told_apart(run.command, run.config), "seed": run.config.seed}
+        {"key": run.key}
+        | dict(run.about)
+        | {"settings": identity_settings(run.command, run.config), "seed": run.config.seed}
     )
     line |= {
         "rounds": last,
@@ -234,7 +236,7 @@ def measure(command: str, config: Any) -> packs.Cost:
     if isinstance(config, RunConfig):
         return packs.cost(config, 1)
     steps = 3
-    short = {n: v for n, v in told_apart(command, config).items() if n != "command"}
+    short = {n: v for n, v in identity_settings(command, config).items() if n != "command"}
     short |= {"rounds": 3, "steps": steps, "eval_every": 3, "lr_drops": "", "device": config.device}
     records = KINDS[COMMANDS[command]].run(short).records
     workers = getattr(config, "workers", 1) or 16

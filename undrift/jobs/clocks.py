@@ -13,7 +13,7 @@ from undrift.jobs.config import RunConfig
 from undrift.round.clock import Clock, Drawn, Traced, parse_spreads, read_trace, write_trace
 from undrift.round.timeline import Arrival, Recorded
 
-USUAL = "lognormal:0.5"  # of an asynchronous run whose clock is not given
+USUAL = "lognormal:0.5"  # the clock of an asynchronous run, unless one is given
 
 
 def clock_of(config: RunConfig) -> Clock | Recorded | None:
@@ -29,7 +29,7 @@ def clock_of(config: RunConfig) -> Clock | Recorded | None:
     if not path.is_dir():
         return read_trace(path, config.clients)
     if not (path / ARRIVALS).exists():
-        rows = measured(path)
+        rows = read_seconds(path)
         return Traced([np.array(each_of(rows, client, path)) for client in range(config.clients)])
     if not config.asynchronous:
         raise BadSetting(f"{path} holds an asynchronous run, whose arrivals are replayed; give --asynchronous")
@@ -45,7 +45,7 @@ def concurrent_of(config: RunConfig) -> int:
     return (config.concurrent or min(config.clients, 10 * config.cohort)) if config.asynchronous else 0
 
 
-def measured(folder: Path) -> list[tuple[int, float]]:
+def read_seconds(folder: Path) -> list[tuple[int, float]]:
     """What each answer took in a deployed run, as its client says: (id, seconds) in the order of the rounds."""
     if not (folder / VISITS).exists():
         raise BadSetting(
@@ -71,6 +71,6 @@ def each_of(rows: list[tuple[int, float]], client: int, folder: Path) -> list[fl
 
 def write_measured(folder: Path, file: Path) -> int:
     """Write a trace of a deployed run; return how many answers it has."""
-    rows = measured(folder)
+    rows = read_seconds(folder)
     write_trace(file, rows)
     return len(rows)

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import tomli_w
 
-from undrift.core.files import make_folder, replaced, writing
+from undrift.core.files import make_folder, replacing, writing
 from undrift.jobs.cells import Asked, Work
 from undrift.jobs.results import Line
 from undrift.jobs.suite import Cell, Suite, number_of
@@ -26,12 +26,12 @@ from undrift.report.verdicts import (
     check_claim,
     column_correlation,
     judge,
-    learned_nothing,
+    or_diverged,
     over_seeds,
     read_number,
 )
 
-BATCHES = 500  # of a schedule that is played in virtual time
+BATCHES = 500  # batches for which a schedule is played in virtual time
 
 
 def write_verdict(work: Work) -> dict[str, Any]:
@@ -47,9 +47,9 @@ def write_verdict(work: Work) -> dict[str, Any]:
     with writing(out):
         make_folder(out)
         for file, text in files.items():
-            with replaced(out / file) as temporary:
+            with replacing(out / file) as temporary:
                 temporary.write_text(text, encoding="utf-8")
-        with replaced(out / "index.html") as temporary:
+        with replacing(out / "index.html") as temporary:
             temporary.write_text(suite_page.index(out), encoding="utf-8")
     return verdict
 
@@ -89,10 +89,10 @@ def verdict_of(work: Work) -> dict[str, Any]:
         if own and not cell.missing:
             why = "-" if cell.score.take == "rounds" else "diverge"
             ours[place] = over_seeds([number_of(line, cell.score) for line in own], why)
-    ours |= {place: Number(value, None, 1) for place, value in computed(suite).items() if place in cells}
+    ours |= {place: Number(value, None, 1) for place, value in compute(suite).items() if place in cells}
     higher = suite.cells[0].score.higher if suite.cells else True
     chance = 10.0 if higher else 0.0  # per cent, of ten classes
-    ours = {place: learned_nothing(number, paper.get(place), chance) for place, number in ours.items()}
+    ours = {place: or_diverged(number, paper.get(place), chance) for place, number in ours.items()}
     signed = {p: n if higher or n.mean is None else n._replace(mean=-n.mean) for p, n in ours.items()}
     printed = {p: n if higher or n.mean is None else n._replace(mean=-n.mean) for p, n in paper.items()}
     comparable = work.asked.scale == "full"
@@ -103,7 +103,7 @@ def verdict_of(work: Work) -> dict[str, Any]:
     content: dict[str, Any] = {
         "suite": work.batch.results.file.stem, "command": command_of(work.asked),
         "title": suite.about["title"], "about": suite.about.get("about", ""), "paper": suite.about.get("paper", ""),
-        "scale": work.asked.scale, "tune": tuned_with(work.asked.tune),
+        "scale": work.asked.scale, "tune": tuning_name(work.asked.tune),
         "unit": unit_of(suite),
         "columns": suite.columns, "rows": suite.rows, "cells": [],
         "rank_correlation": {"columns": correlations, "mean": sum(known) / len(known) if known else None},
@@ -169,7 +169,7 @@ def command_of(asked: Asked) -> str:
     for flag, value in (("--columns", ",".join(asked.columns)), ("--methods", ",".join(asked.rows))):
         words += [flag, value] if value else []
     words += ["--seeds", str(asked.seeds)] if asked.seeds else []
-    words += ["--tune", tuned_with(asked.tune)] if asked.tune != "none" else []
+    words += ["--tune", tuning_name(asked.tune)] if asked.tune != "none" else []
     words += ["--scale", asked.scale] if asked.scale != "full" else []
     return shlex.join(words)
 
@@ -182,11 +182,11 @@ def unit_of(suite: Suite) -> str:
     return suite.cells[0].score.unit if suite.cells else "%"
 
 
-def tuned_with(tune: str) -> str:
+def tuning_name(tune: str) -> str:
     return tune if tune in ("none", "grid") else Path(tune).name
 
 
-def computed(suite: Suite) -> dict[tuple[str, str], float]:
+def compute(suite: Suite) -> dict[tuple[str, str], float]:
     """Numbers from schedules in virtual time: the slowdown by slow devices, or the speed-up over backpropagation."""
     what, found = suite.about.get("computed"), {}
     for cell in suite.cells if what else ():

@@ -10,13 +10,13 @@ from typing import Any, get_type_hints
 from undrift.core.errors import BadSetting, closest
 from undrift.core.lora import parse_lora
 from undrift.core.names import methods_with, names
-from undrift.core.pinned import pinned
+from undrift.core.pinned import pin
 from undrift.core.rates import RateSchedule
-from undrift.jobs.plain_values import check_known, lr_among_fields, table_of_fields, typed, words
+from undrift.jobs.plain_values import check_known, convert, lr_among_fields, table_of_fields, words
 from undrift.jobs.stop_at import parse_stop
 
-MOST = 2**31 - 1  # of a whole number
-LARGEST = 1e30  # of a number, and of what a schedule makes of the learning rate: float32 must hold it
+MOST = 2**31 - 1  # the largest whole number
+LARGEST = 1e30  # the largest number, also for a scheduled learning rate: float32 must hold it
 
 
 # The headings under which `--help` lists the flags.
@@ -325,12 +325,12 @@ def from_mapping(settings: Mapping[str, Any]) -> RunConfig:
     check_known("setting", settings, {*TYPES, "lr"})
     settings = lr_among_fields(settings)
     fields = table_of_fields(settings.get("set", {}))
-    checked = typed({n: v for n, v in settings.items() if n != "set"}, TYPES) | {"set": fields}
+    checked = convert({n: v for n, v in settings.items() if n != "set"}, TYPES) | {"set": fields}
     for name, other in (("steps", "epochs"), ("epochs", "steps")):
         if name in checked and not checked[name] and not checked.get(other):
             raise BadSetting(f"{name} must be greater than 0")
     if "model" in checked:
-        checked["model"] = pinned(checked["model"])
+        checked["model"] = pin(checked["model"])
     return RunConfig(**checked)
 
 

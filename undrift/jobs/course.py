@@ -48,7 +48,9 @@ class Result(Generic[C]):
     about: dict[str, Any]  # what was found in the data and chosen by the run, as in run.toml
     model_round: int  # the round after which the model was so
     client_rows: list[dict[str, Any]] = field(default_factory=list)
-    personal_models: list[dict[str, Tensor]] = field(default_factory=list)  # of each client, in a run with such models
+    personal_models: list[dict[str, Tensor]] = field(
+        default_factory=list
+    )  # one for each client, in a run with personal models
 
     def frame(self) -> Any:
         """The records as a pandas DataFrame, with the round as its index."""
@@ -77,9 +79,9 @@ class Result(Generic[C]):
         """How the run ended, in one line."""
         score = "" if self.accuracy is None else f", accuracy {self.accuracy:.4f}"
         where = "" if self.folder is None else f", in {self.folder}"
-        return f"<undrift.Result: {self._ended()}{score}{where}>"
+        return f"<undrift.Result: {self._ending()}{score}{where}>"
 
-    def _ended(self) -> str:
+    def _ending(self) -> str:
         return f"{len(self.records)} rounds, stopped by {self.stopped}; the model is that of round {self.model_round}"
 
     def _repr_html_(self) -> str:
@@ -101,9 +103,7 @@ class Result(Generic[C]):
             for record in scored[-12:]
         )
         head = "".join(f"<th>{name}</th>" for name in shown)
-        return (
-            f"<p>{escape(self._ended())}</p>{picture}<table><thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table>"
-        )
+        return f"<p>{escape(self._ending())}</p>{picture}<table><thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table>"
 
     @property
     def accuracy(self) -> float | None:
@@ -139,7 +139,7 @@ class Course(Generic[R, C]):
         self.stop, self.elapsed = parse_stop(config.stop_at), 0.0
         self.records: list[dict[str, Any]] = []
         self.said: set[str] = set()  # warnings
-        self.kernels = choices.made()
+        self.kernels = choices.choices_made()
         checkpoint = folder.load(config.rounds) if folder is not None and resume else None
         tensors, facts = checkpoint or ({}, {"round": 0, "seconds": 0.0})
         self.tracking = Tracking(
@@ -163,7 +163,7 @@ class Course(Generic[R, C]):
             self.write_settings(folder)
         self.began = time.perf_counter() - self.elapsed
         self.saved, self.seconds_saving = run.t, 0.0
-        self.seconds = stopping.GRACE  # of a round; unknown at first
+        self.seconds = stopping.GRACE  # how long a round takes; unknown at first
         self.reached = self.stop_reason(self.records[-1] if self.records else {})  # empty while the run goes on
         self.leaves_model = True  # whether the end is written to the folder
         if facts.get("stopped") == "diverged":
@@ -244,17 +244,17 @@ class Course(Generic[R, C]):
 
     def write_settings(self, folder: RunFolder) -> None:
         """Write run.toml with what is chosen by now."""
-        self.kernels = choices.made()
+        self.kernels = choices.choices_made()
         folder.write_settings(self.toml())
 
     def save(self, folder: RunFolder, facts: dict[str, Any]) -> None:
         """Write a checkpoint, and let the run know."""
         began = time.perf_counter()
-        if choices.made() != self.kernels:  # for sizes that came up since
+        if choices.choices_made() != self.kernels:  # for sizes that came up since
             self.write_settings(folder)
         facts = {"round": self.run.t, "seconds": self.elapsed} | self.best.facts() | facts
         folder.save(self.run.tensors() | self.best.tensors(), facts)
-        self.run.saved()
+        self.run.after_checkpoint()
         self.saved, self.seconds_saving = self.run.t, time.perf_counter() - began
 
     def keep(self) -> None:
@@ -281,7 +281,7 @@ class Course(Generic[R, C]):
         if stopped == "diverged" and self.best.model:
             model, of = self.best.model, self.best.round
         extras = run.extras(self.config.as_toml(), self.records) if self.leaves_model else None
-        last = self.saved < run.t or (folder is not None and not folder.finished())
+        last = self.saved < run.t or (folder is not None and not folder.is_finished())
         if folder is not None and self.leaves_model and ranks.first_rank_says(last):
             self.save(folder, {"finished": False})  # a model without a checkpoint could not be resumed
             model_sum = folder.write_model(model)
@@ -300,7 +300,7 @@ class Course(Generic[R, C]):
 
     def stop_reason(self, record: Mapping[str, Any]) -> str:
         """Why the run stops after this record; empty if it does not. Rank 0 decides."""
-        met = [stop.name for stop in self.stop.values() if stop.reached(record, self.elapsed)]
+        met = [stop.name for stop in self.stop.values() if stop.is_reached(record, self.elapsed)]
         reason = "patience" if self.run.enough else met[0] if met else ""
         return ranks.first_rank_says(reason)
 
@@ -349,7 +349,7 @@ def stretches(course: Course[Run, C], beside: Sequence[Course[Any, Any]] = ()) -
 
 def pause(courses: Sequence[Course[Any, Any]]) -> None:
     """Between two rounds: stop if a signal asks for it, after a checkpoint, which slow rounds get anyway. All ranks agree."""
-    asked, slow = ranks.any_of(bool(stopping.asked()), any(course.slow for course in courses))
+    asked, slow = ranks.any_of(bool(stopping.stop_signal()), any(course.slow for course in courses))
     stopped = stopping.notice() if asked else None
     if asked or slow:
         for course in courses:

@@ -67,7 +67,7 @@ class Crew:
         """
         stopped = None
         while waiting or self.busy():
-            if stopping.asked() and stopped is None:
+            if stopping.stop_signal() and stopped is None:
                 stopped = stopping.notice()
                 waiting.clear()
                 for member in self.members:
@@ -118,7 +118,7 @@ def _work(pipe: Connection, size: int) -> None:
     for each in stopping.SIGNALS:
         if each != signal.SIGTERM:
             signal.signal(each, signal.SIG_IGN)  # the parent passes on what a terminal sends to all
-    with contextlib.suppress(stopping.Stopped, EOFError, BrokenPipeError), stopping.heeded(lambda text: None):
+    with contextlib.suppress(stopping.Stopped, EOFError, BrokenPipeError), stopping.heed_signals(lambda text: None):
         while True:
             function, task = pipe.recv()
             try:

@@ -19,7 +19,7 @@ USUAL = (
 PAUSE = 0.5  # seconds between two drawings, at least
 REST = 9.0  # times the time that a drawing takes: so long is the pause after it
 MOST = 400  # points of a curve that are drawn
-WIDTH, HEIGHT, DOTS = 4.2, 2.7, 110  # of one picture, in inches and dots an inch
+WIDTH, HEIGHT, DOTS = 4.2, 2.7, 110  # the size of a picture in inches, and dots per inch
 
 
 class Curves:
@@ -35,7 +35,7 @@ class Curves:
     def __init__(self, names: Sequence[str] = ()) -> None:
         self.names = tuple(names)
         self.points: dict[str, list[tuple[int, float]]] = {}
-        self.handle: Any = None  # of what the notebook shows
+        self.handle: Any = None  # the notebook's handle of the picture
         self.again = 0.0  # when to draw next, by time.monotonic()
         self.drawn = True  # whether what is shown is all there is
 

@@ -17,7 +17,7 @@ SCORES = {
     "c_index": 1.0,
     "loss": -1.0,
 }  # the first that a record has says which model is better
-PREFIX = "best/"  # of the names of the best model's tensors in a checkpoint
+PREFIX = "best/"  # the best model's tensors in a checkpoint have names that begin so
 
 
 def trouble(records: Sequence[Mapping[str, Any]], scored: bool) -> tuple[str, bool]:

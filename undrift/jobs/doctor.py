@@ -21,7 +21,7 @@ from undrift.core.device import host_memory
 from undrift.core.errors import UndriftError
 from undrift.core.names import module_of, names
 from undrift.core.version import __version__
-from undrift.data.load import added, data_root
+from undrift.data.load import added_names, data_root
 from undrift.jobs.crew import cores
 from undrift.jobs.run import run
 from undrift.kernels.native import library
@@ -37,7 +37,7 @@ Say = Callable[[str], None]
 
 def examine(say: Say) -> bool:
     """Say what there is, line by line; return whether the self-test passed."""
-    for name, text in [*installed(), *machine(), *data()]:
+    for name, text in [*versions(), *machine(), *data()]:
         say(f"{name:14} {text}")
     passed = True
     for device in ["cpu", *["cuda"] * torch.cuda.is_available()]:
@@ -47,7 +47,7 @@ def examine(say: Say) -> bool:
     return passed
 
 
-def installed() -> Iterator[tuple[str, str]]:
+def versions() -> Iterator[tuple[str, str]]:
     """The versions of Python, of this package, of what it needs and of what it can use."""
     yield "undrift", f"{__version__} in {Path(__file__).parents[1]}"
     yield "python", f"{platform.python_version()} on {platform.platform()}"
@@ -125,7 +125,7 @@ def data() -> Iterator[tuple[str, str]]:
     own = [name for name in names("datasets") if name in ("digits", "noise") or name.startswith("synthetic-")]
     found = [f"{name} (in the package)" for name in own]
     found += [name for name in names("datasets") if root is not None and at_hand(name, root)]
-    yield "data sets", ", ".join([*found, *(f"{name} (added)" for name in added())])
+    yield "data sets", ", ".join([*found, *(f"{name} (added)" for name in added_names())])
 
 
 def at_hand(name: str, root: Path) -> bool:

@@ -23,7 +23,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from undrift.core.errors import BadRunFolder, BadSetting, CannotWrite
-from undrift.core.files import make_folder, replaced, sync, writing
+from undrift.core.files import make_folder, replacing, sync, writing
 from undrift.core.run_files import (
     ARRIVALS,
     CHECKPOINTS,
@@ -62,7 +62,7 @@ class RunFolder:
         self.settings_file, self.rounds_file = path / SETTINGS, path / ROUNDS
         self.checkpoints, self.model_file = path / CHECKPOINTS, path / MODEL
         self.run = ""  # the run's id, once it is known
-        self.written = Place(0, "")  # of rounds.jsonl
+        self.written = Place(0, "")  # how far rounds.jsonl has been written
 
     def exists(self) -> bool:
         return any((self.path / name).exists() for name in OURS)
@@ -92,7 +92,7 @@ class RunFolder:
 
     def write_settings(self, settings: dict[str, Any]) -> None:
         self.check_owner()
-        with writing(self.settings_file), replaced(self.settings_file) as file:
+        with writing(self.settings_file), replacing(self.settings_file) as file:
             file.write_bytes(seal_toml(tomli_w.dumps(settings), self.run))
 
     def settings(self) -> dict[str, Any]:
@@ -177,7 +177,7 @@ class RunFolder:
             file.truncate(self.written.bytes)
 
     @contextlib.contextmanager
-    def locked(self) -> Iterator[None]:
+    def locking(self) -> Iterator[None]:
         """Keep every other process out of the folder while this one runs."""
         if not self.locks:
             yield
@@ -212,13 +212,13 @@ class RunFolder:
                 f"{self.path} was removed and taken by another run; start this one again with another --out"
             )
 
-    def finished(self) -> bool:
+    def is_finished(self) -> bool:
         """Whether the run came to its end, and its model is as it was written."""
         last = self.latest()
         model = last.facts.get("model") if last else None
         return model is not None and self.model_file.exists() and checksum(self.model_file) == model
 
-    def reached(self) -> int:
+    def last_checkpoint(self) -> int:
         """The round of the last checkpoint, or 0."""
         last = self.latest()
         return last.round if last else 0
@@ -263,5 +263,5 @@ class ReadOnlyFolder(RunFolder):
 def _save_tensors(path: Path, tensors: dict[str, Tensor]) -> None:
     # Cloned: two leaves of a state may be one tensor, which the format refuses.
     plain = {n: t.detach().cpu().clone(memory_format=torch.contiguous_format) for n, t in tensors.items()}
-    with replaced(path) as file:
+    with replacing(path) as file:
         save_file(plain, file)

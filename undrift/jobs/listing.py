@@ -20,9 +20,9 @@ def entries_of(kind: str) -> list[dict[str, Any]]:
     if kind not in KINDS:
         raise UnknownName("kind of list", kind, KINDS)
     if kind == "methods":
-        return documented(outline("undrift.dataparallel.methods").FILES)
+        return list_documented(outline("undrift.dataparallel.methods").FILES)
     if kind == "partitions":
-        return documented(outline("undrift.data.partition").PARTITIONS)
+        return list_documented(outline("undrift.data.partition").PARTITIONS)
     entries: list[dict[str, Any]] = [{"name": name, "about": describe(kind, name)} for name in names(kind)]
     for entry in entries if kind == "algorithms" else ():
         (alg,) = algorithms_of(outline_of(kind, entry["name"]))
@@ -31,6 +31,6 @@ def entries_of(kind: str) -> list[dict[str, Any]]:
     return entries
 
 
-def documented(objects: Mapping[str, Any]) -> list[dict[str, Any]]:
+def list_documented(objects: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Objects by name, with the first line of their docstrings."""
     return [{"name": name, "about": (inspect.getdoc(o) or "").splitlines()[0]} for name, o in objects.items()]

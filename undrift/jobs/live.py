@@ -221,14 +221,14 @@ def with_planned(path: Path, rows: list[Row]) -> list[Row]:
     begun = {row.folder for row in rows}
     missing = {name: asked for name, asked in planned.items() if name not in begun}
 
-    def known(row: Row) -> Row:
+    def with_state(row: Row) -> Row:
         if row.folder in failed and row.state not in ("running", "finished"):
             return row._replace(state="failed", wrong=failed[row.folder])
         waits = goes_on and row.folder in planned and row.state == "stopped"  # the sweep will come to it
         return row._replace(state="to come") if waits else row
 
     return [
-        *map(known, rows),
+        *map(with_state, rows),
         *(
             Row(name, "failed" if name in failed else "to come", 0, asked, None, (0, 0), None, failed.get(name, ""))
             for name, asked in missing.items()

@@ -42,7 +42,7 @@ def kind(config: RunConfig, folder: RunFolder) -> Hashable:
         return None
     same = {name: value for name, value in asdict(config).items() if name not in DIFFER}
     seed = config.seed if config.colour else None  # which decides the clients' colours
-    return folder.reached(), seed, *same.items(), structure(alg)
+    return folder.last_checkpoint(), seed, *same.items(), structure(alg)
 
 
 def chooses_tensors(alg: Algorithm) -> bool:

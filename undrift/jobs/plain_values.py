@@ -25,7 +25,7 @@ def read_toml(path: Path) -> dict[str, Any]:
         raise BadSetting(f"{path} is not valid TOML: {error}") from error
 
 
-def typed(settings: Mapping[str, Any], types: Mapping[str, Any]) -> dict[str, Any]:
+def convert(settings: Mapping[str, Any], types: Mapping[str, Any]) -> dict[str, Any]:
     """The settings with each value as its type."""
     check_known("setting", settings, types)
     return {name: as_type(name, value, types[name]) for name, value in settings.items()}

@@ -52,7 +52,7 @@ class Run(Protocol):
     def place(self, path: Path | None, tensors: Mapping[str, Tensor], t: int) -> None:
         """Set the run's folder; `tensors` are the checkpoint of round t that will be restored, or empty."""
 
-    def saved(self) -> None:
+    def after_checkpoint(self) -> None:
         """Note that a checkpoint was written."""
 
     def client_rows(self) -> list[dict[str, Any]]:
@@ -80,7 +80,7 @@ class InMemory:
     def place(self, path: Path | None, tensors: Mapping[str, Tensor], t: int) -> None:
         pass
 
-    def saved(self) -> None:
+    def after_checkpoint(self) -> None:
         pass
 
     def client_rows(self) -> list[dict[str, Any]]:

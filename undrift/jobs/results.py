@@ -20,7 +20,7 @@ CURVE = 100  # points of a curve, at most
 Line = dict[str, Any]
 
 
-def told_apart(command: str, config: JobConfig) -> dict[str, Any]:
+def identity_settings(command: str, config: JobConfig) -> dict[str, Any]:
     """The settings that make a run what it is, but for those that are what they are by default.
 
     So a setting or a field that is added later changes no key.
@@ -106,7 +106,7 @@ def scores_of(records: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """
     found: dict[str, Any] = {}
     for name in dict.fromkeys(n for record in records for n in record if SCORE.fullmatch(n)):
-        known = _known(records, name)
+        known = _values_of(records, name)
         if known:
             values = [value for _, value in known]
             best = min(values) if "loss" in name else max(values)
@@ -122,7 +122,7 @@ def milestones(records: Sequence[Mapping[str, Any]], name: str = "accuracy") -> 
     [1, 1, 6, 6]
     """
     reached: list[int] = []
-    for t, value in _known(records, name):
+    for t, value in _values_of(records, name):
         percent = math.floor(100 * value + 1e-9)
         reached += [t] * (percent - len(reached))
     return reached
@@ -130,12 +130,12 @@ def milestones(records: Sequence[Mapping[str, Any]], name: str = "accuracy") -> 
 
 def curve_of(records: Sequence[Mapping[str, Any]], name: str = "accuracy") -> list[list[float]]:
     """Rounds and values, thinned; the last one is kept."""
-    known = [[t, _short(value)] for t, value in _known(records, name)]
+    known = [[t, _short(value)] for t, value in _values_of(records, name)]
     every = -(-len(known) // CURVE) or 1
     return known[len(known) % every - 1 if len(known) % every else every - 1 :: every]
 
 
-def _known(records: Sequence[Mapping[str, Any]], name: str) -> list[tuple[int, float]]:
+def _values_of(records: Sequence[Mapping[str, Any]], name: str) -> list[tuple[int, float]]:
     """Rounds and values of a number, where it has one."""
     pairs = ((record["round"], record.get(name)) for record in records)
     return [(t, float(v)) for t, v in pairs if isinstance(v, int | float) and math.isfinite(v)]

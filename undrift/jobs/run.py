@@ -18,7 +18,7 @@ from undrift.core import ranks
 from undrift.core.device import pick_device
 from undrift.core.errors import BadRunFolder, BadSetting
 from undrift.core.lora import parse_lora
-from undrift.core.pinned import pinned
+from undrift.core.pinned import pin
 from undrift.core.run_files import DEPLOYED
 from undrift.core.streams import Purpose, stream
 from undrift.data.batches import Plan
@@ -81,7 +81,7 @@ def run(config: Config = None, **options: Unpack[Options]) -> Result[RunConfig]:
     >>> len(result.records), sorted(result.model)[:2]
     (2, ['head.bias', 'head.weight'])
     """
-    with opened(config, **options) as course:
+    with open_run(config, **options) as course:
         return drive(course)
 
 
@@ -93,7 +93,7 @@ class Rounds:
         self.result: Result[RunConfig] | None = None
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
-        with ranks.join(), opened(self.config, **self.options) as course:
+        with ranks.join(), open_run(self.config, **self.options) as course:
             try:
                 for records in stretches(course):
                     yield from records
@@ -117,7 +117,7 @@ def rounds(config: Config = None, **options: Unpack[Options]) -> Rounds:
 
 
 @contextlib.contextmanager
-def opened(
+def open_run(
     config: Config,
     *,
     algorithm: str | type[Any] | Worker | None = None,
@@ -166,7 +166,7 @@ def opened(
         settings["dataset"] = "object"
     for each in (given, settings):
         if isinstance(each.get("model"), str):
-            each["model"] = pinned(each["model"])
+            each["model"] = pin(each["model"])
     for name, other in (("steps", "epochs"), ("epochs", "steps")):
         if settings.get(name):  # overrides the file's choice between the two
             given.pop(other, None)

@@ -28,7 +28,7 @@ class Shipped(NamedTuple):
     files: tuple[Path, ...]
 
 
-def shipped() -> list[Shipped]:
+def list_shipped() -> list[Shipped]:
     """All that there is, sweeps first."""
     sweeps = [Shipped(f.stem, "sweep", first_comment(f), (f,)) for f in sorted(SWEEPS.glob("*.toml"))]
     tables = [Shipped(f.stem, "reproduce", title(f), files_beside(f)) for f in sorted(PAPERS.glob("*.toml"))]
@@ -46,7 +46,7 @@ def find(name: str) -> Shipped:
     >>> find("gradma-table1").kind, [file.name for file in find("gradma-table1").files]
     ('reproduce', ['gradma-table1.toml', 'gradma-table1.csv'])
     """
-    entries = {entry.name: entry for entry in shipped()}
+    entries = {entry.name: entry for entry in list_shipped()}
     if name not in entries:
         raise UnknownName("suite or example", name, entries)
     return entries[name]

@@ -142,7 +142,7 @@ def open_course(
             check_trackers(config.track, folder is not None)
         if folder is not None:
             folder.make(resume)
-            stack.enter_context(folder.locked())
+            stack.enter_context(folder.locking())
         ranks.all_well()  # rank 0 may have failed to make the folder
         course = Course(stack.enter_context(context), config, folder, resume, progress)
         stack.callback(course.tracking.end, "interruption", lambda: None)

@@ -18,7 +18,7 @@ class Stop(NamedTuple):
     value: float
     below: bool = False
 
-    def reached(self, record: Mapping[str, Any], seconds: float) -> bool:
+    def is_reached(self, record: Mapping[str, Any], seconds: float) -> bool:
         now = seconds if self.name == "time" else record.get(self.name)
         if now is None or not is_number(now):
             return False

@@ -41,8 +41,8 @@ NOISE = {
     "brca": "synthetic-patients(sites=6, task=survival, inputs=39)",
 }
 NOISE_ROUNDS = 2
-MOST_SEEDS = 10_000  # of a cell
-BLANKS = ("from", "model", "whole", "at")  # of a column's score, which its methods fill in
+MOST_SEEDS = 10_000  # for one cell
+BLANKS = ("from", "model", "whole", "at")  # parts of a column's score that its methods fill in
 
 
 @dataclass(frozen=True)

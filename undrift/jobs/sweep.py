@@ -137,7 +137,7 @@ def resolve_federated(chosen: dict[str, Any], values: Mapping[str, Any]) -> RunC
     return config
 
 
-KINDS = {  # of a sweep by the setting that names what is compared; pipe only in suites
+KINDS = {  # kinds of sweep, by the setting that names what is compared; pipe only in suites
     "algorithm": Kind(FIELDS, resolve_federated, lambda config: asdict(build_algorithm(config)), run, packs.kind),
     "method": Kind(
         parallel.FIELDS, lambda chosen, values: parallel.resolve(parallel.from_mapping(chosen | values)),
@@ -206,7 +206,7 @@ def group_jobs(jobs: list[Job], out: Path, pack: bool | None) -> list[list[Job]]
         key, folder = None, RunFolder(out / job.name)
         with contextlib.suppress(Exception):  # such as a damaged folder: its run will report it
             packing = pack or (pack is None and pick_device(job.config.device).type == "cuda")
-            if packing and not _finished(job, folder):
+            if packing and not _is_finished(job, folder):
                 key = KINDS[job.kind].pack_key(job.config, folder)
         groups.setdefault(job.name if key is None else key, []).append(job)
     return list(groups.values())
@@ -219,7 +219,7 @@ def _programs(out: Path, processes: int, group: list[Job], tell: Any) -> tuple[l
         cost = packs.cost(first, processes)
         parts = packs.split(group, cost.most)
         largest = max(map(len, parts))
-        rounds = sum(job.config.rounds - RunFolder(out / job.name).reached() for job in group)
+        rounds = sum(job.config.rounds - RunFolder(out / job.name).last_checkpoint() for job in group)
         programs = "one program" if len(parts) == 1 else f"{len(parts)} programs"
         return parts, (
             f"packed: {len(group)} runs in {programs}, {group[0].name} ... {group[-1].name}; "
@@ -255,7 +255,7 @@ def _run_program(out: Path, program: list[Job], tell: Tell) -> tuple[dict[str, s
     for job in program:  # those that were packed are finished now
         folder, progress = RunFolder(out / job.name), _progress(job, tell)
         try:
-            if not _finished(job, folder):
+            if not _is_finished(job, folder):
                 with one_line_warnings(job.name):
                     KINDS[job.kind].run(job.config, out=folder.path, resume=folder.exists(), progress=progress)
             tell((job.name, job.config.rounds, job.config.rounds))
@@ -274,7 +274,7 @@ def _progress(job: Job, tell: Tell) -> Progress:
     return lambda record, rounds: tell((job.name, record["round"], rounds))
 
 
-def _finished(job: Job, folder: RunFolder) -> bool:
+def _is_finished(job: Job, folder: RunFolder) -> bool:
     """Whether the folder holds the finished run of this job; it is an error if it holds another run."""
     if not folder.exists():
         return False
@@ -287,4 +287,4 @@ def _finished(job: Job, folder: RunFolder) -> bool:
         if before != value:
             raise BadRunFolder(f"{folder.path} holds another run: its {name} is {before}, not {value}")
     # Of the settings that a resumed run may change, these say when it ends.
-    return folder.finished() and all(was.get(name, "") == now[name] for name in ("rounds", "stop_at"))
+    return folder.is_finished() and all(was.get(name, "") == now[name] for name in ("rounds", "stop_at"))

@@ -142,7 +142,7 @@ def tune(
             say(f"{name}: nothing is picked, every setting diverged or failed; {len(own)} settings, {spent}")
             continue
         picked[name] = {n: _value(best, n) for n in grid}
-        say(f"{name}: {_shown(picked[name])}; {len(own)} settings, {spent}")
+        say(f"{name}: {_describe(picked[name])}; {len(own)} settings, {spent}")
         _write(out / f"{name.replace('/', '_').replace(':', '_')}.toml", _alone(settings, best, picked[name]))
     if lost:
         raise BadSetting(
@@ -188,7 +188,7 @@ def _sweep(sweep: dict[str, Any], picked: dict[str, dict[str, Any]]) -> dict[str
     return kept | named | {"seeds": [0, 1, 2], "only": {n: fields for n, fields in picked.items() if fields}}
 
 
-def _shown(fields: dict[str, Any]) -> str:
+def _describe(fields: dict[str, Any]) -> str:
     return ", ".join(f"{n} = {v}" for n, v in fields.items()) or "nothing to pick"
 
 

@@ -39,7 +39,7 @@ class Verdict(NamedTuple):
 def verify(path: Path, back: bool = False) -> Verdict:
     """Check all that the run has written. With `back`, a damaged last checkpoint is given up for the one before it."""
     folder = RunFolder(path)
-    with folder.locked() if os.access(path, os.W_OK) else contextlib.nullcontext():
+    with folder.locking() if os.access(path, os.W_OK) else contextlib.nullcontext():
         try:
             folder.settings()
         except BadRunFolder as error:

@@ -88,21 +88,21 @@ def application(window: Window, token: str) -> Any:
         "Cross-Origin-Resource-Policy": "same-origin", "Cross-Origin-Opener-Policy": "same-origin",
     }  # fmt: skip
 
-    def known(request: Request) -> bool:
+    def has_token(request: Request) -> bool:
         return secrets.compare_digest(request.path_params["token"].encode(), token.encode())
 
-    def refused() -> Response:
+    def refuse() -> Response:
         return PlainTextResponse("Open the address that undrift watch has printed.\n", 403, guarded)
 
     async def page(request: Request) -> Response:
-        if not known(request):
-            return refused()
+        if not has_token(request):
+            return refuse()
         policy = f"{policy_of(live=True)}; frame-ancestors 'none'"
         return HTMLResponse(page_of(window.content, live=True), headers=guarded | {"Content-Security-Policy": policy})
 
     async def events(request: Request) -> Response:
-        if not known(request):
-            return refused()
+        if not has_token(request):
+            return refuse()
         return StreamingResponse(window.documents(), media_type="text/event-stream", headers=guarded)
 
     # Another site's name may lead to this machine; then its scripts could read what they get.

@@ -276,7 +276,7 @@ class Chain:
             z = w @ outs[-1]
             z = z + b[0].unsqueeze(-1) if b else z
             outs.append(torch.relu(z) if bend else z)
-        loss, d = turned_cross_entropy(outs[-1], targets, real)
+        loss, d = transposed_cross_entropy(outs[-1], targets, real)
         back = [d]
         for n in range(len(layers) - 1, -1, -1):
             if relu[n]:
@@ -303,7 +303,7 @@ def dense_step(x: Tensor, rate: float | Tensor, outs: list[Tensor], back: list[T
 
 
 @plain
-def turned_cross_entropy(outputs: Tensor, targets: Tensor, real: Tensor | None) -> tuple[Tensor, Tensor]:
+def transposed_cross_entropy(outputs: Tensor, targets: Tensor, real: Tensor | None) -> tuple[Tensor, Tensor]:
     """The mean cross-entropy [S] over the labels of the real samples of outputs [S, classes, B], and its gradient."""
     loss, d = cross_entropy(outputs.mT, targets, real)
     return loss, d.mT

@@ -15,12 +15,12 @@ from typing import TypeVar
 
 import torch
 
-from undrift.core.files import cache_folder, replaced
+from undrift.core.files import cache_folder, replacing
 from undrift.kernels.launch import current, triton
 
 WARM_UPS, TIMES = 2, 5
 T = TypeVar("T", bound=tuple[int, ...])
-_chosen: dict[str, str] = {}  # of this process: a kernel and its sizes, and the form
+_chosen: dict[str, str] = {}  # what this process has chosen: the form, by kernel and sizes
 
 
 def choose(kernel: str, forms: Iterable[T], run: Callable[[T], None], device: torch.device) -> T:
@@ -29,7 +29,7 @@ def choose(kernel: str, forms: Iterable[T], run: Callable[[T], None], device: to
     if device.type != "cuda" or len(forms) == 1:
         return forms[0]
     known = {spell(form): form for form in forms}
-    if (name := _chosen.get(kernel) or stored(device).get(kernel, "")) in known:
+    if (name := _chosen.get(kernel) or read_stored(device).get(kernel, "")) in known:
         _chosen[kernel] = name
         return known[name]
     if current.get() is not None:
@@ -76,7 +76,7 @@ def spell(form: tuple[int, ...]) -> str:
     return "x".join(map(str, form))
 
 
-def made() -> dict[str, str]:
+def choices_made() -> dict[str, str]:
     """What this process has chosen, for run.toml."""
     return dict(sorted(_chosen.items()))
 
@@ -93,7 +93,7 @@ def file(device: torch.device) -> Path:
 
 
 @functools.cache
-def stored(device: torch.device) -> dict[str, str]:
+def read_stored(device: torch.device) -> dict[str, str]:
     """What the disk holds; nothing if it cannot be read."""
     try:
         found = json.loads(file(device).read_text())
@@ -106,5 +106,5 @@ def store(device: torch.device) -> None:
     with contextlib.suppress(OSError, RuntimeError):  # the home folder is missing or read-only
         path = file(device)
         path.parent.mkdir(parents=True, exist_ok=True)
-        with replaced(path) as new:
-            new.write_text(json.dumps(stored(device) | _chosen, indent=1, sort_keys=True))
+        with replacing(path) as new:
+            new.write_text(json.dumps(read_stored(device) | _chosen, indent=1, sort_keys=True))

@@ -60,7 +60,7 @@ if triton is not None:
         tl.store(to + 9, tl.sum(d * d))
 
     @triton.jit  # type: ignore[untyped-decorator]
-    def _left(square):  # type: ignore[no-untyped-def]
+    def _remainder(square):  # type: ignore[no-untyped-def]
         """The square root of a remainder of a unit vector; less than round-off counts as zero."""
         return tl.sqrt(tl.where(square > 1e-14, square, 0.0))
 
@@ -106,11 +106,11 @@ if triton is not None:
         # (r01, r11, 0) and (r02, r12, r22).
         g01, g02, g03 = _over(_over(p01, s0), s1), _over(_over(p02, s0), s2), _over(_over(p03, s0), s3)
         g12, g13, g23 = _over(_over(p12, s1), s2), _over(_over(p13, s1), s3), _over(_over(p23, s2), s3)
-        r00 = _left(_over(_over(p00, s0), s0))
+        r00 = _remainder(_over(_over(p00, s0), s0))
         r01, r02, q0 = _over(g01, r00), _over(g02, r00), _over(g03, r00)
-        r11 = _left(_over(_over(p11, s1), s1) - r01 * r01)
+        r11 = _remainder(_over(_over(p11, s1), s1) - r01 * r01)
         r12, q1 = _over(g12 - r01 * r02, r11), _over(g13 - r01 * q0, r11)
-        r22 = _left(_over(_over(p22, s2), s2) - r02 * r02 - r12 * r12)
+        r22 = _remainder(_over(_over(p22, s2), s2) - r02 * r02 - r12 * r12)
         q2 = _over(g23 - r02 * q0 - r12 * q1, r22)
         margin = tl.load(rho + client)
         # The sets {} 0 1 2 01 02 12 012.

@@ -76,7 +76,7 @@ if triton is not None:
         return tl.where(r[:, None] == i[None, :], 1.0, some)
 
     @triton.jit  # type: ignore[untyped-decorator]
-    def _exchanged(table, value, inside, line, i, k, coming, pivot, SIZE: tl.constexpr):  # type: ignore[no-untyped-def]
+    def _exchange(table, value, inside, line, i, k, coming, pivot, SIZE: tl.constexpr):  # type: ignore[no-untyped-def]
         """The table and its values after column k came in or, where `coming` is 0, left; `line` holds its row and the values."""
         row, share = tl.load(line + i), 1.0 / pivot
         at_k = tl.load(line + SIZE + k) * share
@@ -90,7 +90,7 @@ if triton is not None:
         return table, value, tl.where(i == k, coming, inside)
 
     @triton.jit  # type: ignore[untyped-decorator]
-    def _shown(table, value, line, i, k, SIZE: tl.constexpr):  # type: ignore[no-untyped-def]
+    def _store_row(table, value, line, i, k, SIZE: tl.constexpr):  # type: ignore[no-untyped-def]
         """Write row k of the table and the values where all threads can read them; gives the pivot."""
         tl.debug_barrier()  # no thread may still read what stood there
         tl.store(line + i[None, :] + 0 * i[:, None], table, mask=(i == k)[:, None] & (i < SIZE)[None, :])
@@ -131,9 +131,9 @@ if triton is not None:
             # First the columns of the guess come in, but for those that depend on others: an unlucky guess is no matter.
             k = tl.min(tl.where(hoped > 0, i, SIZE), 0)
             while k < SIZE:
-                pivot = _shown(table, value, line, i, k, SIZE)
+                pivot = _store_row(table, value, line, i, k, SIZE)
                 if pivot > 1e-6:
-                    table, value, inside = _exchanged(table, value, inside, line, i, k, 1, pivot, SIZE)
+                    table, value, inside = _exchange(table, value, inside, line, i, k, 1, pivot, SIZE)
                 hoped = tl.where(i == k, 0, hoped)
                 k = tl.min(tl.where(hoped > 0, i, SIZE), 0)
 
@@ -163,9 +163,9 @@ if triton is not None:
                 going = ((k < SIZE) & (turns < 12 * SIZE)).to(tl.int32)
                 turns += 1
                 if going > 0:
-                    pivot = _shown(table, value, line, i, k, SIZE)
+                    pivot = _store_row(table, value, line, i, k, SIZE)
                     if (coming == 0) | (pivot > smallest):
-                        table, value, inside = _exchanged(table, value, inside, line, i, k, coming, pivot, SIZE)
+                        table, value, inside = _exchange(table, value, inside, line, i, k, coming, pivot, SIZE)
                         refused = tl.zeros([SIZE], tl.int32)
                     else:  # it depends on the columns inside
                         refused = tl.where(i == k, 1, refused)

@@ -55,7 +55,7 @@ def convolution(x: Tensor, w: Tensor, b: Tensor | None, padding: int) -> Tensor:
 if triton is not None:
 
     @triton.jit  # type: ignore[untyped-decorator]
-    def _met(  # type: ignore[no-untyped-def]
+    def _multiply(  # type: ignore[no-untyped-def]
         x, place, inside, first, TAPS: tl.constexpr, C: tl.constexpr, H: tl.constexpr, W: tl.constexpr, k: tl.constexpr,
         PAD: tl.constexpr, OH: tl.constexpr, OW: tl.constexpr, SOME: tl.constexpr,
     ):  # fmt: skip
@@ -89,7 +89,7 @@ if triton is not None:
                 w + client * apart + o[:, None] * TAPS + tap[None, :],
                 mask=(o < FILTERS)[:, None] & (tap < TAPS)[None, :], other=0.0,
             )  # fmt: skip
-            h = _met(x, place, inside, first, TAPS, C, H, W, k, PAD, OH, OW, SOME)
+            h = _multiply(x, place, inside, first, TAPS, C, H, W, k, PAD, OH, OW, SOME)
             total = tl.dot(filters, h, total, input_precision=PRECISION)
         if BIASED:
             total += tl.load(b + client * b_apart + o, mask=o < FILTERS, other=0.0)[:, None]
@@ -116,7 +116,7 @@ if triton is not None:
             back = tl.load(
                 d + o[:, None] * (OH * OW) + at[None, :], mask=(o < FILTERS)[:, None] & inside[None, :], other=0.0
             )
-            h = _met(x, place, inside, first, TAPS, C, H, W, k, PAD, OH, OW, SOME)
+            h = _multiply(x, place, inside, first, TAPS, C, H, W, k, PAD, OH, OW, SOME)
             g = tl.dot(back, tl.trans(h), g, input_precision=PRECISION)
         tap = first + tl.arange(0, SOME)
         out += (client * tl.num_programs(1) + part) * (FILTERS * TAPS)
@@ -129,7 +129,7 @@ if triton is not None:
         return dict(FILTERS=FILTERS, M=M, TAPS=C * k * k, C=C, H=H, W=W, k=k, PAD=padding, OH=OH, OW=OW)
 
     @torch.library.custom_op("undrift::stacked_few_channels", mutates_args=())
-    def _stacked(x: Tensor, w: Tensor, b: Tensor | None, padding: int) -> Tensor:
+    def _convolve(x: Tensor, w: Tensor, b: Tensor | None, padding: int) -> Tensor:
         """x [S, B, C, H, W], w [S, FILTERS, C, k, k] and b [S, FILTERS] to [S, B, FILTERS, H', W']."""
         x, w = x.contiguous(), w if w[0].is_contiguous() else w.contiguous()
         b = b if b is None or b.stride(1) == 1 else b.contiguous()
@@ -158,7 +158,7 @@ if triton is not None:
         )  # fmt: skip
         return out.sum(1)
 
-    @_stacked.register_fake
+    @_convolve.register_fake
     def _(x: Tensor, w: Tensor, b: Tensor | None, padding: int) -> Tensor:
         edge = 2 * padding - w.shape[-1] + 1
         return x.new_empty(*x.shape[:2], w.shape[1], x.shape[3] + edge, x.shape[4] + edge)
@@ -193,7 +193,7 @@ if triton is not None:
         before: Tensor = aten.convolution_backward.default(d, x, w, None, *how)[0]
         return before
 
-    _stacked.register_autograd(_backward, setup_context=_keep)
+    _convolve.register_autograd(_backward, setup_context=_keep)
     _gradient.register_autograd(_backward_gradient, setup_context=_keep_gradient)
 
     @torch.library.custom_op("undrift::few_channels", mutates_args=())

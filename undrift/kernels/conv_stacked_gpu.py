@@ -237,7 +237,7 @@ if triton is not None:
             g += N * C * TAPS
         tl.store(out + (client * N + o) * C * TAPS + entry, total, mask=valid)
 
-    def turned(w: Tensor, dtype: torch.dtype) -> Tensor:
+    def channels_last(w: Tensor, dtype: torch.dtype) -> Tensor:
         """Filters [S, N, C, k, k] as [S, N, k, k, C]; one set of them if all clients share it."""
         N, C, k, _ = w.shape[1:]
         apart, w = w.stride(0), w if w[0].is_contiguous() else w.contiguous()
@@ -267,7 +267,7 @@ if triton is not None:
         wide, deep = (shape.N, shape.C) if kind == "outputs" else (shape.C, shape.N)
         step = next(
             (n for n in (64, 32, 16) if n <= (64 if half else 32) and deep % n == 0), 32
-        )  # of one tap, if possible
+        )  # a block holds one tap, if possible
         return Blocks(256 if wide == 16 else 128, up(wide, 64), step, 4 if half else 8, 2)
 
     def sizes(shape: Shape, blocks: Blocks) -> dict[str, Any]:
@@ -283,7 +283,7 @@ if triton is not None:
     @torch.library.custom_op("undrift::stacked_outputs", mutates_args=())
     def to_outputs(x: Tensor, w: Tensor, stride: int, padding: int) -> tuple[Tensor, Tensor]:
         """x [S, B, C, H, W] and w [S, N, C, k, k] to [S, B, N, H', W']; and the filters as `inputs` takes them."""
-        shape, x, f = Shape.of(x.shape, w.shape, stride, padding), last(x), turned(w, x.dtype)
+        shape, x, f = Shape.of(x.shape, w.shape, stride, padding), last(x), channels_last(w, x.dtype)
         places, out = x.shape[1] * shape.OH * shape.OW, allocate(x, *x.shape[:2], shape.OH, shape.OW, shape.N)
 
         def run(form: Apart | Blocks) -> None:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from undrift.core.forms import faster
 from undrift.kernels import devices
-from undrift.kernels.chain import turned_cross_entropy
+from undrift.kernels.chain import transposed_cross_entropy
 from undrift.kernels.launch import allocate, launch, tl, triton
 
 MOST = 16384  # outputs of a client, which one program holds
@@ -21,8 +21,8 @@ def serves(outputs: Tensor, targets: Tensor, real: Tensor | None) -> bool:
     return bool(math.prod(map(triton.next_power_of_2, outputs.shape[1:])) <= MOST)
 
 
-@faster(turned_cross_entropy, when=serves)
-def turned_cross_entropy_gpu(outputs: Tensor, targets: Tensor, real: Tensor | None) -> tuple[Tensor, Tensor]:
+@faster(transposed_cross_entropy, when=serves)
+def transposed_cross_entropy_gpu(outputs: Tensor, targets: Tensor, real: Tensor | None) -> tuple[Tensor, Tensor]:
     """An invalid label makes the loss and the sample's gradient NaN, where the plain form ends the program."""
     loss, d = torch.ops.undrift.cross_entropy(outputs, targets, real)
     return loss, d

@@ -32,7 +32,7 @@ if triton is not None:
     M, N, K = 64, 64, 32  # rows and columns of a tile of the weights, samples in one product
 
     @triton.jit  # type: ignore[untyped-decorator]
-    def _stepped(  # type: ignore[no-untyped-def]
+    def _step(  # type: ignore[no-untyped-def]
         x, new, outs, back, rates, rate, x_apart, apart, batch, length,
         SIZES: tl.constexpr, BIASED: tl.constexpr, PLACES: tl.constexpr, TILES: tl.constexpr, RATES: tl.constexpr,
         PRECISION: tl.constexpr, ALIGNED: tl.constexpr, M: tl.constexpr, N: tl.constexpr, K: tl.constexpr,
@@ -95,7 +95,7 @@ if triton is not None:
         aligned = math.gcd(x.stride(0), P, 4)
         tiles = list(itertools.accumulate((triton.cdiv(m, M) * triton.cdiv(n, N) for n, m, _ in layers), initial=0))
         launch(
-            _stepped, (S * tiles[-1],),
+            _step, (S * tiles[-1],),
             x, new, tuple(t.contiguous() for t in outs), tuple(t.contiguous() for t in back), rates, rate,
             x.stride(0) // aligned, P // aligned, B, P,
             SIZES=tuple(sizes), BIASED=tuple(biased), PLACES=tuple(places), TILES=tuple(tiles), RATES=rates is not None,

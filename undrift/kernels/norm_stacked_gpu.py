@@ -18,7 +18,7 @@ from undrift.kernels.launch import allocate, clients_first, current, launch, onl
 from undrift.oracle.layers import MaskedBatchNorm, StackedGroupNorm, batch_norm, group_norm, normalise
 
 BLOCK = 8192  # entries that a program holds at once
-PARTS, CHANNELS = 32, 32  # of them, where parts are joined
+PARTS, CHANNELS = 32, 32  # parts and channels at a time, where parts are joined
 
 
 def serves(layer: StackedGroupNorm | MaskedBatchNorm, x: Tensor) -> bool:

@@ -67,7 +67,7 @@ if triton is not None:
     PIXELS, SIDE = 64, 64  # pixels and pictures that one program transposes
 
     @triton.jit  # type: ignore[untyped-decorator]
-    def _looked_up(held, index, table, out, size, plane, WIDTH: tl.constexpr):  # type: ignore[no-untyped-def]
+    def _look_up(held, index, table, out, size, plane, WIDTH: tl.constexpr):  # type: ignore[no-untyped-def]
         n, at = tl.program_id(0).to(tl.int64), tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)
         inside = at < size
         byte = tl.load(held + tl.load(index + n) * size + at, mask=inside, other=0).to(tl.int32)
@@ -79,13 +79,13 @@ if triton is not None:
         out = table.new_empty(len(index), *shape)
         size, plane = out[:1].numel() if len(out) else 0, shape[1] * shape[2]
         if len(out):
-            _looked_up[(len(index), triton.cdiv(size, WIDTH))](held, index, table, out, size, plane, WIDTH=WIDTH)
+            _look_up[(len(index), triton.cdiv(size, WIDTH))](held, index, table, out, size, plane, WIDTH=WIDTH)
         return out
 
     _op.register_fake(lambda held, index, table: table.new_empty(len(index), *held.shape[1:]))
 
     @triton.jit  # type: ignore[untyped-decorator]
-    def _turned(held, index, table, out, batch, size, plane, PIXELS: tl.constexpr, SIDE: tl.constexpr):  # type: ignore[no-untyped-def]
+    def _transpose(held, index, table, out, batch, size, plane, PIXELS: tl.constexpr, SIDE: tl.constexpr):  # type: ignore[no-untyped-def]
         client = tl.program_id(0).to(tl.int64)
         at, b = tl.program_id(1) * PIXELS + tl.arange(0, PIXELS), tl.program_id(2) * SIDE + tl.arange(0, SIDE)
         inside = (b < batch)[:, None] & (at < size)[None, :]
@@ -95,12 +95,14 @@ if triton is not None:
         tl.store(out + (client * size + at)[None, :] * batch + b[:, None], values, mask=inside)
 
     @torch.library.custom_op("undrift::turned", mutates_args=())
-    def _turned_op(held: Tensor, index: Tensor, table: Tensor) -> Tensor:
+    def _transpose_op(held: Tensor, index: Tensor, table: Tensor) -> Tensor:
         (clients, batch), index = index.shape, index.contiguous()
         size, plane = held[:1].numel(), held.shape[2] * held.shape[3]
         out = table.new_empty(clients, size, batch)
         grid = clients, triton.cdiv(size, PIXELS), triton.cdiv(batch, SIDE)
-        _turned[grid](held, index, table, out, batch, size, plane, PIXELS=PIXELS, SIDE=SIDE, num_warps=4)
+        _transpose[grid](held, index, table, out, batch, size, plane, PIXELS=PIXELS, SIDE=SIDE, num_warps=4)
         return out
 
-    _turned_op.register_fake(lambda held, index, table: table.new_empty(len(index), held[:1].numel(), index.shape[1]))
+    _transpose_op.register_fake(
+        lambda held, index, table: table.new_empty(len(index), held[:1].numel(), index.shape[1])
+    )

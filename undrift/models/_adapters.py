@@ -19,7 +19,7 @@ from undrift.core.files import writing
 from undrift.core.lora import Lora
 from undrift.models._hugging_face import library
 
-HEADS = ("classifier", "score")  # of transformers' models for classification
+HEADS = ("classifier", "score")  # names of the heads of transformers' classifiers
 
 
 def with_lora(module: nn.Module, lora: Lora) -> nn.Module:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from undrift.core.errors import BadSetting
 from undrift.models._blocks import Blocks
 
-STD = 0.02  # of the initial weights
+STD = 0.02  # standard deviation of the initial weights
 
 
 class Embedding(nn.Module):

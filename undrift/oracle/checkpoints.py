@@ -14,7 +14,7 @@ from typing import Any
 
 from torch.utils import checkpoint
 
-Part = Callable[..., Any]  # of a model
+Part = Callable[..., Any]  # a part of a model
 REENTRANT, OTHER = "CheckpointFunction", "_checkpoint_without_reentrant_generator"
 
 

@@ -177,7 +177,7 @@ class StreamAttention(nn.MultiheadAttention):
 
     current: Pass
     frozen: bool
-    p: float  # of dropout; `dropout` is zero
+    p: float  # the rate of dropout; `dropout` is zero
 
     def forward(
         self,
@@ -207,10 +207,10 @@ class StreamAttention(nn.MultiheadAttention):
             F.linear(t, w, b).unflatten(-1, (self.num_heads, -1)).transpose(1, 2)
             for t, w, b in zip((q, k, v), self.in_proj_weight.chunk(3), biases, strict=True)
         )  # [B, heads, L, d]
-        mask = added(attn_mask, q)
+        mask = additive_mask(attn_mask, q)
         if mask is not None and mask.dim() == 3:
             mask = mask.view(-1, self.num_heads, *mask.shape[1:])
-        hidden = added(key_padding_mask, q)
+        hidden = additive_mask(key_padding_mask, q)
         if hidden is not None:
             mask = hidden[:, None, None] if mask is None else mask + hidden[:, None, None]
         share = attention_weights(q, k, mask, False)
@@ -220,7 +220,7 @@ class StreamAttention(nn.MultiheadAttention):
         return mixed if self.batch_first else mixed.transpose(0, 1), weights
 
 
-def added(mask: Tensor | None, like: Tensor) -> Tensor | None:
+def additive_mask(mask: Tensor | None, like: Tensor) -> Tensor | None:
     """A mask of nn.MultiheadAttention, where True hides, as numbers to add."""
     if mask is None or mask.dtype != torch.bool:
         return mask

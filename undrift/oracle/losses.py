@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from undrift.core.errors import BadSetting
 from undrift.oracle.segmentation import dice_loss, soft_dice_loss
 
-Loss = Callable[..., Tensor]  # of outputs and targets
+Loss = Callable[..., Tensor]  # a function of outputs and targets
 IGNORED = -100  # the label of what does not count, in PyTorch's cross-entropy
 
 

@@ -118,7 +118,7 @@ class Net(SampleLosses):
         self.counters = self.counters.to(device)
         return self
 
-    def untouched(self, x: Tensor, buffers: Tensor, inputs: Tensor, context: Context) -> list[str]:
+    def unused_parameters(self, x: Tensor, buffers: Tensor, inputs: Tensor, context: Context) -> list[str]:
         """The parameters on which the outputs do not depend, as far as autograd knows."""
         alone = {name: tensor.detach().clone().requires_grad_() for name, tensor in self.layout.split(x).items()}
         outputs, _ = self._run(x, buffers, context, False, lambda m: call(m, self.pieces, inputs), alone)
@@ -230,7 +230,7 @@ class Net(SampleLosses):
         outputs, after = self._run(x, buffers, context, stacked, lambda module: call(module, self.pieces, inputs))
         return logits_of(outputs), after
 
-    def sent(self, state: T, tag: str = "") -> T:
+    def without_padding(self, state: T, tag: str = "") -> T:
         """A message as it is sent: vectors without their padding. `tag` applies to a state that is one tensor."""
         networks = {**self.networks, MODEL: self}
         return map_tagged(lambda t, tag: t[..., : networks[tag].layout.entries] if tag else t, state, tag=tag)

@@ -153,7 +153,7 @@ def read(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
             "such as undrift run --algorithm fedsm"
         )
     try:
-        return checked(read_super(folder)), load_file(tensors)
+        return check_facts(read_super(folder)), load_file(tensors)
     except (ValueError, RecursionError, SafetensorError) as error:
         raise BadRunFolder(f"the super model in {folder} is damaged: {error}") from error
 
@@ -165,7 +165,7 @@ FACTS = {
 LISTS = ("shape", "mean", "std", "sites")
 
 
-def checked(facts: Any) -> dict[str, Any]:
+def check_facts(facts: Any) -> dict[str, Any]:
     """The facts, or ValueError where one is missing or of another kind."""
     if not isinstance(facts, dict):
         raise ValueError("the facts are no table")

@@ -54,7 +54,7 @@ class PipelineBlock:
         self.own = [p for p in self.trained if all(p is not other for other in tied)]
         self.optimizer = optimizer(self.own) if self.own else None
         self.tied_optimizer = optimizer(self.tied) if self.tied else None
-        self.tied_gradients: dict[int, list[Tensor]] = {}  # of batches whose other half is to come
+        self.tied_gradients: dict[int, list[Tensor]] = {}  # gradients of batches whose other half is still to come
         self.waiting_update: int | None = None  # the batch whose gradients wait for the end of the timestamp
         self.inputs: dict[int, Tensor] = {}  # M_k: the inputs of batches before their backward
         self.graphs: dict[int, tuple[Tensor, Tensor]] = {}  # if m = 0: input, and output or loss, with their graph

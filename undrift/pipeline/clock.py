@@ -19,7 +19,7 @@ class Clock:
     t: int = 0
     fed: int = 0  # batches since then
     first: int = 0  # the number of the first of them
-    rows: dict[int, int] = field(default_factory=dict)  # of the batches under way, as far as they are known
+    rows: dict[int, int] = field(default_factory=dict)  # samples in each batch under way, where known
 
     def work(self, k: int) -> BlockWork:
         """The work of block k now, by batch number."""

@@ -49,7 +49,7 @@ class Feed:
             x = data.transform(data.train.take(rows), self.dtype, keys)
         return x, self.targets(data.train, rows) if targets else None
 
-    def held_out(self, validation: bool, inputs: bool = True, targets: bool = True) -> Iterator[Fed]:
+    def evaluation_batches(self, validation: bool, inputs: bool = True, targets: bool = True) -> Iterator[Fed]:
         """The test samples in order, or those for validation."""
         split = self.data.train if validation else self.data.test
         rows = torch.from_numpy(self.data.validation) if validation else torch.arange(len(split))

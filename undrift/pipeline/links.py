@@ -47,7 +47,7 @@ class Outbox:
         self.under_way: list[tuple[Any, Tensor]] = []
         self.header: tuple[Any, Tensor] | None = None  # under way
         self.form: MessageForm | None = None
-        self.rows: int | None = None  # of the batch with this form
+        self.rows: int | None = None  # samples in the batch with this form
         self.bytes = 0
 
     def send(self, n: int, tensor: Tensor, announce: bool = False, rows: int | None = None) -> None:
@@ -61,7 +61,7 @@ class Outbox:
                 translate_errors()
             ):  # without waiting: the neighbour may wait for this process at the end of a timestamp
                 self.header = dist.isend(header, self.to, self.group, SHAPE_TAG), header
-        if announce and self.form is not None and resized(self.form, self.rows, rows) != form:
+        if announce and self.form is not None and resize(self.form, self.rows, rows) != form:
             raise BadSetting(
                 f"all batches must have the same shape but for their number of samples, and what blocks hand on rows for each "
                 f"sample; but {form[0]} came after {self.form[0]}"
@@ -95,7 +95,7 @@ class Inbox:
         self.received: dict[int, Tensor] = {}  # and not yet taken
         self.next = 0  # the first batch for which no receive is posted
         self.form: MessageForm | None = None
-        self.rows: int | None = None  # of the batch with this form
+        self.rows: int | None = None  # samples in the batch with this form
 
     def post(self, last: int, form: Callable[[int], MessageForm], depth: int | None = None) -> None:
         """Post receives for batches up to `last`, which are certain to come."""
@@ -130,10 +130,10 @@ class Inbox:
         """The form of the neighbour's message for batch n; that of the first one is received before it."""
         if self.form is None:
             self.form, self.rows = receive_form(self.source, self.group, self.device), rows.get(n)
-        return resized(self.form, self.rows, rows.get(n))
+        return resize(self.form, self.rows, rows.get(n))
 
 
-def resized(form: MessageForm, rows: int | None, wanted: int | None) -> MessageForm:
+def resize(form: MessageForm, rows: int | None, wanted: int | None) -> MessageForm:
     """The form for a batch of other size; what is not known is the same.
 
     >>> resized(((8, 3), torch.float32), 4, 1)

@@ -10,7 +10,7 @@ from undrift.core.errors import BadSetting
 from undrift.core.outline import outline
 from undrift.dataparallel.parallel_config import MethodConfig
 from undrift.jobs.config import JOB_CHOICES, RECORD, STEPS, WHAT, check_choices, check_numbers, fields_of, setting
-from undrift.jobs.plain_values import typed, with_own_fields
+from undrift.jobs.plain_values import convert, with_own_fields
 from undrift.pipeline.schedule import MOST_BLOCKS, Schedule
 
 BLOCKS = "the blocks"
@@ -81,7 +81,7 @@ TYPES = get_type_hints(PipeConfig)
 
 def from_mapping(settings: Mapping[str, Any]) -> PipeConfig:
     """A PipeConfig from plain values or from run.toml; unknown names and wrong types are errors."""
-    return PipeConfig(**typed(plain(settings), TYPES))
+    return PipeConfig(**convert(plain(settings), TYPES))
 
 
 def plain(settings: Mapping[str, Any]) -> dict[str, Any]:

@@ -34,7 +34,7 @@ from undrift.pipeline.links import (
     MessageForm,
     Outbox,
     receive_whole,
-    resized,
+    resize,
     send_whole,
     translate_errors,
 )
@@ -159,7 +159,7 @@ class Processes:
     def error_form(self, n: int) -> MessageForm:
         """An error gradient has the form of this block's output; for a probed batch BP's comes with it."""
         assert self.errors is not None and self.errors.form is not None
-        shape, dtype = resized(self.errors.form, self.errors.rows, self.clock.rows.get(n))
+        shape, dtype = resize(self.errors.form, self.errors.rows, self.clock.rows.get(n))
         return ((2, *shape) if n in self.probed else shape), dtype
 
     def backward(self, n: int) -> None:

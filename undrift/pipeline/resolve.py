@@ -15,7 +15,7 @@ from undrift.pipeline.feed import Feed
 from undrift.pipeline.pipe_config import PipeConfig
 from undrift.pipeline.split import balance_model
 
-MOST_CELLS = 1_000_000  # of a printed timeline
+MOST_CELLS = 1_000_000  # cells in a printed timeline
 TIMED = 32  # samples to time layers on: enough for their proportions
 
 

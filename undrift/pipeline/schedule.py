@@ -145,7 +145,7 @@ def broken_rule(p: tuple[int, ...], m: tuple[int, ...]) -> str:
         return "no length may be negative"
     if p[-1] != 0:
         return f"the last block sends no output, so its p must be 0, not {p[-1]}"
-    lowest = 1 if any(p) else 0  # of p and q
+    lowest = 1 if any(p) else 0  # the lowest value of p and q
     for k in range(len(m) - 1):
         if p[k] < lowest:
             return f"p_{k} must be at least 1 where another p is not 0, so that no block waits inside a timestamp"

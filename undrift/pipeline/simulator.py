@@ -44,7 +44,7 @@ class Simulator:
         self.probes: list[dict[int, Probe]] = [{} for _ in range(count)]
         self.bp_errors: dict[int, Tensor | None] = {}  # BP's error gradient of a probed batch
         self.probed: set[int] = set()
-        self.differences: dict[int, float] = {}  # of the last probed batch, by block
+        self.differences: dict[int, float] = {}  # differences of the last probed batch, by block
         self.bytes_up = self.bytes_down = 0  # activations and error gradients between blocks
         self.stored = [(0, 0)] * count  # the most tensors and bytes that a block stored
 

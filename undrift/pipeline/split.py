@@ -26,7 +26,7 @@ Cuts = Sequence[int | str] | None
 class Stretch(nn.Sequential):
     """Layers of a block. The first block's may take inputs of several parts, the last one's return `logits`."""
 
-    pieces: tuple[Piece, ...] = ()  # of the inputs, joined in one tensor
+    pieces: tuple[Piece, ...] = ()  # the parts of the inputs, joined in one tensor
     last = False
 
     def forward(self, h: Tensor) -> Tensor:

@@ -61,7 +61,7 @@ def run_pipe(
         chosen = from_mapping(given)
         with arithmetic(chosen.precision, chosen.deterministic):  # as in the run: layers are timed here
             training = PipelineTraining(chosen, load_dataset(chosen.dataset), say)
-        return training.config, training.guarded()
+        return training.config, training.guarding()
 
     # The number of ranks does not change the bits.
     return start(config, settings, build, out, resume, progress, plain=plain, alike=("threads",))
@@ -95,11 +95,11 @@ class PipelineTraining(InMemory):
             nesterov = config.nesterov and config.momentum > 0
             return torch.optim.SGD(parameters, 1.0, config.momentum, 0, config.weight_decay, nesterov)
 
-        def detached(parameters: list[nn.Parameter], group: Group) -> torch.optim.Optimizer:
+        def optimizer_of(parameters: list[nn.Parameter], group: Group) -> torch.optim.Optimizer:
             lam, rates = parse_lam(config.lam), (1.0, config.momentum, config.weight_decay)
             return DEF(parameters, *rates, config.ratio, lam, seed=config.seed, group=group)
 
-        joint = detached if config.reduce == "def" and config.replicas > 1 else None
+        joint = optimizer_of if config.reduce == "def" and config.replicas > 1 else None
         engine = build_engine(
             method.block, self.parts, schedule, optimizer, mean_cross_entropy, lambda n: config.rate(n, self.steps),
             config.seed, self.device, config.replicas, joint,
@@ -113,7 +113,7 @@ class PipelineTraining(InMemory):
         self.diverged = False
 
     @contextlib.contextmanager
-    def guarded(self) -> Iterator[PipelineTraining]:
+    def guarding(self) -> Iterator[PipelineTraining]:
         """The run, whose errors stop the other ranks."""
         with self.guard():
             yield self
@@ -157,9 +157,9 @@ class PipelineTraining(InMemory):
 
     def evaluate(self) -> dict[str, Any]:
         """Scores on the test set and, if there is one, on the validation set."""
-        scores: dict[str, Any] = dict(self.engine.evaluate(self.feed.held_out(False, **self.needs)))
+        scores: dict[str, Any] = dict(self.engine.evaluate(self.feed.evaluation_batches(False, **self.needs)))
         if len(self.feed.data.validation):
-            held_out = self.engine.evaluate(self.feed.held_out(True, **self.needs))
+            held_out = self.engine.evaluate(self.feed.evaluation_batches(True, **self.needs))
             scores |= {f"val_{name}": value for name, value in held_out.items()}
         return scores
 

@@ -18,10 +18,10 @@ from undrift.report.records import Floats
 from undrift.report.scores import Metric, traffic
 
 NUMBERS = 100_000  # in all curves of a page, about; each takes seven bytes
-POINTS = 100  # of a curve that there should be room for; otherwise fewer numbers of the record are drawn
-LEAST_POINTS, MOST_POINTS = 60, 1000  # of a curve
+POINTS = 100  # points that each curve should have room for; otherwise fewer numbers of the record are drawn
+LEAST_POINTS, MOST_POINTS = 60, 1000  # points of a curve
 FEWEST_MEASURES = 4
-CORNERS, TOLERANCE = 40, 0.002  # of a line of costs, and how far it may be off, as a share of its range
+CORNERS, TOLERANCE = 40, 0.002  # corners of a line of costs, and how far it may be off, as a share of its range
 
 # What the record's numbers are called; the first ones are drawn first.
 LABELS = {
@@ -122,7 +122,7 @@ class Curve(NamedTuple):
 
 def curve(group: Group, key: str, points: int) -> Curve | None:
     """The values of a number of the record, in all rounds that have one or, of more than `points`, in those that stand out."""
-    found = [_known(run, key) for run in group.runs]
+    found = [_values_of(run, key) for run in group.runs]
     rounds = np.unique(np.concatenate([rounds for rounds, _ in found]))
     if not len(rounds):
         return None
@@ -173,7 +173,7 @@ def short(value: float, digits: int = 4) -> float:
     return int(rounded) if rounded.is_integer() and abs(rounded) < 1e15 else rounded
 
 
-def _known(run: Run, key: str) -> tuple[Floats, Floats]:
+def _values_of(run: Run, key: str) -> tuple[Floats, Floats]:
     """The rounds, in order and each once, that have a value, and the values."""
     values = run.records.column(key)
     known = np.flatnonzero(~np.isnan(values))

@@ -19,7 +19,7 @@ from undrift.report.significance import TEST, difference, holm
 from undrift.report.summary import pick_settings, verdict
 from undrift.report.text import Cell, Column, cells, columns, more_columns
 
-Defaults = Callable[[str, str], Mapping[str, Any]]  # of a command's settings and an algorithm's fields
+Defaults = Callable[[str, str], Mapping[str, Any]]  # the defaults of a command's settings and an algorithm's fields
 KINDS = {
     "run": "Simulated federation", "deploy": "Real federation", "dp": "Data-parallel training", "pipe": "One network in blocks",
 }  # fmt: skip
@@ -57,7 +57,7 @@ def document(
             for title, rivals in zip(titles, tasks, strict=True)
         ],
         "cite": _papers(groups),
-        "made": _made(runs),
+        "made": _origins(runs),
     }
 
 
@@ -77,7 +77,7 @@ def _facts(runs: list[Run], groups: list[Group]) -> str:
 def _notes(runs: list[Run], groups: list[Group]) -> list[str]:
     """What a reader should know before the results."""
     notes = []
-    for what, concerned in (("Diverged, and ended early", _diverged), ("Not finished", _unfinished)):
+    for what, concerned in (("Diverged, and ended early", _is_diverged), ("Not finished", _is_unfinished)):
         found = [f"{r.folder} ({r.rounds} of {r.settings['rounds']} rounds)" for r in runs if concerned(r)]
         if found:
             notes.append(f"{what}: {', '.join(found)}")
@@ -87,13 +87,13 @@ def _notes(runs: list[Run], groups: list[Group]) -> list[str]:
     return notes
 
 
-def _diverged(run: Run) -> bool:
+def _is_diverged(run: Run) -> bool:
     return run.stopped == "diverged"
 
 
-def _unfinished(run: Run) -> bool:
+def _is_unfinished(run: Run) -> bool:
     rounds = number(run.settings, "rounds")
-    return rounds is not None and run.rounds < rounds and not run.settings.get("stop_at") and not _diverged(run)
+    return rounds is not None and run.rounds < rounds and not run.settings.get("stop_at") and not _is_diverged(run)
 
 
 def _section(
@@ -148,7 +148,7 @@ def _section(
         "growing": growing,
         "table": _table("Results", columns(groups, target), groups, target, TABLE_LEGEND),
         "tests": _tests(groups, picks, chosen_by),
-        "tables": [*_more(groups), *map(_part, sites.tables(groups)), *_dropped(groups)],
+        "tables": [*_more(groups), *map(_part, sites.tables(groups)), *_failures(groups)],
         "holdings": clients.holdings(groups),
         "classes": clients.classes(groups, shown[:MOST_DRAWN]),
         "drawings": drawings.of_groups(groups),
@@ -214,7 +214,7 @@ def _more(groups: list[Group]) -> list[dict[str, Any]]:
     return [_table("More measures", found, groups, None, MORE_LEGEND)] if len(found) > 1 else []
 
 
-def _dropped(groups: list[Group]) -> list[dict[str, Any]]:
+def _failures(groups: list[Group]) -> list[dict[str, Any]]:
     """The runs in which clients failed, or sent what was not finite."""
     rows = [["method", "seed", "dropped clients", "of", "rounds with a drop", "first round with a drop"]]
     for group in groups:
@@ -267,7 +267,7 @@ def _papers(groups: list[Group]) -> list[str]:
     return list(entries)
 
 
-def _made(runs: list[Run]) -> dict[str, str]:
+def _origins(runs: list[Run]) -> dict[str, str]:
     """The versions and machines that made the runs."""
     found: dict[str, dict[str, None]] = {}
     for run in runs:

@@ -16,14 +16,14 @@ from undrift.report.load import Group, Run
 def of_groups(groups: list[Group]) -> list[dict[str, Any]]:
     """The figures of the first run of each group that has any."""
     found = ((group.label, next((c for run in group.runs if (c := read(run))), None)) for group in groups)
-    return [{"label": label} | drawn(content) for label, content in found if content is not None]
+    return [{"label": label} | read_drawings(content) for label, content in found if content is not None]
 
 
 def read(run: Run) -> dict[str, Any] | None:
     return read_sealed(run.folder / FIGURES) if (run.folder / FIGURES).exists() else None
 
 
-def drawn(content: dict[str, Any]) -> dict[str, Any]:
+def read_drawings(content: dict[str, Any]) -> dict[str, Any]:
     """The map of samples by site, the losses along random directions, and the pictures; each may be missing."""
     names = [str(site) for site in content["sites"]]
     found: dict[str, Any] = {"sites": names}

@@ -22,7 +22,7 @@ SCRIPTS = (
     *("view.js", "section.js", "report.js"),
 )
 SAME = "; connect-src 'self'"
-LIVE = ("live.js", *SCRIPTS)  # of the page that undrift watch serves
+LIVE = ("live.js", *SCRIPTS)  # scripts of the page that undrift watch serves
 UPLOT = "uPlot 1.6.32, (c) Leon Sorokin, MIT licence"  # `make uplot` refreshes it; see web/uplot.LICENSE
 
 

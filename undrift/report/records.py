@@ -76,7 +76,7 @@ class Classes:
     def __init__(self) -> None:
         self.places = array("q")  # [n] of the rounds, counted from 0
         self.flat = array("f")  # [n * classes]
-        self.count = 0  # of classes
+        self.count = 0  # number of classes
 
     def append(self, values: Any, place: int) -> None:
         """Add a round's accuracies; None is NaN. What has another form is left out."""
@@ -109,7 +109,7 @@ def read_records(path: Path, run: str, least: Place | None = None) -> Records:
             classes.append(record[CLASSES], len(starts))
         append(columns, record, len(starts))
         starts.append(start)
-    whole = {key: finished(column, len(starts)) for key, column in columns.items()}
+    whole = {key: complete(column, len(starts)) for key, column in columns.items()}
     return Records(path, starts, whole, last_with, classes)
 
 
@@ -123,7 +123,7 @@ def append(columns: dict[str, array[float]], record: dict[str, Any], place: int)
             column.append(value)
 
 
-def finished(column: array[float], length: int) -> Floats:
+def complete(column: array[float], length: int) -> Floats:
     """A column of full length, with NaN for what is not finite."""
     whole = np.full(length, np.nan)
     whole[: len(column)] = column

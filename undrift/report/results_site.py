@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from undrift.core.errors import BadData
-from undrift.core.files import make_folder, replaced, writing
+from undrift.core.files import make_folder, replacing, writing
 from undrift.core.papers import bibliography
 from undrift.report.suite_page import html, overview, section, verdicts_in
 
@@ -31,7 +31,7 @@ def write_site(folders: Sequence[Path], out: Path) -> list[Path]:
     with writing(out):
         make_folder(out)
         for name, text in {"index.html": front(found), **pages}.items():
-            with replaced(out / name) as temporary:
+            with replacing(out / name) as temporary:
                 temporary.write_text(text, encoding="utf-8")
             files.append(out / name)
     return files

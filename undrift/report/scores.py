@@ -36,7 +36,7 @@ class Metric(NamedTuple):
     def best(self, values: list[float]) -> float:
         return max(values) if self.higher else min(values)
 
-    def reached(self, values: Floats, target: float) -> NDArray[np.bool_]:
+    def reaches(self, values: Floats, target: float) -> NDArray[np.bool_]:
         return values >= target if self.higher else values <= target
 
 

@@ -13,7 +13,7 @@ from undrift.report.scores import Metric, best_place, metric_of
 
 KINDS = ("global", "personal", "super")
 SCORES = {"*": {"*": [float]}}  # by model and measure, one for each site
-FORM = {  # of the table of sites in a record
+FORM = {  # the form of the table of sites in a record
     "test": SCORES, "val": SCORES, "unseen": SCORES, "crossed": {"*": [[float]]}, "chosen": {"*": [[float]]},
     "unseen_thresholds": {"*": {"gamma": float, "chosen": [float], "scores": {"*": float}}},
 }  # fmt: skip
@@ -39,9 +39,11 @@ def tables(groups: list[Group]) -> list[Part]:
     titles = _site_names(scored[0].runs[0])
     measures = next(iter(_last_sites(scored[0].runs[0])["test"].values()))
     parts = [_scores(scored, metric, m, titles) for m in measures if m == name or m.startswith(f"{name}_")]
-    parts += [_crossed(g, name, titles) for g in scored if g.algorithm == "local" and _crossed_scores(g.runs[0], name)]
-    parts += [_chosen(g, titles, "test") for g in scored if _choices(g.runs[0], "test")]
-    parts += [_chosen(g, titles, "unseen") for g in scored if _choices(g.runs[0], "unseen")]
+    parts += [
+        _cross_table(g, name, titles) for g in scored if g.algorithm == "local" and _crossed_scores(g.runs[0], name)
+    ]
+    parts += [_choice_table(g, titles, "test") for g in scored if _choices(g.runs[0], "test")]
+    parts += [_choice_table(g, titles, "unseen") for g in scored if _choices(g.runs[0], "unseen")]
     parts += [_thresholds(g, name, titles) for g in scored if _last_sites(g.runs[0]).get("unseen_thresholds")]
     unseen = [g for g in scored if "unseen" in _last_sites(g.runs[0])]
     return [*parts, _unseen(unseen, name)] if unseen else parts
@@ -78,7 +80,7 @@ def _overall(records: list[dict[str, Any]], kind: str, name: str) -> str:
     return f"{statistics.fmean(values):.4f}" if values else "-"
 
 
-def _crossed(group: Group, name: str, titles: list[str]) -> Part:
+def _cross_table(group: Group, name: str, titles: list[str]) -> Part:
     """Every client's model on every site."""
     matrices = [matrix for run in group.runs if (matrix := _crossed_scores(run, name))]
     rows = [["model", *titles, "client average"]]
@@ -87,7 +89,7 @@ def _crossed(group: Group, name: str, titles: list[str]) -> Part:
     return Part(f"Every model on every site: {group.label}", rows, legend)
 
 
-def _chosen(group: Group, titles: list[str], split: str) -> Part:
+def _choice_table(group: Group, titles: list[str], split: str) -> Part:
     """How often the selector chose each model."""
     counts = [count for run in group.runs if (count := _choices(run, split))]
     rows = [["site", "global", *titles]]
@@ -156,7 +158,7 @@ def unseen_sites(tasks: list[list[Group]]) -> Part | None:
 
 
 def _last_record(run: Run) -> dict[str, Any] | None:
-    return _checked(run, run.records.last_with_sites)
+    return _check_sites(run, run.records.last_with_sites)
 
 
 def _last_sites(run: Run) -> dict[str, Any]:
@@ -168,10 +170,10 @@ def _last_sites(run: Run) -> dict[str, Any]:
 def _validation_record(run: Run, metric: Metric) -> dict[str, Any] | None:
     place = best_place(run, metric, metric.validation)
     record = {} if place is None else run.records.read(place)
-    return _checked(run, record) if isinstance(record.get("sites"), dict) else None
+    return _check_sites(run, record) if isinstance(record.get("sites"), dict) else None
 
 
-def _checked(run: Run, record: dict[str, Any] | None) -> dict[str, Any] | None:
+def _check_sites(run: Run, record: dict[str, Any] | None) -> dict[str, Any] | None:
     """The record, if it has test scores of sites; they must have the form that a run writes."""
     if record is None or "test" not in record["sites"]:
         return None

@@ -89,7 +89,7 @@ def remark(verdict: Mapping[str, Any]) -> str:
     return text
 
 
-def shown(number: Mapping[str, Any] | None) -> str:
+def format_cell(number: Mapping[str, Any] | None) -> str:
     """
     >>> shown({"mean": 98.2234, "deviation": 0.051, "seeds": 3, "why": ""}), shown(None)
     ('98.22 ± 0.05', '–')
@@ -121,14 +121,12 @@ def cell_html(cell: Mapping[str, Any] | None) -> str:
         return "<td></td>"
     colour = COLOURS.get(cell["verdict"], "")
     mark = MARKS.get(cell["verdict"], "")
-    more = f"{mark} paper {shown(cell['paper'])}".strip() if cell["paper"] else ""
+    more = f"{mark} paper {format_cell(cell['paper'])}".strip() if cell["paper"] else ""
     if cell.get("errors") is not None:
         more += f"; {cell['errors']:+.1f} SE"
     said = cell["verdict"] + (f"; {cell['stand_in']}" if cell.get("stand_in") else "")
     title = said + (f"; picked {cell['picked']}" if cell.get("picked") else "")
-    return (
-        f'<td class="{colour}" title="{escape(title)}">{escape(shown(cell["ours"]))}<small>{escape(more)}</small></td>'
-    )
+    return f'<td class="{colour}" title="{escape(title)}">{escape(format_cell(cell["ours"]))}<small>{escape(more)}</small></td>'
 
 
 def correlations(verdict: Mapping[str, Any]) -> str:
@@ -148,11 +146,11 @@ def claims(verdict: Mapping[str, Any]) -> str:
         colour = {True: "agrees", False: "differs", None: ""}[claim["holds"]]
         cells = (claim["text"], claim["in_paper"], claim["found"])
         tds = "".join(f'<td class="text">{escape(text)}</td>' for text in cells)
-        lines.append(f'<tr>{tds}<td class="{colour}">{said(claim["holds"])}</td></tr>')
+        lines.append(f'<tr>{tds}<td class="{colour}">{yes_or_no(claim["holds"])}</td></tr>')
     return f'<h3>Claims</h3><div class="wide" tabindex="0"><table>{"".join(lines)}</table></div>'
 
 
-def said(holds: bool | None) -> str:
+def yes_or_no(holds: bool | None) -> str:
     return {True: "yes", False: "no", None: "not run"}[holds]
 
 
@@ -180,7 +178,7 @@ def drawing(named: Sequence[tuple[str, Sequence[Sequence[Sequence[float]]]]]) ->
 
     shapes, legend = [], []
     for n, (name, seeds) in enumerate(named):
-        ink, rounds, values = INKS[n % len(INKS)], *joined(seeds)
+        ink, rounds, values = INKS[n % len(INKS)], *join_seeds(seeds)
         mean = " ".join(at(x, y) for x, y in zip(rounds, values.mean(0), strict=True))
         top = [at(x, y) for x, y in zip(rounds, values.max(0), strict=True)]
         bottom = [at(x, y) for x, y in zip(rounds, values.min(0), strict=True)]
@@ -201,7 +199,7 @@ def drawing(named: Sequence[tuple[str, Sequence[Sequence[Sequence[float]]]]]) ->
     )
 
 
-def joined(seeds: Sequence[Sequence[Sequence[float]]]) -> tuple[list[float], np.ndarray[Any, Any]]:
+def join_seeds(seeds: Sequence[Sequence[Sequence[float]]]) -> tuple[list[float], np.ndarray[Any, Any]]:
     """The rounds that all seeds have, and [seeds, rounds] values."""
     tables = [{point[0]: point[1] for point in curve} for curve in seeds]
     rounds = sorted(set.intersection(*(set(table) for table in tables)))
@@ -217,11 +215,11 @@ def as_text(verdict: Mapping[str, Any]) -> Iterator[str]:
         yield f"{verdict['columns'][column]} ({verdict['unit']})"
         for cell in own:
             errors = f"{cell['errors']:+.1f} SE" if cell.get("errors") is not None else ""
-            row = f"  {verdict['rows'][cell['row']]:24} {shown(cell['ours']):>16}  paper {shown(cell['paper']):>16}"
+            row = f"  {verdict['rows'][cell['row']]:24} {format_cell(cell['ours']):>16}  paper {format_cell(cell['paper']):>16}"
             yield f"{row}  {errors:>10}  {cell['verdict']}{sending(cell)}"
     yield correlations(verdict)
     for claim in verdict["claims"]:
-        holds = said(claim["holds"])
+        holds = yes_or_no(claim["holds"])
         ours = "" if claim["found"] == holds else f"{claim['found']}; "
         yield f"claim: {claim['text']}: {holds} ({ours}in the paper {claim['in_paper'] or '–'})"
 

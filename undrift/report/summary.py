@@ -263,7 +263,7 @@ def _cost_to_target(run: Run, metric: Metric, target: float | None, cost: Floats
     """The cost of all rounds up to the first whose test score reaches the target; `cost` [n] is that of each round."""
     if target is None:
         return None
-    reached = np.flatnonzero(metric.reached(run.records.column(metric.name), target))  # NaN reaches nothing
+    reached = np.flatnonzero(metric.reaches(run.records.column(metric.name), target))  # NaN reaches nothing
     return float(cost[: reached[0] + 1].sum()) if len(reached) else None
 
 

@@ -66,7 +66,7 @@ def error_of(a: Number, b: Number) -> float | None:
     return math.sqrt(sum(parts)) or None
 
 
-def learned_nothing(ours: Number, paper: Number | None, chance: float) -> Number:
+def or_diverged(ours: Number, paper: Number | None, chance: float) -> Number:
     """Our number; where the paper says that a method diverges and ours is no better than chance, it diverges too.
 
     >>> learned_nothing(Number(10.0, 0.0, 3), Number(None, None, 3, "diverge"), 10.0).why

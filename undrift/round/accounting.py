@@ -29,7 +29,7 @@ class Accountant(Protocol):
     """Adds up what a run's rounds cost."""
 
     spent: Tensor  # never goes back, whatever checkpoint a run goes on from
-    open: Tensor  # of nodes that are not full; belongs to the round
+    open: Tensor  # what nodes that are not full cost; belongs to the round
 
     def add(self, t: int, invited: Ids) -> None:
         """Round t, counted from 0, in which these clients were asked."""

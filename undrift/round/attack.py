@@ -115,8 +115,8 @@ def flip_labels(data: Federation, attackers: Ids) -> Federation:
     """The federation in which attackers have label C - 1 - y for y."""
     if not data.train.labelled or data.masks:
         raise BadSetting("attack=labelflip needs one class label a sample; use signflip, scale or gauss")
-    rows, _ = data.held_by(attackers)
-    others, _ = data.held_by(np.setdiff1d(np.arange(data.clients), attackers))
+    rows, _ = data.rows_of(attackers)
+    others, _ = data.rows_of(np.setdiff1d(np.arange(data.clients), attackers))
     if bool(torch.isin(rows, others).any()):
         raise BadSetting("attack=labelflip needs clients that share no sample; use another partition than resample")
     targets = data.train.targets.clone()

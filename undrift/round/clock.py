@@ -18,14 +18,14 @@ import torch
 from numpy.typing import NDArray
 
 from undrift.core.errors import BadData, BadSetting
-from undrift.core.files import replaced, writing
+from undrift.core.files import replacing, writing
 from undrift.core.streams import Purpose, fold, normal, stream, words
 
 Ids = NDArray[np.int64]
 Seconds = NDArray[np.float64]
 
 LOGNORMAL, HEADER, SEAL = "lognormal:", "client,seconds", "# undrift trace, "
-WIDEST = 5.0  # of a spread: of ten thousand clients the slowest would then take 10^8 times as long as the fastest
+WIDEST = 5.0  # the widest spread: of ten thousand clients the slowest would then take 10^8 times as long as the fastest
 
 
 class Traffic(NamedTuple):
@@ -46,7 +46,7 @@ class Clock(Protocol):
 class Drawn:
     """Each client has a speed and a link for the whole run: e^(spread z) times the median's seconds, z from N(0, 1)."""
 
-    step_seconds: float  # of a local step of the median client
+    step_seconds: float  # how long a local step takes the median client
     speed: Seconds  # [N] what these are multiplied by
     link: Seconds  # [N] likewise the seconds that a byte takes
     bandwidth: float  # Mbit/s of the median client; 0: sending takes no time
@@ -77,7 +77,7 @@ class Drawn:
 class Traced:
     """Each client takes the seconds of its own trace in turn, whatever it computes and sends."""
 
-    trace: Sequence[Seconds]  # of each client
+    trace: Sequence[Seconds]  # what each client takes
 
     def seconds(self, ids: Ids, version: int, steps: Ids, traffic: Traffic) -> Seconds:
         return np.array([self.trace[i][version % len(self.trace[i])] for i in ids.tolist()])
@@ -151,7 +151,7 @@ def entry(line: str) -> tuple[int, float]:
 def write_trace(path: Path, rows: Sequence[tuple[int, float]]) -> None:
     """Write a trace of these clients and seconds."""
     content = "\n".join([HEADER, *(f"{client},{seconds!r}" for client, seconds in rows), ""])
-    with writing(path), replaced(path) as temporary:
+    with writing(path), replacing(path) as temporary:
         temporary.write_text(f"{seal(content)}\n{content}")
 
 

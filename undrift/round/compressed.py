@@ -35,7 +35,7 @@ class Uplink:
 
     def __init__(self, spec: str, seed: int, net: Net, form: State) -> None:
         name, _, ratio = spec.partition(":")
-        self.form = form  # of an upload, without memory
+        self.form = form  # an upload, without memory
         self.layout, self.dtype = net.layout, net.dtype
         self.half, self.most = name == "fp16", WHOLE.get(name, 0)
         self.paired = name == "int4"  # two entries in a byte
@@ -78,7 +78,7 @@ class Uplink:
             ):
                 raise BadSetting(f"the places of its entries do not rise from 0 to {self.layout.entries - 1}")
 
-    def shared(self, t: int, device: torch.device) -> Tensor:
+    def common_places(self, t: int, device: torch.device) -> Tensor:
         """[b] the places that both sides draw."""
         assert isinstance(self.compressor, SharedPlaces)
         everything = torch.arange(self.layout.entries, device=device)
@@ -96,7 +96,7 @@ class Uplink:
             whole = steps.nan_to_num(0.0).round().clamp(-self.most, self.most)  # a block of zeros has the scale 0
             entries = whole.flatten(-2)[..., : self.layout.entries]
             return pair(entries) if self.paired else entries.to(torch.int8)
-        return p.take_along_dim(places.long(), -1) if places.numel() else p[..., self.shared(t, p.device)]
+        return p.take_along_dim(places.long(), -1) if places.numel() else p[..., self.common_places(t, p.device)]
 
     def unpack(self, values: Tensor, tag: str, places: Tensor, scales: Tensor, t: int) -> Tensor:
         """C(p) [..., P] from what travelled."""
@@ -108,7 +108,7 @@ class Uplink:
             whole = unpair(values, self.layout.entries) if self.paired else values
             steps = self.blocks(whole.to(self.dtype)) * scales.to(self.dtype).unsqueeze(-1)
             return F.pad(steps.flatten(-2)[..., : self.layout.entries], (0, self.layout.padding))
-        where = places.long() if places.numel() else self.shared(t, values.device).expand(values.shape)
+        where = places.long() if places.numel() else self.common_places(t, values.device).expand(values.shape)
         return values.new_zeros(*values.shape[:-1], self.layout.size).scatter(-1, where, values)
 
 

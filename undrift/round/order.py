@@ -74,7 +74,7 @@ class Nobody:
     """Asks nobody, where nobody is there."""
 
     def __init__(self, form: Answers) -> None:
-        self.form = form  # of one client's answer, without memory
+        self.form = form  # one client's answer, without memory
 
     def measure(self, alg: Algorithm, down: State, buffers: Tensor, who: Who) -> Tensor:
         return torch.zeros(0, down.x.shape[-1], dtype=down.x.dtype, device=buffers.device)
@@ -101,25 +101,25 @@ def play(
     `finish(close, *given)` makes the part after the answers: at once, compiled, or later on the host.
     """
     net = task.net
-    rated = task.rated(alg, who.rate)
+    rated = task.with_rate(alg, who.rate)
     invited = task.cohort(rated, who)
     companion, fine = state.companion, task.everybody(who)
     down = send_down(rated, state.x, companion, invited)
     if rated.measures:  # two exchanges: measure at x_t, then train with what the server made of it
         sent = spoil(task.attackers, ask.measure(rated, down, state.buffers, who), who)
-        cost.measured, fine = nbytes(net.sent(sent, MODEL)) // who.ids.numel(), task.finite(who, [sent])
+        cost.measured, fine = nbytes(net.without_padding(sent, MODEL)) // who.ids.numel(), task.finite(who, [sent])
         if task.anybody(fine):
             kept, sent = task.keep(who, sent, fine)
             answering = task.cohort(rated, kept)
-            companion = rated.measured(companion, agree(task.rule, sent, answering), answering)
+            companion = rated.gather_measured(companion, agree(task.rule, sent, answering), answering)
         down = send_down(rated, state.x, companion, invited)
-    cost.down = net.sent(down)
+    cost.down = net.without_padding(down)
     answered = ask.train(rated, down, state.buffers, who)
 
     def close(who: Who, companion: State, fine: Tensor, answered: State, state: ServerState) -> After:
-        rated = task.rated(alg, who.rate)
+        rated = task.with_rate(alg, who.rate)
         answers = spoil_answers(task.attackers, task.read(rated, answered), who, state.buffers, net.counters)
-        sent = nbytes(net.sent(answers.up)) + (nbytes(answers.buffers) if rated.buffers_up else 0)
+        sent = nbytes(net.without_padding(answers.up)) + (nbytes(answers.buffers) if rated.buffers_up else 0)
         cost.up = sent // max(1, who.ids.numel())
         good = fine & task.finite(who, [*leaves(answers.up), answers.buffers])
         good = good & answers.there if isinstance(answers.there, Tensor) else good
@@ -130,7 +130,7 @@ def play(
         cohort = task.cohort(rated, kept)
         answers = agree_answers(task.rule, answers, cohort, state.buffers, net.counters)
 
-        weighed = rated.weighed(cohort)
+        weighed = rated.weigh(cohort)
         d, companion = rated.gather(companion, answers.up, weighed)
         x, server = state.x, state.server
         if not rated.stands_still:
@@ -140,7 +140,7 @@ def play(
         if rated.buffers_up:
             buffers = average_buffers(net, answers, weighed, buffers, rated.mixing(cohort))
         reply = reply_to(rated, companion, answers, cohort)
-        cost.reply = nbytes(net.sent(reply)) // max(1, cohort.ids.numel())
+        cost.reply = nbytes(net.without_padding(reply)) // max(1, cohort.ids.numel())
         client = receive(rated, answers.client, reply)
 
         cost.names, numbers = [], none

@@ -25,13 +25,13 @@ from undrift.algorithms.base import Algorithm, Cohort
 from undrift.algorithms.checks import looks_at_single_uploads
 from undrift.algorithms.wrapper import Wrapper
 from undrift.core.errors import BadSetting
-from undrift.core.streams import Purpose, fold, normal, signed, stream
+from undrift.core.streams import Purpose, fold, normal, stream, to_signed
 from undrift.core.trees import Nothing, State, leaves
 from undrift.oracle.net import Net
 from undrift.round.accounting import Accountant, Counted, Sampled
 from undrift.round.shapes import Forms
 
-SHARE = 0.05  # of the privacy spent, for the count of updates that are shorter than C
+SHARE = 0.05  # the share of privacy that is spent on counting updates shorter than C
 PACE = 0.2  # eta_C of Andrew et al.
 GRID = 20  # the sum is rounded to 2^-20 of the noise, or less: the last bits of floating-point noise tell what it was added to
 SHORTER = 1 - 2**-20  # so that rounding in 32 bits makes no update longer than C
@@ -45,7 +45,7 @@ class Privacy(NamedTuple):
     clip: float  # C, or the first one
     noise: float  # sigma
     delta: float
-    quantile: float  # of the updates' norms, which C follows; 0: C stays
+    quantile: float  # the quantile of the updates' norms that C follows; 0: C stays
     expected: float  # q N
     steps: int  # K, which everybody knows
 
@@ -99,7 +99,7 @@ class Private(Wrapper):
     def companion_init(self, x0: Tensor, clients: int) -> Companion:
         one = torch.ones_like(x0[..., :1], dtype=torch.int64)
         nodes = torch.zeros_like(x0).unsqueeze(-2).repeat_interleave(self.inner.sums_over.bit_length(), -2)
-        key = one * signed(stream(self.noise_seed, Purpose.NOISE))
+        key = one * to_signed(stream(self.noise_seed, Purpose.NOISE))
         inner = self.inner.companion_init(x0, clients)
         return self.Companion(inner, one.double() * self.how.clip, key, one * 0, nodes)
 

@@ -42,7 +42,7 @@ class Timeline(Protocol):
     def attend(self, t: int, sampling: Sampling) -> Attendance:
         """Who takes part in round t; asked again for the same round, the same."""
 
-    def needed(self) -> set[int]:
+    def rounds_in_use(self) -> set[int]:
         """The rounds whose models are still trained from."""
 
     def tensors(self) -> dict[str, Tensor]:
@@ -72,7 +72,7 @@ class Synchronous:
         self.now, self.t, self.last = self.now + float(due.max(initial=0.0)), t, found
         return found
 
-    def needed(self) -> set[int]:
+    def rounds_in_use(self) -> set[int]:
         return set()
 
     def tensors(self) -> dict[str, Tensor]:
@@ -102,7 +102,7 @@ class Asynchronous:
         self.working: list[Start] = []  # a heap
         self.waiting: list[Start] = []  # answers that have come and are not used yet
         self.starts = 0  # so far
-        self.uses = Counter[int]()  # of each round's model, by those at work and waiting
+        self.uses = Counter[int]()  # how many clients at work or waiting use each round's model
 
     def attend(self, t: int, sampling: Sampling) -> Attendance:
         if t == self.t:
@@ -153,16 +153,18 @@ class Asynchronous:
         if not self.uses[start.version]:
             del self.uses[start.version]
 
-    def needed(self) -> set[int]:
+    def rounds_in_use(self) -> set[int]:
         return set(self.uses)
 
     def tensors(self) -> dict[str, Tensor]:
         now = {"clock.now": torch.tensor(self.now, dtype=torch.float64), "clock.starts": torch.tensor(self.starts)}
-        return now | packed("working", sorted(self.working)) | packed("waiting", self.waiting)
+        return now | pack_starts("working", sorted(self.working)) | pack_starts("waiting", self.waiting)
 
     def restore(self, tensors: Mapping[str, Tensor]) -> None:
         self.now, self.starts, self.t = float(tensors["clock.now"]), int(tensors["clock.starts"]), -1
-        self.working, self.waiting = (unpacked(name, tensors) for name in ("working", "waiting"))  # sorted, thus a heap
+        self.working, self.waiting = (
+            unpack_starts(name, tensors) for name in ("working", "waiting")
+        )  # sorted, thus a heap
         self.uses = Counter(start.version for start in (*self.working, *self.waiting))
 
 
@@ -197,7 +199,7 @@ class Recorded:
         self.t, self.now = t, max([a.seconds for a in used], default=self.now)
         return attendance_of([(a.client, a.version, a.steps) for a in used])
 
-    def needed(self) -> set[int]:
+    def rounds_in_use(self) -> set[int]:
         return {version for version, last in self.latest.items() if version <= self.t < last}
 
     def tensors(self) -> dict[str, Tensor]:
@@ -215,14 +217,14 @@ def attendance_of(used: list[tuple[int, int, int]]) -> Attendance:
     return Attendance(ids, ids, order, steps, versions)
 
 
-def packed(name: str, starts: list[Start]) -> dict[str, Tensor]:
+def pack_starts(name: str, starts: list[Start]) -> dict[str, Tensor]:
     """Clients at work as tensors: when they are due, and the rest."""
     due = torch.tensor([start.due for start in starts], dtype=torch.float64)
     rest = torch.tensor([start[1:] for start in starts], dtype=torch.int64).view(-1, len(Start._fields) - 1)
     return {f"clock.{name}.due": due, f"clock.{name}": rest}
 
 
-def unpacked(name: str, tensors: Mapping[str, Tensor]) -> list[Start]:
+def unpack_starts(name: str, tensors: Mapping[str, Tensor]) -> list[Start]:
     due, rest = tensors[f"clock.{name}.due"].tolist(), tensors[f"clock.{name}"].tolist()
     return [Start(when, *others) for when, others in zip(due, rest, strict=True)]
 

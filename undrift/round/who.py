@@ -49,7 +49,7 @@ class Task:
         self.net, self.clients = net, clients
         self.rule, self.attackers = rule, attackers  # how the server guards itself, and against whom
 
-    def rated(self, alg: Algorithm, rate: Any) -> Algorithm:
+    def with_rate(self, alg: Algorithm, rate: Any) -> Algorithm:
         """The algorithm with the round's local rate, where it has one of its own."""
         return at_rate(alg, rate) if isinstance(rate, Tensor) else alg
 

@@ -167,7 +167,7 @@ def check_outputs(net: Net, x: Tensor, buffers: Tensor, work: LocalWork) -> None
     inputs, targets, real, key, _ = oracle.batch
     with blame_model(work):
         outputs, _ = net(x, buffers, inputs, None)
-        idle = net.untouched(x, buffers, inputs, Context(real, key))
+        idle = net.unused_parameters(x, buffers, inputs, Context(real, key))
     if idle:
         named = ", ".join(idle[:4]) + (", ..." if len(idle) > 4 else "")
         warnings.warn(

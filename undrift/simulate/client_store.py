@@ -53,7 +53,7 @@ class DiskTable:
 
     def __init__(self, folder: Path, clients: int, round: int) -> None:
         self.folder, self.path, self.clients = folder, folder / TABLE, clients
-        self.round = round  # of the last checkpoint; 0: there is none
+        self.round = round  # the round of the last checkpoint; 0: there is none
         self.row_bytes = 0  # 0: there is no table yet
         self.sums = np.full(clients, ABSENT, np.int64)  # the checksum of every row
         self.pending = np.zeros(clients, bool)  # whose row of the last checkpoint is not in the log yet
@@ -64,7 +64,7 @@ class DiskTable:
         if not self.row_bytes or not row_bytes(new):
             return fresh
         if row_bytes(new) != self.row_bytes:
-            raise damaged(self.path, f"its rows have {self.row_bytes} bytes, not {row_bytes(new)}")
+            raise damage_error(self.path, f"its rows have {self.row_bytes} bytes, not {row_bytes(new)}")
         host_ids = ids.cpu().numpy()
         there = self.sums[host_ids] != ABSENT
         if not there.any():
@@ -75,11 +75,11 @@ class DiskTable:
         ends = np.cumsum([0, *map(width, new)]).tolist()
         columns = iter([np.ascontiguousarray(rows[:, a:b]) for a, b in itertools.pairwise(ends)])
 
-        def stored(new: Tensor) -> Tensor:
+        def take_stored(new: Tensor) -> Tensor:
             old = torch.from_numpy(next(columns)).view(-1).view(new.dtype).view(new.shape).to(new.device)
             return torch.where(known.view(-1, *(1,) * (new.dim() - 1)), old, new)
 
-        return map_leaves(stored, fresh)
+        return map_leaves(take_stored, fresh)
 
     def write(self, ids: Tensor, state: object) -> None:
         new = leaves(state)
@@ -108,7 +108,7 @@ class DiskTable:
             "clients.sums": torch.from_numpy(self.sums[ids]),
         }  # fmt: skip
 
-    def saved(self, round: int) -> None:
+    def after_checkpoint(self, round: int) -> None:
         """The checkpoint of that round is complete: from now on the log leads back to it."""
         self.round = round
         if self.row_bytes:
@@ -122,7 +122,7 @@ class DiskTable:
         moved = find_rows(self.folder, self.round, tensors)
         clients, row = tensors["clients.table"].tolist()
         if clients != self.clients:
-            raise damaged(self.path, f"it has {clients} clients, not {self.clients}")
+            raise damage_error(self.path, f"it has {clients} clients, not {self.clients}")
         self.sums[tensors["clients.rows"].numpy()] = tensors["clients.sums"].numpy()
         with writing(self.path):
             self.open(row)
@@ -160,7 +160,7 @@ class DiskTable:
             self.table.seek(i * self.row_bytes)
             self.table.readinto(row.data)
             if checksum(i, row.data) != self.sums[i]:
-                raise damaged(self.path, f"the checksum of client {i} is wrong")
+                raise damage_error(self.path, f"the checksum of client {i} is wrong")
         return rows
 
     def put(self, ids: Ids, rows: Rows) -> None:
@@ -201,16 +201,16 @@ def find_rows(folder: Path, round: int, tensors: Mapping[str, Tensor]) -> dict[i
         moved = {}
         with table.open("rb") as file:
             if file.seek(0, os.SEEK_END) != clients * size:
-                raise damaged(table, "its size is wrong")
+                raise damage_error(table, "its size is wrong")
             for i, expected in sums.items():
                 file.seek(i * size)
                 if checksum(i, file.read(size)) == expected:
                     continue
                 if i not in logged:
-                    raise damaged(table, f"the checksum of client {i} is wrong")
+                    raise damage_error(table, f"the checksum of client {i} is wrong")
                 moved[i] = logged[i]
     except OSError as error:
-        raise damaged(table, f"{error.filename}: {error.strerror}") from error
+        raise damage_error(table, f"{error.filename}: {error.strerror}") from error
     return moved
 
 
@@ -221,7 +221,7 @@ def records(log: Path, size: int) -> Iterator[tuple[int, int, bytes]]:
             yield NAME.unpack_from(record)[0], file.tell() - size, record[NAME.size :]
 
 
-def damaged(table: Path, how: str) -> BadRunFolder:
+def damage_error(table: Path, how: str) -> BadRunFolder:
     return BadRunFolder(f"the client table {table} is damaged ({how}); 'undrift verify {table.parent}' says more")
 
 

@@ -28,11 +28,11 @@ class ClientTable:
         rows = torch.tensor(known, device=ids.device)
         columns = iter(self.columns)
 
-        def stored(new: Tensor) -> Tensor:
+        def take_stored(new: Tensor) -> Tensor:
             old = next(columns)[rows.clamp(min=0)]
             return torch.where((rows >= 0).view(-1, *(1,) * (new.dim() - 1)), old, new)
 
-        return map_leaves(stored, fresh)
+        return map_leaves(take_stored, fresh)
 
     def begin(self, state: object) -> None:
         """Columns for states like this one [S, ...], where there are none yet."""
@@ -76,7 +76,7 @@ class ClientTable:
         while f"clients.{len(self.columns)}" in tensors:
             self.columns.append(tensors[f"clients.{len(self.columns)}"].to(device).clone())
 
-    def saved(self, round: int) -> None:
+    def after_checkpoint(self, round: int) -> None:
         """A checkpoint is complete: only a table on disk has something to do."""
 
     def close(self) -> None:

@@ -64,7 +64,7 @@ def sample_scores(
     whole, apart = {name: metric for name, metric in metrics.items() if is_whole(metric)}, of_samples(metrics)
     found: dict[str, list[Tensor]] = {name: [] for name in ("loss", *apart)}
     for metric in whole.values():
-        if isinstance(metric, nn.Module):  # of torchmetrics
+        if isinstance(metric, nn.Module):  # a metric of torchmetrics
             metric.to(x.device)
         metric.reset()
     if split.targets.dim() > 1:  # outputs for every position may be large
@@ -85,7 +85,7 @@ def sample_scores(
             found[name].append(of_each(name, values, outputs, targets))
         for name, metric in whole.items():
             with blame_score(name, outputs, targets):
-                metric.update(*labelled(outputs, marked))
+                metric.update(*keep_labelled(outputs, marked))
     scores = {name: torch.cat(values) for name, values in found.items()}
     return scores | {name: scores["loss"].new_full((len(rows),), number_of(name, m)) for name, m in whole.items()}
 
@@ -108,7 +108,7 @@ def of_each(name: str, values: Tensor, outputs: Tensor, targets: Tensor) -> Tens
     return values.expand(len(outputs))
 
 
-def labelled(outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+def keep_labelled(outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
     """Outputs [m, C] and labels [m] of all that has a label; outputs and targets as they are, if these are no labels.
 
     >>> labelled(torch.zeros(1, 2, 3), torch.tensor([[1, IGNORED, 0]]))[1]
@@ -129,10 +129,10 @@ def means(scores: Mapping[str, Tensor], weight: Tensor) -> dict[str, float]:
     """Each score's mean over samples of these weights [n]; nothing where none of them has a label."""
     if len(weight) and not bool((weight > 0).any()):
         return {}
-    return {name: float(weighted(values, weight).sum() / weight.sum()) for name, values in scores.items()}
+    return {name: float(apply_weight(values, weight).sum() / weight.sum()) for name, values in scores.items()}
 
 
-def weighted(values: Tensor, weight: Tensor) -> Tensor:
+def apply_weight(values: Tensor, weight: Tensor) -> Tensor:
     """Values times weights; a score of what weighs nothing may be anything."""
     return torch.where(weight > 0, values * weight, 0.0)
 
@@ -144,7 +144,7 @@ def group_means(values: Tensor, group: Tensor, groups: int, weight: Tensor) -> T
     tensor([0.3333,    nan, 1.0000])
     """
     zeros = values.new_zeros(groups)
-    return zeros.index_add(0, group, weighted(values, weight)) / zeros.index_add(0, group, weight.to(values))
+    return zeros.index_add(0, group, apply_weight(values, weight)) / zeros.index_add(0, group, weight.to(values))
 
 
 def forgetting(best: Tensor, now: Tensor) -> tuple[Tensor, Tensor]:
@@ -159,7 +159,7 @@ def forgetting(best: Tensor, now: Tensor) -> tuple[Tensor, Tensor]:
     return (best - now)[best >= 0].mean(), torch.fmax(best, now)
 
 
-def rounded(values: Tensor) -> list[float | None]:
+def round_values(values: Tensor) -> list[float | None]:
     """Numbers for a list in the record: four digits are enough for a picture, and JSON knows no NaN.
 
     >>> rounded(torch.tensor([1 / 3, float("nan")]))
@@ -187,7 +187,7 @@ def client_scores(
     scored = np.arange(data.clients)
     if data.clients > MOST_SCORED:
         scored = np.sort(sample(stream(seed, Purpose.SCORED), data.clients, MOST_SCORED))
-    rows, owners = data.held_by(scored)
+    rows, owners = data.rows_of(scored)
     scores = sample_scores(net, x, buffers, data.train, data.transform, metrics, rows, owners)
     weight = weights_of(net, data.train, rows)
     absent = weight * ~torch.isin(owners, cohort)
@@ -200,5 +200,5 @@ def client_scores(
         each = by_client["accuracy"]
         levels = each.nanquantile(each.new_tensor(QUANTILES)).tolist()
         found |= {f"client_accuracy_p{100 * q:.0f}": level for q, level in zip(QUANTILES, levels, strict=True)}
-        found["client_accuracies"] = rounded(each.nanquantile(each.new_tensor(TWENTIETHS)))
+        found["client_accuracies"] = round_values(each.nanquantile(each.new_tensor(TWENTIETHS)))
     return ClientScores(scored, by_client, found)

@@ -98,7 +98,7 @@ class Recording(Generic[T]):
         return self.results  # type: ignore[return-value]
 
 
-def recorded(play: Callable[[], T], changed: Sequence[Tensor], device: torch.device) -> Callable[[], T]:
+def record_graph(play: Callable[[], T], changed: Sequence[Tensor], device: torch.device) -> Callable[[], T]:
     """`play` as a CUDA graph, whose results lie in the same place each time; without a GPU, itself."""
     recording = Recording(lambda _: play(), changed, device)
     recording.rehearse()
@@ -106,7 +106,7 @@ def recorded(play: Callable[[], T], changed: Sequence[Tensor], device: torch.dev
     return recording
 
 
-def fused(play: Callable[..., T], *given: Any) -> Callable[..., T]:
+def fuse(play: Callable[..., T], *given: Any) -> Callable[..., T]:
     """`play` compiled for states like those given: a function of states that returns a state and changes nothing."""
     made: list[T] = []
 
@@ -122,8 +122,8 @@ def fused(play: Callable[..., T], *given: Any) -> Callable[..., T]:
         warnings.filterwarnings("ignore", "TensorFloat32 tensor cores")  # the precision was chosen
         fast(*leaves(given))
 
-    def compiled(*states: Any) -> T:
+    def run_compiled(*states: Any) -> T:
         results = iter(fast(*leaves(states)))
         return map_leaves(lambda _: next(results), form)
 
-    return compiled
+    return run_compiled

@@ -50,12 +50,12 @@ class AskHere:
         return self.execution.measure(alg, down, buffers, self.work)
 
     def train(self, alg: Algorithm, down: State, buffers: Tensor, who: Who) -> Answers:
-        new = new_clients(alg, shared(down), who.ids, buffers.unsqueeze(-2))
+        new = new_clients(alg, add_client_dimension(down), who.ids, buffers.unsqueeze(-2))
         client = self.clients.read(who.ids, new)
         return self.execution.train(alg, down, client, buffers, self.work)
 
 
-def shared(down: State) -> State:
+def add_client_dimension(down: State) -> State:
     """The server's message with a dimension for clients."""
     return map_leaves(lambda t: t.unsqueeze(-2), down)
 
@@ -70,7 +70,7 @@ def message_to(some: slice | int, down: State, buffers: Tensor) -> tuple[State, 
     """What goes to some clients, stacked, or to one alone: the message and BatchNorm's statistics."""
     if isinstance(down, Apart):
         return map_leaves(lambda t: t[..., some, :], down.down), buffers[some]
-    return shared(down) if isinstance(some, slice) else down, buffers
+    return add_client_dimension(down) if isinstance(some, slice) else down, buffers
 
 
 def row(state: T, clients: slice | int) -> T:
@@ -203,7 +203,7 @@ def measure_some(alg: Algorithm, down: State, buffers: Tensor, work: LocalWork, 
     whole = LocalWhole.of(work, some, buffers)
     try:
         with stage("measure"):
-            sent = alg.measure(shared(down) if isinstance(some, slice) else down, whole)
+            sent = alg.measure(add_client_dimension(down) if isinstance(some, slice) else down, whole)
     except ClientFailed as failure:
         if isinstance(some, int):
             raise failure.of(int(work.ids[some])) from failure.error

@@ -230,7 +230,7 @@ class Pack(Replay):
             return [[run.round(last and most == 1)] for run in self.runs]
         for r, (run, own) in enumerate(zip(self.runs, records, strict=True)):
             if own:
-                records[r] = run.scored(own, self.last[r].ids, last and len(own) == most)
+                records[r] = run.add_scores(own, self.last[r].ids, last and len(own) == most)
             else:
                 self.tables[r].columns = [column.clone() for column in self.tables[r].columns]  # no part of the pack's
         seconds = (time.perf_counter() - began) / max(1, sum(map(len, records)))  # each run's share

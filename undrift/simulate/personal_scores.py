@@ -68,9 +68,9 @@ def own_scores(run: Scored, last: bool) -> dict[str, Any]:
             kinds["personal"] = by_owner(run, own, [served[i] for i in range(sites)])
         if alg.chooses:
             if name == "val" and tunes(run):
-                gamma = tuned(run, own, shared, served, each)
+                gamma = tune_threshold(run, own, shared, served, each)
             kinds["super"], choice = super_scores(run, own, shared, served, gamma)
-            table.setdefault("chosen", {})[name] = counted(own, choice, sites, len(served) + 1)
+            table.setdefault("chosen", {})[name] = count_choices(own, choice, sites, len(served) + 1)
             if last and name == "unseen" and alg.chooses == "threshold":
                 table["unseen_thresholds"] = thresholds(run, own, shared, served)
         scored = {k: site_scores(run, own, s, sites) for k, s in kinds.items()}
@@ -87,14 +87,14 @@ def own_scores(run: Scored, last: bool) -> dict[str, Any]:
                 own = data.held_out[name]
                 crossed = [scores_of(run, own, model) for model in served]
                 whole = [whole_scores(run, own, scores) for scores in crossed]
-                table["crossed_all" if name == "test" else "crossed_unseen"] = listed(whole)
+                table["crossed_all" if name == "test" else "crossed_unseen"] = list_by_metric(whole)
                 if name == "test":
-                    by_site = listed([site_scores(run, own, scores, most) for scores in crossed])
+                    by_site = list_by_metric([site_scores(run, own, scores, most) for scores in crossed])
                     table["crossed"] = {m: [each.tolist() for each in of_models] for m, of_models in by_site.items()}
     return found | {"sites": table}
 
 
-def listed(of_models: list[dict[str, T]]) -> dict[str, list[T]]:
+def list_by_metric(of_models: list[dict[str, T]]) -> dict[str, list[T]]:
     """Each metric's values of all models."""
     return {name: [values[name] for values in of_models] for name in of_models[0]}
 
@@ -116,7 +116,7 @@ def site_scores(run: Scored, own: HeldOut, scores: Scores, sites: int) -> dict[s
     weight = weights_of(run.net, own.split, own.rows)
     found = {name: group_means(values, own.owners, sites, weight) for name, values in scores.each.items()}
     members = [(own.owners == k).nonzero().squeeze(-1) for k in range(sites)]
-    each = listed([together(run, own, scores.outputs, some) for some in members])
+    each = list_by_metric([together(run, own, scores.outputs, some) for some in members])
     return found | {name: torch.tensor(values, dtype=torch.float64) for name, values in each.items()}
 
 
@@ -126,7 +126,7 @@ def whole_scores(run: Scored, own: HeldOut, scores: Scores) -> dict[str, float]:
     return means(scores.each, weights_of(run.net, own.split, own.rows)) | together(run, own, scores.outputs, every)
 
 
-def counted(own: HeldOut, choice: Choice, sites: int, models: int) -> list[list[int]]:
+def count_choices(own: HeldOut, choice: Choice, sites: int, models: int) -> list[list[int]]:
     """[sites][models] how often which model was chosen for a site's samples."""
     counts = torch.zeros(sites, models, dtype=torch.int64)
     counts.index_put_((own.owners.cpu(), choice.model.cpu()), torch.ones(len(own.rows), dtype=torch.int64), True)
@@ -136,10 +136,10 @@ def counted(own: HeldOut, choice: Choice, sites: int, models: int) -> list[list[
 def thresholds(run: Scored, own: HeldOut, shared: Served, served: list[Served]) -> dict[str, Any]:
     """Without a threshold, and with the one that is best on these samples themselves: gamma, the choices and the scores."""
     found = {}
-    for name, gamma in (("none", 0.0), ("best", tuned(run, own, shared, served, each=False))):
+    for name, gamma in (("none", 0.0), ("best", tune_threshold(run, own, shared, served, each=False))):
         scores, choice = super_scores(run, own, shared, served, gamma)
         each = whole_scores(run, own, scores)
-        found[name] = {"gamma": gamma, "chosen": counted(own, choice, 1, len(served) + 1)[0], "scores": each}
+        found[name] = {"gamma": gamma, "chosen": count_choices(own, choice, 1, len(served) + 1)[0], "scores": each}
     return found
 
 
@@ -209,7 +209,7 @@ def selector_outputs(run: Scored, own: HeldOut) -> Tensor:
     return outputs_of(run, run.net.networks["selector"], selector, own, own.rows, own.owners)
 
 
-def tuned(run: Scored, own: HeldOut, shared: Served, served: list[Served], each: bool) -> Gamma:
+def tune_threshold(run: Scored, own: HeldOut, shared: Served, served: list[Served], each: bool) -> Gamma:
     """The threshold with the best client-average score, or `each` client's model's."""
     choice = choose("threshold", selector_outputs(run, own), 0.0)
     metric = next(iter(of_samples(run.metrics)), "loss")

@@ -24,8 +24,8 @@ from undrift.oracle.oracle import Oracle
 from undrift.round.clients import Answers, Started, begin, end, new_clients, step
 from undrift.round.order import After, Cost, ServerState, play
 from undrift.round.who import Task, Who
-from undrift.simulate.graphs import Recording, fused, recorded
-from undrift.simulate.here import shared
+from undrift.simulate.graphs import Recording, fuse, record_graph
+from undrift.simulate.here import add_client_dimension
 from undrift.simulate.work import LocalWhole, mini_batch
 
 T = TypeVar("T")
@@ -74,7 +74,7 @@ class Shape(NamedTuple):
     empty: bool  # there may be empty places
     ragged: bool  # not all batches are full
     unequal: bool  # a client may make fewer steps than others
-    batches: int  # of a pass over a client's whole data
+    batches: int  # batches in a pass over a client's whole data
 
 
 class Inputs(NamedTuple):
@@ -122,7 +122,7 @@ class ProgramTask(Task):
 
     def __init__(self, plain: Task, clients: int, lead: tuple[int, ...], device: torch.device) -> None:
         super().__init__(plain.net, clients, plain.rule, plain.attackers)
-        self.lead = lead  # of the runs that are packed
+        self.lead = lead  # the number of packed runs, if any
         self.fine = torch.ones(lead, dtype=torch.bool, device=device)
 
     def everybody(self, who: Who) -> Tensor:
@@ -158,21 +158,21 @@ class AskPlaces:
 
     def measure(self, alg: Algorithm, down: State, buffers: Tensor, who: Who) -> Tensor:
         whole = self.whole(who.ids, buffers)
-        sent = alg.measure(shared(down), whole)
+        sent = alg.measure(add_client_dimension(down), whole)
         self.program.passes_measured = whole.calls
         return sent
 
     def train(self, alg: Algorithm, down: State, buffers: Tensor, who: Who) -> Trained:
-        p, message, this = self.program, shared(down), self.this
+        p, message, this = self.program, add_client_dimension(down), self.this
         ids = this.ids[..., : self.shape.clients]  # in the order of the steps that they make
         whole, rows, columns = self.whole(ids, buffers), p.rows(ids), iter(p.columns)
         known = p.known[rows]
 
-        def stored(new: Tensor) -> Tensor:
+        def take_stored(new: Tensor) -> Tensor:
             mask = known.view(*known.shape, *(1,) * (new.dim() - known.dim()))
             return torch.where(mask, next(columns)[rows], new)
 
-        client = map_leaves(stored, new_clients(alg, message, ids, buffers.unsqueeze(-2)))
+        client = map_leaves(take_stored, new_clients(alg, message, ids, buffers.unsqueeze(-2)))
         at = begin(alg, message, client, buffers.unsqueeze(-2), ids.shape, whole)
         p.passes = whole.calls
         none = torch.zeros_like(at.work.x[..., :1])
@@ -237,16 +237,16 @@ class Program:
         self.sizes, self.start = (torch.from_numpy(v).to(device) for v in (data.sizes, data.start))
         self.ahead: Tensor  # [R, ...] the inputs of R rounds
         self.rates: Tensor  # [R, ...] their rates
-        self.forms: list[torch.Size] = []  # of the inputs of one round
+        self.forms: list[torch.Size] = []  # shapes of the inputs of one round
         self.columns: list[Tensor] = []  # the clients' table, [N + 1, ...] each; the last row is that of empty places
         self.known = torch.zeros(data.clients + 1, dtype=torch.bool, device=device)  # whose row holds a state
         self.turn, self.at = (torch.zeros(1, dtype=torch.int64, device=device) for _ in range(2))  # round, local step
         self.left: Tensor  # [R, n, ...] the numbers of each round
         self.graphs: dict[Shape, Callable[[], Any]] = {}
-        self.step_graphs: dict[tuple[Shape, int], Callable[[], None]] = {}  # of steps of so many clients
+        self.step_graphs: dict[tuple[Shape, int], Callable[[], None]] = {}  # a local step's, by shape and clients
         self.held: dict[Shape, Held] = {}
         self.live: Sequence[int] = ()  # how many clients make a first step, a second, ...; of the round under way
-        self.cost = Cost()  # of a round for a client, measured by playing one
+        self.cost = Cost()  # what a round costs a client, measured by playing one
         self.calls = 0  # gradients of a step
         self.passes = self.passes_measured = 0  # over a client's whole data, in either exchange
 
@@ -284,7 +284,7 @@ class Program:
             self.known[torch.tensor(list(known), device=self.known.device)] = True
         self.turn.fill_(turn)
 
-    def compiled_in_time(self, t: int, most: int, first: int) -> int:
+    def compile_in_time(self, t: int, most: int, first: int) -> int:
         """Compile from round `first` on; return how many of the next rounds lie on the same side of it."""
         if t < first:
             return min(most, first - t)
@@ -403,7 +403,7 @@ class Program:
             return function(*given)
         name = (*name, *(t.stride() for t in leaves(given)))  # in the first step all clients share the server's vectors
         if name not in self.compiled:
-            self.compiled[name] = fused(function, *given)
+            self.compiled[name] = fuse(function, *given)
         return cast(T, self.compiled[name](*given))
 
     def advance(self, rate: Any, down: State, moving: Moving, inputs: Inputs, shape: Shape) -> Moving:
@@ -412,7 +412,7 @@ class Program:
         return self.fuse(("step", inputs.ids.shape[-1], shape.ragged, shape.unequal), step, rate, down, moving, inputs)
 
     def one_step(self, rate: Any, down: State, moving: Moving, inputs: Inputs, shape: Shape) -> Moving:
-        alg = self.task.rated(self.alg, rate)
+        alg = self.task.with_rate(self.alg, rate)
         ids, samples, real, dropout, augment = inputs
         batch = mini_batch(self.net, self.data, ids, samples, real if shape.ragged else None, dropout, augment)
         live = (real > 0).unsqueeze(-1) if shape.unequal else None
@@ -440,7 +440,7 @@ class Program:
                 continue
             if (shape, width) not in self.step_graphs:
                 changed = [self.at, *leaves(self.held[shape].moving)]
-                graph = recorded(functools.partial(self.step_held, shape, width), changed, self.turn.device)
+                graph = record_graph(functools.partial(self.step_held, shape, width), changed, self.turn.device)
                 self.step_graphs[shape, width] = graph
             self.step_graphs[shape, width]()
 

@@ -32,7 +32,9 @@ from undrift.simulate.program import LONGEST_UNROLLED, Ahead, Program, Shape
 T = TypeVar("T")
 LONGEST = 128  # rounds at most that are laid out together
 PLAIN_STEPS = 320  # local steps before rounds are compiled: that takes twenty seconds
-TOGETHER = 512  # of all runs of a pack, so that it does not take longer than the device takes for the rounds before
+TOGETHER = (
+    512  # rounds of all runs of a pack, so that preparing them takes no longer than the device takes for those before
+)
 ROOM = 1 << 28  # bytes for their samples
 
 
@@ -79,7 +81,7 @@ class Block(NamedTuple):
     """Rounds that are laid out together, of one run or of several."""
 
     first: int  # round
-    parts: list[list[Attendance]]  # of each run
+    parts: list[list[Attendance]]  # one list for each run
     ahead: Ahead
 
     def holds(self, t: int) -> bool:
@@ -139,10 +141,10 @@ class Outlook:
     def shape(self, part: Attendance) -> Shape:
         """The graph for a round. Sizes are rounded up to a few, so that few are recorded."""
         steps = self.plan.steps if self.unrolled else 0
-        clients = self.clients if self.always_whole else rounded_up(len(part.ids), self.clients)
+        clients = self.clients if self.always_whole else round_up(len(part.ids), self.clients)
         batches = 0
         if self.whole:
-            batches = rounded_up(int(-(-self.data.sizes[part.ids].max() // self.width)), self.largest)
+            batches = round_up(int(-(-self.data.sizes[part.ids].max() // self.width)), self.largest)
         return Shape(clients, steps, not self.always_whole, self.ragged, self.unequal, batches)
 
     def live(self, part: Attendance) -> list[int]:
@@ -154,7 +156,7 @@ class Outlook:
         passes = (program.passes + program.passes_measured) * int((-(-self.data.sizes[part.ids] // self.width)).sum())
         return program.calls * int(part.steps.sum()) + passes
 
-    def moved(self, parts: Sequence[Attendance]) -> Ids:
+    def positions_after(self, parts: Sequence[Attendance]) -> Ids:
         """How many batches each client has taken after these rounds."""
         position = self.run.position.copy()
         for part in parts:
@@ -196,7 +198,7 @@ def lay_out(
             taken[row, some] = position[part.ids[order]]
             position[part.ids] += part.steps
 
-    def named(names: Callable[[int, Ids], Ids]) -> Ids:
+    def name_streams(names: Callable[[int, Ids], Ids]) -> Ids:
         """[R * runs] a stream for each round and run, by seed and round."""
         return np.stack([names(o.sampling.seed, np.asarray(ahead)) for o in outlooks], 1).reshape(-1)
 
@@ -208,7 +210,7 @@ def lay_out(
             who = ids[there, place]
             rows = who + there % runs * N
             batches = table(
-                plan, named(plan.shuffle_streams)[there], who, data.members, data.start[rows], data.sizes[rows],
+                plan, name_streams(plan.shuffle_streams)[there], who, data.members, data.start[rows], data.sizes[rows],
                 taken[there, place],
             ).shorten(steps[there, place])  # fmt: skip
             most, width = batches.count.shape[1], batches.index.shape[2]
@@ -223,15 +225,17 @@ def lay_out(
 
         def keys(use: Purpose) -> Tensor:
             """[R * runs, S, K]"""
-            names = one.put(named(lambda seed, rounds: keys_of(seed, use, rounds)))
+            names = one.put(name_streams(lambda seed, rounds: keys_of(seed, use, rounds)))
             return fold(fold(names.unsqueeze(-1), where).unsqueeze(-1), step)
 
         drawing = one.run.task.attackers is not None and one.run.task.attackers.draws
-        attack = fold(one.put(named(lambda seed, rounds: keys_of(seed, Purpose.ATTACK, rounds))).unsqueeze(-1), where)
+        attack = fold(
+            one.put(name_streams(lambda seed, rounds: keys_of(seed, Purpose.ATTACK, rounds))).unsqueeze(-1), where
+        )
         rates = [[o.rate(t) for o in outlooks] for t in ahead if one.scheduled]
         rate = one.put(np.array(rates)).to(one.dtype).view(len(rates), *lead)
 
-        def shaped(numbers: Tensor, *each: int) -> Tensor:
+        def shape(numbers: Tensor, *each: int) -> Tensor:
             return numbers.view(R, *lead, *each)
 
         K, B = one.steps, one.width
@@ -239,11 +243,11 @@ def lay_out(
             first,
             parts,
             Ahead(
-                ids=shaped(where, S), back=shaped(one.put(back), S), drawn=shaped(one.put(drawn), S),
-                steps=shaped(one.put(steps), S), samples=shaped(samples, S, K, B), real=shaped(one.put(real), S, K),
-                rate=rate, clients=shaped(one.put(clients), 1),
-                dropout=shaped(keys(Purpose.DROPOUT), S, K), augment=shaped(keys(Purpose.AUGMENT), S, K),
-                attack=shaped(attack, S)[..., : S * drawing],
+                ids=shape(where, S), back=shape(one.put(back), S), drawn=shape(one.put(drawn), S),
+                steps=shape(one.put(steps), S), samples=shape(samples, S, K, B), real=shape(one.put(real), S, K),
+                rate=rate, clients=shape(one.put(clients), 1),
+                dropout=shape(keys(Purpose.DROPOUT), S, K), augment=shape(keys(Purpose.AUGMENT), S, K),
+                attack=shape(attack, S)[..., : S * drawing],
             ),
         )  # fmt: skip
 
@@ -258,7 +262,7 @@ class Stretch:
 
     def __init__(self, outlook: Outlook, table: ClientTable, parts: list[Attendance]) -> None:
         self.run, self.outlook, self.table, self.parts = outlook.run, outlook, table, parts
-        self.position, self.stood = outlook.moved(parts), (self.run.t, self.run.latest)
+        self.position, self.stood = outlook.positions_after(parts), (self.run.t, self.run.latest)
         self.touched = np.unique(np.concatenate([part.ids for part in parts]))
         self.counted, self.accountant = self.run.counted[self.touched], copy.deepcopy(self.run.accountant)
         self.rows = torch.from_numpy(self.touched).to(outlook.device)
@@ -293,16 +297,14 @@ class Stretch:
 class Replay:
     """Plays the rounds of one run as a `Program`; `packed.Pack` those of several that stand at the same round."""
 
-    lead: tuple[int, ...] = ()  # of the runs that are packed
+    lead: tuple[int, ...] = ()  # the number of packed runs, if any
 
     def __init__(self, runs: Sequence[Replayed]) -> None:
         self.runs, self.outlooks = runs, [Outlook(run) for run in runs]
         self.data = runs[0].data
         self.program: Program | None = None
         self.tables: list[ClientTable] = []
-        self.columns: list[
-            Tensor
-        ] = []  # of the clients' tables, with a row for everybody and a last one that is nobody's
+        self.columns: list[Tensor] = []  # clients' tables, with a row for everybody and a last one that is nobody's
         self.last: list[Attendance] = []  # who took part in each run's last round
         self.block: Block | None = None
         self.following: Block | None = None  # laid out while the device was busy
@@ -354,7 +356,7 @@ class Replay:
         first, block = self.runs[0], self.due()
         most = min(most, self.reach)
         if self.program is not None and first.settings.compile:
-            most = self.program.compiled_in_time(first.t, most, self.outlooks[0].compiled_from)
+            most = self.program.compile_in_time(first.t, most, self.outlooks[0].compiled_from)
         at, room = first.t - block.first, self.outlooks[0].clients
         parts = [every[at : at + most] for every in block.parts]
         fitting = [all(0 < len(part.ids) <= room for part in now) for now in zip(*parts, strict=True)]
@@ -438,7 +440,7 @@ def possible(run: Replayed, client: State) -> bool:
     )
 
 
-def rounded_up(size: int, most: int, shapes: int = 4) -> int:
+def round_up(size: int, most: int, shapes: int = 4) -> int:
     """The size, rounded up to one of a few.
 
     >>> [rounded_up(n, 22) for n in (1, 6, 7, 22)]

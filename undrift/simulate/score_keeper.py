@@ -22,11 +22,11 @@ from undrift.simulate.evaluate import (
     group_means,
     means,
     of_samples,
-    rounded,
+    round_values,
     sample_scores,
     weights_of,
 )
-from undrift.simulate.graphs import recorded
+from undrift.simulate.graphs import record_graph
 from undrift.simulate.personal_scores import Scored, own_scores
 
 
@@ -44,7 +44,7 @@ class ScoreKeeper:
         self.class_best = torch.full((classes,), -1.0, dtype=torch.float64)  # accuracy so far; -1: none
         self.clients: tuple[ClientScores, int] | None = None  # the last scores of clients, and their round
         self.graph: tuple[Tensor, Tensor, Callable[[], dict[str, Tensor]]] | None = (
-            None  # of scores on test, with inputs
+            None  # scores on test as a CUDA graph, with its inputs
         )
 
     def until_due(self, t: int) -> int:
@@ -67,17 +67,17 @@ class ScoreKeeper:
     def test_scores(self, run: Scored, replays: bool) -> dict[str, Any]:
         """Means over the test samples, for each class too, and what the model has forgotten of its classes."""
         data, rows = run.data, torch.arange(len(run.data.test), device=run.state.x.device)
-        tested, weight = self.tested(run, rows, replays), weights_of(run.net, data.test, rows)
+        tested, weight = self.score_test(run, rows, replays), weights_of(run.net, data.test, rows)
         scores: dict[str, Any] = dict(means(tested, weight))
         if "accuracy" in tested and data.test.labelled:
             group = data.test.targets.clamp(min=0)  # what has no label weighs nothing
             now = group_means(tested["accuracy"], group, data.classes, weight).cpu()
             lost, self.class_best = forgetting(self.class_best, now)
             scores |= {} if lost.isnan() else {"forgetting": float(lost)}
-            scores |= {"class_accuracies": rounded(now)} if data.classes <= MOST_CLASSES else {}
+            scores |= {"class_accuracies": round_values(now)} if data.classes <= MOST_CLASSES else {}
         return scores
 
-    def tested(self, run: Scored, rows: Tensor, replays: bool) -> dict[str, Tensor]:
+    def score_test(self, run: Scored, rows: Tensor, replays: bool) -> dict[str, Tensor]:
         """The scores of these test samples; a CUDA graph where rounds are replayed and nothing of the user's is called."""
         data, device = run.data, run.state.x.device
 
@@ -89,7 +89,7 @@ class ScoreKeeper:
             return play(run.state.x, run.state.buffers)
         if self.graph is None:
             at = run.state.x.clone(), run.state.buffers.clone()
-            self.graph = *at, recorded(lambda: play(*at), [], device)
+            self.graph = *at, record_graph(lambda: play(*at), [], device)
         x, buffers, replay = self.graph
         x.copy_(run.state.x)
         buffers.copy_(run.state.buffers)

@@ -34,7 +34,7 @@ class Settings:
     replay: bool = True  # on a GPU, replay rounds as CUDA graphs
     compile: bool = False  # fuse the local step's kernels with torch.compile, where rounds are replayed
     client_eval_every: int = 0  # rounds between scores on the clients' own samples; 0: only in the last round
-    compress: str = ""  # of the uploads, with error feedback: rbgs:R, randk:R, topk:R, fp16, int8 or int4
+    compress: str = ""  # compress uploads, with error feedback: rbgs:R, randk:R, topk:R, fp16, int8 or int4
     warmup: float = 0.0  # rounds in which the local rate rises
     client_state: str = "auto"  # where it is kept: memory, disk, or auto
     privacy: Privacy | None = None  # the updates are clipped and their sum gets noise

@@ -45,13 +45,13 @@ from undrift.simulate.choose import choose, keep_freed_memory
 from undrift.simulate.client_store import DiskTable, choose_table
 from undrift.simulate.clients import ClientTable
 from undrift.simulate.evaluate import MOST_CLASSES, Metrics
-from undrift.simulate.here import AskHere, Execution, Stacked, shared
+from undrift.simulate.here import AskHere, Execution, Stacked, add_client_dimension
 from undrift.simulate.program import uses_whole
 from undrift.simulate.replay import LONGEST, FirstStates, Replay
 from undrift.simulate.score_keeper import ScoreKeeper
 from undrift.simulate.settings import Settings
 from undrift.simulate.sharded import agree, over_ranks
-from undrift.simulate.stale import AskStale, Held, restored, tensors_of
+from undrift.simulate.stale import AskStale, Held, restore_held, tensors_of
 from undrift.simulate.virtual_time import make_timeline
 from undrift.simulate.work import LocalWork
 
@@ -111,7 +111,7 @@ class Simulation:
             self.attackers = make_attackers(attack, data.clients, settings.seed, device)
             if attack.name == "labelflip":
                 self.data = flip_labels(data, attack.attackers(data.clients, settings.seed))
-        self.weighed: Callable[[Ids], Any] = lambda ids: self.data.sizes[ids]  # what clients weigh, with weights=size
+        self.weight_of: Callable[[Ids], Any] = lambda ids: self.data.sizes[ids]  # what clients weigh, with weights=size
         self.t = 0
         x0, buffers = (v.to(device) for v in net.start())
         self.state: ServerState = first_state(alg, net, x0, buffers, data.clients)
@@ -169,7 +169,7 @@ class Simulation:
     def who(self, attendance: Attendance) -> Who:
         """The clients of a round as the server sees them."""
         ids, drawn = (torch.from_numpy(v).to(self.device) for v in (attendance.ids, attendance.drawn))
-        size = torch.from_numpy(self.weighed(attendance.ids)).to(self.state.x).unsqueeze(-1)
+        size = torch.from_numpy(self.weight_of(attendance.ids)).to(self.state.x).unsqueeze(-1)
         share = size if self.settings.weights == "size" else torch.ones_like(size)
         steps = torch.from_numpy(attendance.steps).to(self.state.x).unsqueeze(-1)
         keys = attack_keys(self.settings.seed, self.t, ids) if self.attackers and self.attackers.draws else ()
@@ -206,7 +206,7 @@ class Simulation:
             check_task(*where)
             alg = self.wrap(self.alg)
             down = self.down(who)
-            client = new_clients(alg, shared(down), who.ids, self.state.buffers.unsqueeze(-2))
+            client = new_clients(alg, add_client_dimension(down), who.ids, self.state.buffers.unsqueeze(-2))
             self.execution = agree(
                 self.settings.execution,
                 self.settings.chunk,
@@ -249,7 +249,7 @@ class Simulation:
         everybody = np.arange(self.data.clients)
         who = self.who(Attendance(everybody, everybody, everybody, np.ones_like(everybody)))
         alg, down = self.wrap(self.alg), self.down(who)
-        new = new_clients(alg, shared(down), who.ids, self.state.buffers.unsqueeze(-2))
+        new = new_clients(alg, add_client_dimension(down), who.ids, self.state.buffers.unsqueeze(-2))
         return alg, down, self.clients.read(who.ids, new)
 
     def round(self, last: bool = False) -> RoundRecord:
@@ -279,7 +279,7 @@ class Simulation:
             numbers |= {name: float(value) for name, value in self.alg.facts(self.state.server).items()}
         record = self.record(attendance, kept, cost, gradients, numbers, began)
         if self.timeline is not None:
-            needed = self.timeline.needed()
+            needed = self.timeline.rounds_in_use()
             self.held = {t: held for t, held in self.held.items() if t in needed}
         self.t += 1
         scores = self.evaluate(torch.from_numpy(attendance.ids).to(self.device), last)
@@ -344,7 +344,7 @@ class Simulation:
             self.replay, self.replays, replayed = None, False, None
         if self.replay is None or replayed is None or not replayed[0]:
             return [self.round(last and most == 1)]
-        records = self.scored(replayed[0], self.replay.last[0].ids, last and len(replayed[0]) == most)
+        records = self.add_scores(replayed[0], self.replay.last[0].ids, last and len(replayed[0]) == most)
         seconds = (time.perf_counter() - began) / len(records)
         return [record._replace(seconds=seconds) for record in records]
 
@@ -355,7 +355,7 @@ class Simulation:
             return None
         who = self.who(attendance)
         self.ask(self.work(attendance), who)  # the first call chooses an execution
-        alg, down, buffers = self.wrap(self.alg), shared(self.down(who)), self.state.buffers.unsqueeze(-2)
+        alg, down, buffers = self.wrap(self.alg), add_client_dimension(self.down(who)), self.state.buffers.unsqueeze(-2)
         client = new_clients(alg, down, who.ids, buffers)
         return FirstStates(client, uses_whole(alg, down, client, buffers, self.net.layout))
 
@@ -367,7 +367,7 @@ class Simulation:
         alike = (n for n in range(1, LONGEST) if self.whole.at(self.t + n) != now)
         return LONGEST if type(self.whole).at is Personal.at else next(alike, LONGEST)
 
-    def scored(self, records: list[RoundRecord], cohort: Ids, last: bool) -> list[RoundRecord]:
+    def add_scores(self, records: list[RoundRecord], cohort: Ids, last: bool) -> list[RoundRecord]:
         """The records with what is due of scores in the last one, in which `cohort` took part."""
         scores = self.evaluate(torch.from_numpy(cohort).to(self.device), last)
         return [*records[:-1], records[-1].with_scores(scores)]
@@ -419,7 +419,7 @@ class Simulation:
             self.timeline.restore(tensors)
             everybody = np.arange(self.data.clients)
             who = self.who(Attendance(everybody, everybody, everybody, np.ones_like(everybody)))
-            self.held = restored(tensors, Held(self.state.x, self.state.buffers, self.down(who)))
+            self.held = restore_held(tensors, Held(self.state.x, self.state.buffers, self.down(who)))
             self.clock_before = self.timeline.now
         if self.accountant is not None:
             self.accountant.spent = tensors["privacy.spent"].cpu().clone()
@@ -469,9 +469,9 @@ class Simulation:
         row = nbytes(self.state.x)
         self.clients = choose_table(self.settings.client_state, self.data.clients, row, self.device, path, tensors, t)
 
-    def saved(self) -> None:
+    def after_checkpoint(self) -> None:
         """A checkpoint was written: the clients' table may forget how to go back to the one before."""
-        self.clients.saved(self.t)
+        self.clients.after_checkpoint(self.t)
 
     def client_rows(self) -> list[dict[str, Any]]:
         """What is known of each client."""

@@ -18,7 +18,7 @@ from undrift.round.clients import Answers, new_clients
 from undrift.round.who import Who
 from undrift.simulate.client_store import DiskTable
 from undrift.simulate.clients import ClientTable
-from undrift.simulate.here import Apart, Execution, shared
+from undrift.simulate.here import Apart, Execution, add_client_dimension
 from undrift.simulate.work import LocalWork
 
 Rows = NDArray[np.int64]
@@ -42,7 +42,7 @@ def tensors_of(held: Mapping[int, Held]) -> dict[str, Tensor]:
     }
 
 
-def restored(tensors: Mapping[str, Tensor], form: Held) -> dict[int, Held]:
+def restore_held(tensors: Mapping[str, Tensor], form: Held) -> dict[int, Held]:
     """What clients at work began with, from a checkpoint."""
     held: dict[int, Held] = {}
     for t in sorted({int(name.split(".")[1]) for name in tensors if name.startswith("held.")}):
@@ -85,7 +85,7 @@ class AskStale:
         alg, mine = self.at(versions[0]), ids[torch.from_numpy(rows).to(ids.device)]
         began = [self.held[version] for version in versions]
         down, buffers = began[0].down, began[0].buffers
-        message = shared(down)
+        message = add_client_dimension(down)
         if len(set(versions)) > 1:
             message = map_leaves(lambda *each: torch.stack(each, -2), *(held.down for held in began))
             buffers = torch.stack([held.buffers for held in began])

@@ -39,10 +39,10 @@ def make_timeline(settings: Settings, alg: Algorithm, uplink: Uplink | None, net
 
 def measure_traffic(alg: Algorithm, forms: Forms, net: Net) -> Traffic:
     """What a client receives and sends in a round."""
-    messages = [net.sent(state) for state in (forms.down, forms.answers.up, forms.reply)]
+    messages = [net.without_padding(state) for state in (forms.down, forms.answers.up, forms.reply)]
     messages += [forms.buffers, forms.buffers]
     if alg.measures:
-        messages.append(net.sent(net.start()[0], MODEL))
+        messages.append(net.without_padding(net.start()[0], MODEL))
     return Traffic(sum(map(nbytes, messages)), 2 if alg.measures else 1)
 
 

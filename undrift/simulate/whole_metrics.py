@@ -16,7 +16,7 @@ from torch import Tensor
 from undrift.core.errors import BadSetting, UnknownName
 from undrift.oracle.tasks import concordance
 
-BINS = 15  # of the confidence, for calibration
+BINS = 15  # bins of confidence, for calibration
 
 
 class WholeMetric(Protocol):

@@ -40,12 +40,12 @@ class LocalWork:
         """The streams [S, K] of every client's and step's dropout and augmentation."""
         every = torch.arange(self.table.count.shape[1], device=self.ids.device)
         dropout, augment = (
-            fold(fold(self.named(purpose), self.ids).unsqueeze(-1), every)
+            fold(fold(self.stream_of(purpose), self.ids).unsqueeze(-1), every)
             for purpose in (Purpose.DROPOUT, Purpose.AUGMENT)
         )
         return dropout, augment
 
-    def named(self, purpose: Purpose) -> Tensor | int:
+    def stream_of(self, purpose: Purpose) -> Tensor | int:
         """The stream of a purpose, in the round of each client."""
         if self.rounds is None:
             return stream(self.seed, purpose, self.round)

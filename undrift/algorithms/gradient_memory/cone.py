@@ -21,7 +21,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from undrift.algorithms.gradient_memory.wide import evened
+from undrift.algorithms.gradient_memory.wide import rescale
 from undrift.core.forms import plain
 from undrift.core.vec import place_with
 
@@ -96,7 +96,7 @@ def project(
     m = len(rows)
     wanted = np.ones(m, dtype=bool) if counts is None else counts.cpu().numpy()
     guess = np.zeros(m, dtype=bool) if start is None else start.cpu().numpy() & wanted
-    G, b, size = normalised(flat[: m * m].reshape(m, m), flat[m * m : -1], flat[-1], rho, wanted)
+    G, b, size = normalise(flat[: m * m].reshape(m, m), flat[m * m : -1], flat[-1], rho, wanted)
     if extreme(p, rows, flat[-1], np.where(wanted, size, 1.0)):
         return project_evened(p, rows, rho, counts, wanted, guess, allowed)
     zero = torch.zeros(m, dtype=torch.float64) if counts is None else counts.new_zeros(m, dtype=torch.float64)
@@ -109,7 +109,7 @@ def project(
     if single and (not solved or digits_lost(G, z > 0) > 4):
         wide = rows.double()
         exact = gram(wide, wide).cpu().numpy(), (wide @ p.double()).cpu().numpy()
-        G, b, size = normalised(*exact, flat[-1], rho, wanted)
+        G, b, size = normalise(*exact, flat[-1], rho, wanted)
         z, solved = solve(G, b, 1e-12, guess)
     straight = None
     if not solved or digits_lost(G, z > 0) > 8:
@@ -158,7 +158,7 @@ def project_evened(
     allowed: float,
 ) -> Projection:  # fmt: skip
     """`project` of vectors divided by powers of two: the columns' lengths do not matter, and u is in proportion to p."""
-    (even, power), (direction, scale) = evened(rows), evened(p)
+    (even, power), (direction, scale) = rescale(rows), rescale(p)
     on_host = torch.from_numpy(wanted), torch.from_numpy(guess)
     found = project(direction, even, None, rho, None, *on_host, allowed)
     active, kind = found.z > 0, torch.finfo(torch.float64)
@@ -168,7 +168,7 @@ def project_evened(
     return Projection(u, z if counts is None else place_with(z, counts), found.solved)
 
 
-def normalised(
+def normalise(
     products: Array, along: Array, length: float, rho: float, wanted: NDArray[np.bool_]
 ) -> tuple[Array, Array, Array]:
     """G and b for unit columns and unit p, and the columns' lengths. A zero column (or p = 0) constrains nothing."""
@@ -212,7 +212,7 @@ def lawson_hanson(
     `multipliers` gives the z of the passive columns that makes their slack zero, None if they are dependent. The slack of columns
     that cannot enter for round-off may be as low as -allowed.
     """
-    z, passive = started(count, multipliers, guess)  # passive columns may have a positive multiplier
+    z, passive = find_start(count, multipliers, guess)  # passive columns may have a positive multiplier
     refused = np.zeros(count, dtype=bool)  # columns that would enter and leave forever by round-off
     for _ in range(10 * count + 10):
         w = slack(z)
@@ -246,7 +246,7 @@ def lawson_hanson(
     return z, False
 
 
-def started(
+def find_start(
     count: int, multipliers: Callable[[NDArray[np.bool_]], Array | None], guess: NDArray[np.bool_] | None
 ) -> tuple[Array, NDArray[np.bool_]]:
     """A start for the active-set method: the guessed columns with positive multipliers."""

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from undrift.algorithms.gradient_memory.wide import evened, wide_combination, wide_products
+from undrift.algorithms.gradient_memory.wide import rescale, wide_combination, wide_products
 from undrift.core.forms import plain
 from undrift.core.vec import constant
 
@@ -37,7 +37,7 @@ def project_three(p: Tensor, rows: Sequence[Tensor], rho: float | Tensor = 0.0) 
     """
     vectors, wide = torch.stack([*rows, p], -2), p.dtype == torch.float64
     if wide:  # float32 vectors of any length can be squared in float64
-        vectors, power = evened(vectors)
+        vectors, power = rescale(vectors)
     R, size, finite = coordinates(vectors)  # [..., 4, 4], its columns are the unit rows and p; [..., 4]; [..., 1]
     nonzero = (size[..., :3] > 0) & (size[..., 3:] > 0)
     margin = rho.unsqueeze(-1) if isinstance(rho, Tensor) else rho  # against the eight sets [..., 8, 3]
@@ -97,13 +97,13 @@ def coordinates(vectors: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     inverse = torch.where(size > 0, 1 / torch.where(size > 0, size, 1.0), 0.0)
     if vectors.dtype == torch.float64:
         scaled = torch.where(finite.unsqueeze(-1), vectors, 0.0) * inverse.unsqueeze(-1)
-        return orthogonalised(scaled), size, finite
+        return orthogonalise(scaled), size, finite
     # For float32 vectors, products in float64 are exact enough: R is their Cholesky factor.
     G = torch.where(finite.unsqueeze(-1), products, 0.0) * inverse.unsqueeze(-1) * inverse.unsqueeze(-2)
     return cholesky(G), size, finite
 
 
-def orthogonalised(vectors: Tensor) -> Tensor:
+def orthogonalise(vectors: Tensor) -> Tensor:
     """R by Gram-Schmidt, each vector twice."""
     count = vectors.shape[-2]
     basis: list[Tensor] = []

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from undrift.core.forms import plain
 
-EXPONENT = 0x7FF << 52  # of a float64, as bits
+EXPONENT = 0x7FF << 52  # the bits of a float64's exponent
 
 
 @plain
@@ -29,7 +29,7 @@ def wide_combination(share: Tensor, vectors: Tensor) -> Tensor:
     return ((share.unsqueeze(-2) @ wide[..., :3, :]).squeeze(-2) + wide[..., 3, :]).to(vectors.dtype)
 
 
-def evened(vectors: Tensor) -> tuple[Tensor, Tensor]:
+def rescale(vectors: Tensor) -> tuple[Tensor, Tensor]:
     """Vectors [..., P] in float64, each divided by a power of two so that its largest entry is about 1; also the powers [..., 1].
 
     Nothing is rounded. A vector that is not finite stays as it is.

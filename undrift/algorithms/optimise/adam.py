@@ -30,11 +30,11 @@ def init(x: Tensor) -> Adam:
 
 
 def step(rates: LocalOptimizer, x: Tensor, state: Adam, u: Tensor, layout: Layout) -> tuple[Tensor, Adam]:
-    direction, state = adapted(rates, state, u)
+    direction, state = adapt(rates, state, u)
     return descend(x, rates.lr, direction), state
 
 
-def adapted(rates: LocalOptimizer, state: Adam, u: Tensor) -> tuple[Tensor, Adam]:
+def adapt(rates: LocalOptimizer, state: Adam, u: Tensor) -> tuple[Tensor, Adam]:
     """The direction of the step, and the moments after it."""
     n, beta1, beta2 = state.n + 1, rates.momentum, rates.momentum2
     m, v = torch.lerp(u, state.m, beta1), torch.lerp(u * u, state.v, beta2)

@@ -12,20 +12,20 @@ import torch
 from torch import Tensor
 
 from undrift.algorithms.optimise import LocalOptimizer
-from undrift.algorithms.optimise.adam import Adam, adapted, init
+from undrift.algorithms.optimise.adam import Adam, adapt, init
 from undrift.core.layout import Layout
 from undrift.core.vec import descend
 
 __all__ = ["DECOUPLED", "init", "step"]
 
 DECOUPLED = True
-A, B, C = 3.4445, 4.7750, 2.0315  # of the odd polynomial a s - b s^3 + c s^5 that moves singular values
+A, B, C = 3.4445, 4.7750, 2.0315  # coefficients of the odd polynomial a s - b s^3 + c s^5 that moves singular values
 ITERATIONS = 5
 SMALLEST = 1e-7  # norm by which a matrix is divided
 
 
 def step(rates: LocalOptimizer, x: Tensor, state: Adam, u: Tensor, layout: Layout) -> tuple[Tensor, Adam]:
-    direction, after = adapted(rates, state, u)
+    direction, after = adapt(rates, state, u)
     ahead = torch.lerp(u, after.m, rates.momentum)
     parts = list(direction.split([*layout.sizes, layout.padding], -1))
     for (rows, columns), places in by_shape(layout).items():

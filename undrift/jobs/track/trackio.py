@@ -17,7 +17,7 @@ class Tracker:
 
     def __init__(self, run: Tracked) -> None:
         project, name = os.environ.get("TRACKIO_PROJECT", PROJECT), f"{run.name}-{run.id}"
-        self.context = contextvars.Context()  # of its own: packed runs are open at the same time
+        self.context = contextvars.Context()  # one for each run: packed runs are open at the same time
         self.run = self.context.run(
             trackio.init, project, name, group=run.group, config=dict(run.settings), resume="allow", embed=False,
             auto_log_gpu=False, auto_log_cpu=False,

@@ -65,7 +65,7 @@ def in_order(v: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
     return v.masked_fill(~there, torch.inf).sort(-2).values, there.sum(-2, keepdim=True)
 
 
-def scaled(v: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+def normalise(v: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
     """v in units of a usual client's largest entry, with entries of at most LONGEST; and the unit [..., 1, 1]."""
     unit = middle(v.abs().amax(-1, keepdim=True), weight).unsqueeze(-2).clamp(min=torch.finfo(v.dtype).tiny)
     return (v / unit).clamp(-LONGEST, LONGEST), unit

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from undrift.core.errors import BadSetting
 from undrift.core.vec import mean, norm
-from undrift.round.aggregate import MAJORITY, Rule, middle, scaled, spread
+from undrift.round.aggregate import MAJORITY, Rule, middle, normalise, spread
 
 SMOOTHING = 1e-6  # nu, in units of a usual client's largest entry
 
@@ -30,7 +30,7 @@ class Geometric(Rule):
         return MAJORITY
 
     def __call__(self, v: Tensor, weight: Tensor) -> Tensor:
-        u, unit = scaled(v, weight)
+        u, unit = normalise(v, weight)
         z = middle(u, weight)
         for _ in range(self.steps):
             b = weight / norm(u - z.unsqueeze(-2)).clamp(min=SMOOTHING)

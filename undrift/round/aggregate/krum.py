@@ -12,7 +12,7 @@ from torch import Tensor
 
 from undrift.core.errors import BadSetting
 from undrift.core.vec import mean, positions
-from undrift.round.aggregate import Rule, scaled, spread
+from undrift.round.aggregate import Rule, normalise, spread
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ class Krum(Rule):
     def __call__(self, v: Tensor, weight: Tensor) -> Tensor:
         there = weight > 0
         count = there.sum(-2, keepdim=True)
-        u, _ = scaled(v, weight)
+        u, _ = normalise(v, weight)
         # Differences, not products: in |a|^2 + |b|^2 - 2ab a long vector would drown the others.
         apart = torch.cdist(u, u, compute_mode="donot_use_mm_for_euclid_dist").square()
         near = apart.masked_fill(~there.transpose(-1, -2), torch.inf).sort(-1).values  # the first is the client itself

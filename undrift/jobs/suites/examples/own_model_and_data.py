@@ -32,7 +32,7 @@ def spirals(count: int, seed: int) -> tuple[Tensor, Tensor]:
     return torch.from_numpy(points + random.normal(0, 0.05, (count, 2))).float(), torch.from_numpy(label)
 
 
-def smoothed(outputs: Tensor, targets: Tensor) -> Tensor:
+def smoothed_loss(outputs: Tensor, targets: Tensor) -> Tensor:
     return F.cross_entropy(outputs, targets, label_smoothing=0.1)
 
 
@@ -47,7 +47,7 @@ if __name__ == "__main__":
     (x, y), test = spirals(1200, seed=1), spirals(400, seed=2)
     side = ((torch.atan2(x[:, 1], x[:, 0]) + torch.pi) / (2 * torch.pi) * 6).long().clamp(max=5)
     clients: list[Dataset] = [TensorDataset(x[side == s], y[side == s]) for s in range(6)]
-    common = {"model": model, "loss": smoothed, "metrics": metrics, "rounds": 30, "set": {"lr": 0.2}}
+    common = {"model": model, "loss": smoothed_loss, "metrics": metrics, "rounds": 30, "set": {"lr": 0.2}}
     results = {"arrays, iid": undrift.run(data=(x, y, *test), partition="iid", clients=6, cohort=3, **common)}
     pair = TensorDataset(x, y), TensorDataset(*test)
     results["a Dataset, shards"] = undrift.run(data=pair, partition="shards:2", clients=6, cohort=3, **common)
