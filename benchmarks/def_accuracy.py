@@ -60,7 +60,9 @@ class Diverged(Exception):
 
 def named(method: str, ratio: float, seed: int, lr: float, lam: str = "") -> Job:
     name = f"{method}{f' lam={lam}' if lam else ''} ratio={ratio:g} lr={lr:g} seed={seed}"
-    return name, {"method": method, "ratio": ratio, "seed": seed, "lr": lr} | ({"lam": lam} if lam else {})
+    return name, {"method": method, "compressor": "rbgs", "ratio": ratio, "seed": seed, "lr": lr} | (
+        {"lam": lam} if lam else {}
+    )
 
 
 def best_rate(done: dict[str, Any], method: str, ratio: float, rates: list[float], lam: str = "") -> float | None:

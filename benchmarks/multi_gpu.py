@@ -34,12 +34,12 @@ from undrift.models.gpt import build
 EVERY = 10  # local steps between two exchanges of islands
 LARGE = {
     "run": "run --algorithm scaffold --dataset cifar10 --model resnet20-gn --clients 64 --cohort 64 --steps 10",
-    "dp": "dp --method def --dataset cifar10 --model resnet20 --batch 128 --steps 50",
+    "dp": "dp --method def --compressor rbgs --dataset cifar10 --model resnet20 --batch 128 --steps 50",
     "pipe": "pipe --method dsp --dataset cifar10 --model resnet164 --batch 128 --steps 50",
 }
 SMALL = {
     "run": "run --algorithm scaffold --model logreg --clients 8 --cohort 8 --steps 2 --device cpu",
-    "dp": "dp --method def --model logreg --batch 16 --steps 3 --device cpu",
+    "dp": "dp --method def --compressor rbgs --model logreg --batch 16 --steps 3 --device cpu",
     "pipe": "pipe --method dsp --model mlp --batch 16 --steps 3 --device cpu",
 }
 PARTS = (*LARGE, "islands")
