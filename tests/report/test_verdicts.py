@@ -122,4 +122,6 @@ def test_a_claim_that_was_not_run_says_so_once() -> None:
     verdict = {"columns": {}, "cells": [], "rank_correlation": {"columns": {}}, "claims": [claim]}
     assert list(as_text(verdict))[-1] == "claim: A leads: not run (in the paper 1 of 1)"
     run = {"holds": True, "found": "2 of 2 ahead", "in_paper": None}
-    assert list(as_text(verdict | {"claims": [claim | run]}))[-1] == "claim: A leads: yes (2 of 2 ahead; in the paper –)"
+    assert (
+        list(as_text(verdict | {"claims": [claim | run]}))[-1] == "claim: A leads: yes (2 of 2 ahead; in the paper –)"
+    )
