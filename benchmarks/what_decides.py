@@ -1,15 +1,17 @@
 """The tables of docs/what-decides.md, from the folder of `undrift sweep what-decides`.
 
-python benchmarks/what_decides.py FOLDER
+python benchmarks/what_decides.py FOLDER --json benchmarks/results/what-decides.json
 """
 
 from __future__ import annotations
 
+import argparse
 import itertools
+import json
 import statistics
-import sys
 from pathlib import Path
 
+from undrift.jobs.course import commit
 from undrift.report.load import Run, load
 
 Choice = tuple[str, str, str, float]  # method, model, weights, rate
@@ -29,8 +31,12 @@ def scores(run: Run) -> tuple[float, float, float, float]:
 
 
 def main() -> None:
+    options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    options.add_argument("folder", type=Path)
+    options.add_argument("--json", type=Path, help="also write every run's scores there")
+    asked = options.parse_args()
     runs: dict[Choice, Run] = {}
-    for run in load([Path(sys.argv[1])]):
+    for run in load([asked.folder]):
         given = run.settings
         runs[given["algorithm"], given["model"], given["weights"], given["lr"]] = run
     rates = sorted({choice[3] for choice in runs})
@@ -50,6 +56,15 @@ def main() -> None:
         print(
             f"| {NORMS[model]} | {weights} | {method} | {every} | {picked:g} | {best:.1f} | {chosen:.1f} | {last:.1f} |"
         )
+    if asked.json:
+        named = [dict(zip(("method", "model", "weights", "rate"), choice, strict=True)) for choice in runs]
+        each = [
+            dict(zip(("best", "picked", "last_five", "validation"), scores(run), strict=True)) for run in runs.values()
+        ]
+        rows = [
+            of | {name: round(value, 2) for name, value in one.items()} for of, one in zip(named, each, strict=True)
+        ]
+        asked.json.write_text(json.dumps({"commit": commit(), "runs": rows}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -19,7 +19,7 @@ from undrift.oracle.oracle import LocalData
 
 # The states that a function returns, in order; "" is not a state. Arguments are recognised by their names.
 RETURNS: dict[str, tuple[str, ...]] = {
-    **dict.fromkeys(("companion_init", "companion_networks", "companion_step", "measured"), ("companion",)),
+    **dict.fromkeys(("companion_init", "companion_networks", "companion_step", "gather_measured"), ("companion",)),
     **dict.fromkeys(("client_init", "receive"), ("client",)),
     **dict.fromkeys(("local_start", "local_step", "take_moments", "move", "arrive"), ("work",)),
     **{"broadcast": ("down",), "gather": ("", "companion"), "local_end": ("up", "client")},

@@ -67,7 +67,7 @@ def join(algs: Sequence[Algorithm], like: Tensor, dimensions: int) -> Algorithm:
 
 # What the server does; the rest of the interface is the clients'.
 SERVER_SIDE = (
-    "companion_init", "companion_networks", "companion_step", "broadcast", "measured", "gather", "reply",
+    "companion_init", "companion_networks", "companion_step", "broadcast", "gather_measured", "gather", "reply",
     "server_init", "server_step", "facts", "lr", "selector",
 )  # fmt: skip
 
