@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import shlex
 from pathlib import Path
 from typing import Any
@@ -98,6 +99,17 @@ def test_three_rounds_without_a_finite_update_end_a_run_and_one_is_told() -> Non
     assert messages[0] == "round 1: no client's update was finite"
     assert "3 rounds in a row: the run has diverged" in messages[1] and len(messages) == 2
     assert result.stopped == "diverged" and len(result.records) == 3
+
+
+def test_a_loss_that_explodes_and_stays_finite_ends_a_run() -> None:
+    def squares(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        return (outputs - torch.nn.functional.one_hot(targets, 10)).square().mean(1)
+
+    with pytest.warns(UserWarning, match=r"the loss on the test set is .*e\+.*, after .* at first"):
+        result = undrift.run(QUICK, model="logreg", loss=squares, set={"lr": 1.0}, eval_every=1, rounds=60)
+    assert result.stopped == "diverged" and len(result.records) < 60
+    assert all(math.isfinite(record["loss"]) for record in result.records)
+    assert result.model_round < len(result.records)
 
 
 def test_a_round_in_which_nobody_answers_is_no_divergence() -> None:

@@ -86,6 +86,15 @@ def test_own_loss_and_metrics() -> None:
     assert 0 < last["error"] < last["worst"] < first["worst"]
 
 
+def test_a_field_that_the_base_optimizer_does_not_read_is_said(tmp_path: Path) -> None:
+    quick = {"clients": 4, "cohort": 2, "rounds": 1, "model": "logreg"}
+    with pytest.warns(UserWarning, match="momentum has no effect with optimizer=sgd; set optimizer too"):
+        undrift.run(quick, set={"momentum": 0.9}, out=tmp_path / "run")
+    undrift.run(resume=True, out=tmp_path / "run", rounds=2)  # whose file has all fields
+    undrift.run(quick, set={"momentum": 0.9, "optimizer": "momentum"})
+    undrift.run(quick, set={"momentum": 0.9, "momentum2": 0.99, "epsilon": 1e-3, "optimizer": "adam"})
+
+
 def test_validation_split_is_held_out_and_scored() -> None:
     result = undrift.run(rounds=3, val_fraction=0.2, **QUICK)
     assert 0 <= result.records[-1]["val_accuracy"] <= 1 and result.records[-1]["val_loss"] > 0

@@ -1,7 +1,7 @@
 """Base optimisers of local steps, one file each: `init(x)` makes the state, `step(rates, x, state, u, layout)` moves x along u.
 
-The file's name is the value of `optimizer`. With DECOUPLED = True weight decay does not pass through the optimiser's moments:
-`move` takes lr * weight_decay * x from x, instead of adding weight_decay * x to u.
+The file's name is the value of `optimizer`. READS names the fields that it reads besides lr. With DECOUPLED = True weight decay
+does not pass through the optimiser's moments: `move` takes lr * weight_decay * x from x, instead of adding weight_decay * x to u.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib
 import math
 import pkgutil
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, NamedTuple, Protocol, Self, TypeVar, cast
 
@@ -35,12 +36,14 @@ class Moving(Protocol):
 
 
 W = TypeVar("W", bound=Moving)
+MOMENTS = ("momentum", "momentum2", "epsilon")  # fields for base optimisers alone
 
 
 class BaseOptimizer(Protocol):
     """What a file in this folder has."""
 
     DECOUPLED: bool
+    READS: tuple[str, ...]  # which of the fields momentum, momentum2 and epsilon it reads
 
     def init(self, x: Tensor) -> NamedTuple:
         """The state before the first step from x [..., P]."""
@@ -75,6 +78,10 @@ class LocalOptimizer:
     def rest(self, x: Tensor) -> State:
         """The base optimiser's state before the first step from x."""
         return FILES[self.optimizer].init(x)
+
+    def unread(self, given: Iterable[str]) -> list[str]:
+        """Which of the given fields the base optimiser does not read."""
+        return [name for name in given if name in MOMENTS and name not in FILES[self.optimizer].READS]
 
     @property
     def steady(self) -> bool:

@@ -15,6 +15,7 @@ from undrift.core.layout import Layout
 from undrift.core.vec import descend
 
 DECOUPLED = False
+READS = ("momentum", "momentum2", "epsilon")
 
 
 class Adam(NamedTuple):

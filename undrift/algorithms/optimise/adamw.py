@@ -5,8 +5,8 @@ Loshchilov, Hutter: Decoupled Weight Decay Regularization. ICLR 2019.
 
 from __future__ import annotations
 
-from undrift.algorithms.optimise.adam import init, step
+from undrift.algorithms.optimise.adam import READS, init, step
 
-__all__ = ["DECOUPLED", "init", "step"]
+__all__ = ["DECOUPLED", "READS", "init", "step"]
 
 DECOUPLED = True

@@ -12,6 +12,7 @@ from undrift.core.layout import Layout
 from undrift.core.vec import descend
 
 DECOUPLED = False
+READS = ("momentum",)
 
 
 class Momentum(NamedTuple):

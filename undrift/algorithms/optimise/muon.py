@@ -16,9 +16,10 @@ from undrift.algorithms.optimise.adam import Adam, adapt, init
 from undrift.core.layout import Layout
 from undrift.core.vec import descend
 
-__all__ = ["DECOUPLED", "init", "step"]
+__all__ = ["DECOUPLED", "READS", "init", "step"]
 
 DECOUPLED = True
+READS = ("momentum", "momentum2", "epsilon")
 A, B, C = 3.4445, 4.7750, 2.0315  # coefficients of the odd polynomial a s - b s^3 + c s^5 that moves singular values
 ITERATIONS = 5
 SMALLEST = 1e-7  # norm by which a matrix is divided

@@ -12,9 +12,10 @@ from undrift.algorithms.optimise.momentum import Momentum, init
 from undrift.core.layout import Layout
 from undrift.core.vec import descend
 
-__all__ = ["DECOUPLED", "init", "step"]
+__all__ = ["DECOUPLED", "READS", "init", "step"]
 
 DECOUPLED = False
+READS = ("momentum",)
 
 
 def step(rates: LocalOptimizer, x: Tensor, state: Momentum, u: Tensor, layout: Layout) -> tuple[Tensor, Momentum]:

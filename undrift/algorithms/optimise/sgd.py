@@ -10,6 +10,7 @@ from undrift.core.trees import Nothing
 from undrift.core.vec import descend
 
 DECOUPLED = False
+READS: tuple[str, ...] = ()
 
 
 def init(x: Tensor) -> Nothing:
