@@ -13,6 +13,7 @@ import io
 import json
 import os
 import pickle
+import resource
 import tempfile
 import traceback
 import warnings
@@ -49,6 +50,7 @@ from undrift.jobs import config
 from undrift.jobs.folder import SUPER
 
 CPU = torch.device("cpu")
+MOST_MEMORY = 6 << 30  # bytes that all cases together may take
 Case = Callable[[Path], None]  # works in a folder of its own
 
 
@@ -67,6 +69,17 @@ def sweep_nothing(*given: Any) -> dict[str, str]:
 
 
 @contextlib.contextmanager
+def limited_memory() -> Iterator[None]:
+    """Let a case that asks for very much memory fail, where it would otherwise end all of the machine's processes."""
+    before, pages = resource.getrlimit(resource.RLIMIT_AS), int(Path("/proc/self/statm").read_text().split()[0])
+    resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + MOST_MEMORY, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, before)
+
+
+@contextlib.contextmanager
 def kept_short() -> Iterator[None]:
     """Let nothing run long, and nothing look for a network or a data set."""
     with contextlib.ExitStack() as stack:
@@ -81,6 +94,7 @@ def kept_short() -> Iterator[None]:
         ):
             stack.callback(setattr, place, name, getattr(place, name))
             setattr(place, name, stub)
+        stack.enter_context(limited_memory())
         before = os.environ | {}
         stack.callback(lambda: (os.environ.clear(), os.environ.update(before)))
         stack.enter_context(warnings.catch_warnings())
