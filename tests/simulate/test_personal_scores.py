@@ -100,5 +100,5 @@ def test_each_clients_model_may_have_a_threshold_of_its_own() -> None:
     assert isinstance(one["gamma"], float) and len(each["gamma"]) == 3
     assert one["sites"]["test"]["global"] == each["sites"]["test"]["global"], "nothing else changes"
     assert each["val_own_dice"] >= one["val_own_dice"] - 1e-9, "what can be tuned apart is no worse where it is tuned"
-    with pytest.raises(BadSetting, match="leave gamma away"):
+    with pytest.raises(BadSetting, match="below 0 .tuned. with thresholds=each, not 0.5"):
         undrift.run(set=given | {"thresholds": "each", "gamma": 0.5}, **common)

@@ -11,7 +11,6 @@ from functools import cached_property
 from typing import Annotated, ClassVar, Literal, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from undrift.algorithms.apfl import Mixture
@@ -158,7 +157,7 @@ class WithSelector(WorkerWrapper):
 
     @staticmethod
     def objective(model: View, s: Tensor, inputs: Tensor, targets: Tensor, number: Tensor) -> Tensor:
-        return F.cross_entropy(model(s, inputs), number.long().expand(len(inputs)), reduction="none")
+        return torch.nn.functional.cross_entropy(model(s, inputs), number.long().expand(len(inputs)), reduction="none")
 
     def local_end(self, down: Message, client: Client, work: Work) -> tuple[Message, Client]:
         up, inner = self.inner.local_end(down.inner, client.inner, work.inner)
@@ -172,12 +171,8 @@ class WithSelector(WorkerWrapper):
     def check(self, clients: int, cohort: int) -> None:
         super().check(clients, cohort)
         at_least(self, 0.0, "selector_lr")
-        if not self.gamma <= 1:
-            raise BadSetting(f"gamma must be at most 1, not {self.gamma}; below 0 it is tuned on validation samples")
-        if self.thresholds == "each" and self.gamma >= 0:
-            raise BadSetting(
-                f"thresholds=each are tuned, but gamma is {self.gamma}; leave gamma away, or give thresholds=one"
-            )
+        if not self.gamma <= 1 or (self.thresholds == "each" and self.gamma >= 0):
+            raise BadSetting(f"gamma must be at most 1, and below 0 (tuned) with thresholds=each, not {self.gamma}")
 
 
 @dataclass(frozen=True)
