@@ -33,6 +33,13 @@ def test_there_are_at_most_sixteen_rooms() -> None:
     assert len(entries) <= 16, sorted(entries)
 
 
+def test_algorithms_stay_short_and_typed() -> None:
+    most = {"base": 220, "scaffold": 65, "gradma_s": 90, "fedsm": 180}
+    lines = {name: len((PACKAGE / f"algorithms/{name}.py").read_text().splitlines()) for name in most}
+    assert all(lines[name] <= most[name] for name in most), lines
+    assert sum(len(re.findall(r"\bAny\b", f.read_text())) for f in (PACKAGE / "algorithms").rglob("*.py")) <= 60
+
+
 def test_no_function_is_named_by_a_participle_alone() -> None:
     """A stranger guesses `restore_held`, not `restored`; a participle before a noun, as in `named_leaves`, is fine."""
     assert is_participle("told") and is_participle("_restored")
