@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from tests.reference import plain_personal as plain
 from tests.small import CPU, SIZES, federation
 from undrift.algorithms.base import Cohort
-from undrift.algorithms.softpull import pulled
+from undrift.algorithms.pulled import pull
 from undrift.core.layout import Layout
 from undrift.data.batches import Plan
 from undrift.jobs.registry import algorithm_class
@@ -225,12 +225,12 @@ def test_softpull_keeps_the_mean_and_contracts() -> None:
     even = torch.full((5, 1), 0.2, dtype=torch.float64)
     cohort = Cohort(torch.arange(5), torch.arange(5), even, even, 0.1, 5, Layout((), ()))
     for lam in (0.2, 0.5, 0.9, 1.0):
-        after = pulled(v, lam, cohort)
+        after = pull(v, lam, cohort)
         close(after.mean(0), v.mean(0))
         close(after - v.mean(0), (5 * lam - 1) / 4 * (v - v.mean(0)))
     some = cohort._replace(there=torch.tensor([[1.0], [1.0], [1.0], [0.0], [0.0]], dtype=torch.float64))
     three = cohort._replace(ids=torch.arange(3), weight=even[:3])
-    close(pulled(v, 0.6, some)[:3], pulled(v[:3], 0.6, three))
+    close(pull(v, 0.6, some)[:3], pull(v[:3], 0.6, three))
 
 
 def test_fedsm_streams() -> None:
