@@ -100,7 +100,7 @@ def test_is_short(path: Path) -> None:
 def test_ddp_with_def_on_two_ranks(tmp_path: Path) -> None:
     printed = torchrun(str(FOLDER / "ddp_def.py"), cwd=tmp_path)
     assert "2 ranks, accuracy 0.9" in printed
-    assert "940 bytes sent" in printed  # 8 b (W - 1) / W with b = ceil(15010 / 64)
+    assert "1410 bytes sent" in printed  # 12 b (W - 1) / W with b = ceil(15010 / 64): numbers, and the leader's choice
 
 
 def test_own_algorithm_on_the_command_line(tmp_path: Path) -> None:

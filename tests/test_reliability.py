@@ -17,7 +17,7 @@ def test_counts_of_one_name_are_added_and_replace_the_old_table() -> None:
     lines = table({"a": [ROW, ROW | {"name": "damages", "silent": None}], "b": [ROW]})
     assert lines[2:] == ["| damages | 3 | 2 | 1 | – |", "| kills | 6 | 4 | 2 | 0 |"]
     page = replace_table(PAGE.read_text(), lines)
-    assert page.startswith("# What was tried") and page.endswith("\n".join(lines) + "\n")
+    assert page.startswith("# Reliability tests") and page.endswith("\n".join(lines) + "\n")
     assert replace_table(page, lines) == page
 
 

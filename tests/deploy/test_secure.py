@@ -179,8 +179,8 @@ def test_the_server_sees_masked_numbers_only(tmp_path: Path) -> None:
         if letter.facts["exchange"] == "train":
             sent = array(letter, "numbers").view(np.uint32)
             fixed = masks.to_fixed(updates[name], BOUND, 10)
-            assert len(sent) == len(fixed) + 1 and not np.intersect1d(sent, fixed[fixed != 0]).size
-            for numbers in (sent, sent[:-1] - fixed):
+            assert len(sent) == len(fixed) + 2 and not np.intersect1d(sent, fixed[fixed != 0]).size
+            for numbers in (sent, sent[:-2] - fixed):  # behind the update: the loss, and whether it was too large
                 assert stats.kstest(numbers / 2**32, "uniform").pvalue > 1e-4
     assert kinds == {
         "train-keys": {"keys", "settings"}, "train-shares": {"sealed", "mark"},
@@ -235,7 +235,7 @@ def test_two_letters_at_the_same_time_are_answered_one_after_the_other(
 ) -> None:
     """Each has a process of its own. Who opened for both would give both shares of client 3."""
     found = secure(tmp_path, ten(), 10)
-    ask, held, both = found.post.ask, Summand.held, threading.Barrier(2)
+    ask, held, both = found.post.ask, Summand.recall, threading.Barrier(2)
     opened = list[Letter | str]()
 
     def look(self: Summand, context: str, at: str) -> dict[str, Any]:
@@ -253,7 +253,7 @@ def test_two_letters_at_the_same_time_are_answered_one_after_the_other(
             opened.extend(pool.map(lambda told: ask("5", told), [letter, fewer]))
         return "no answer in time"
 
-    monkeypatch.setattr(Summand, "held", look)
+    monkeypatch.setattr(Summand, "recall", look)
     found.post.ask = at_once
     near(found.path(1), path(ten()(), 1))
     assert sorted(isinstance(answer, Letter) for answer in opened) == [False, True]

@@ -191,7 +191,7 @@ def test_a_client_can_read_with_whom_it_was_added_up(tmp_path: Path) -> None:
     serve(planned(tmp_path / "out", cohort=3, rounds=1, secure_bound=16.0), tmp_path / "secure")
     keys, shares, masked, opened = sent(tmp_path / "secure" / "1")
     assert "two public keys" in keys and "sealed for each of 3 clients" in shares
-    assert "sent 651 numbers under masks" in masked and masked.endswith(
+    assert "sent 652 numbers under masks" in masked and masked.endswith(
         "only as a sum with those of the 3 clients 0, 1, 2"
     )
     assert opened.endswith("can be taken off the sum of 3 clients: 0, 1, 2")

@@ -78,7 +78,7 @@ def test_two_processes_cannot_run_in_one_folder(tmp_path: Path) -> None:
     undrift.run(QUICK | {"rounds": 2}, out=tmp_path)
     holder = subprocess.Popen(
         [sys.executable, "-c", "import sys,time\nfrom pathlib import Path\nfrom undrift.jobs.folder import RunFolder\n"
-         "with RunFolder(Path(sys.argv[1])).locked():\n    print('held', flush=True)\n    time.sleep(60)", str(tmp_path)],
+         "with RunFolder(Path(sys.argv[1])).locking():\n    print('held', flush=True)\n    time.sleep(60)", str(tmp_path)],
         stdout=subprocess.PIPE, text=True,
     )  # fmt: skip
     try:

@@ -163,7 +163,7 @@ import sys, time
 sys.path.insert(0, "undrift/core")
 import stopping
 stopping.GRACE = float(sys.argv[1])
-with stopping.heeded(lambda how: print(how, flush=True)):
+with stopping.heed_signals(lambda how: print(how, flush=True)):
     print("ready", flush=True)
     time.sleep(60)
 """

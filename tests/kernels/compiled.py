@@ -17,12 +17,12 @@ from undrift.kernels import gram_gpu, launch, norm_stacked_gpu, pictures_gpu
 
 PARTS = {
     "_layer",
-    "_left",
+    "_remainder",
     "_met",
     "_over",
-    "_exchanged",
+    "_exchange",
     "_over_groups",
-    "_shown",
+    "_store_row",
     "_under",
     "_unit",
 }  # called by other kernels

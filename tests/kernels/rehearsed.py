@@ -67,7 +67,7 @@ def main() -> None:
         results = program()
     assert mine is not None and launch.current.get() is None
     assert not any(t.any() for t in results), "what no kernel has made is zero"
-    wanted = ["_cross_entropy", "_filters", "_forward", "_mem_red", "_spread", "_stepped", "_stepped"]
+    wanted = ["_cross_entropy", "_filters", "_forward", "_mem_red", "_spread", "_step", "_step"]
     assert sorted(made) == wanted, made  # each once: a second step, or another thread, asks for the same
 
     # The program's own tensors and numbers find their kernels ready.

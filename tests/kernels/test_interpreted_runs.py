@@ -95,8 +95,8 @@ def run(model: str, **settings: Any) -> dict[str, Tensor]:
             {"algorithm": "gradma", "steps": 2},
             {"_forward", "_filters", "_products", "_multipliers", "_combination", "_mem_red", "_pivots", "_add_rows"},
         ),
-        ("dense", {"algorithm": "fedavg", "steps": 2}, {"_stepped", "_cross_entropy", "_spread"}),
-        ("dense", {"algorithm": "gradma-s", "steps": 1}, {"_stepped", "_cross_entropy", "_mem_red", "_pivots", "_add_rows"}),
+        ("dense", {"algorithm": "fedavg", "steps": 2}, {"_step", "_cross_entropy", "_spread"}),
+        ("dense", {"algorithm": "gradma-s", "steps": 1}, {"_step", "_cross_entropy", "_mem_red", "_pivots", "_add_rows"}),
     ],
 )  # fmt: skip
 def test_a_run_with_the_kernels_for_a_gpu(

@@ -99,7 +99,7 @@ class Joint(torch.optim.SGD):
 
 
 def detached(parameters: list[nn.Parameter], group: Any) -> torch.optim.Optimizer:
-    return undrift.DEF(parameters, 0.1, 0.9, 1e-2, ratio=4, lam=0.3, seed=5, group=group)
+    return undrift.DEF(parameters, 0.1, 0.9, 1e-2, ratio=4, lam=0.3, compressor="rbgs", seed=5, group=group)
 
 
 def uncompressed(parameters: list[nn.Parameter], group: Any) -> torch.optim.Optimizer:

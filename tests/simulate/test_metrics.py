@@ -130,7 +130,7 @@ def test_weight_decay_can_spare_biases(name: str) -> None:
         run = small.simulation(
             kind(**fields, decay_biases=not spare), small.tiny_mlp().requires_grad_(), steps=1, cohort=6
         )
-        sent = functools.partial(run.net.sent, tag="model")
+        sent = functools.partial(run.net.without_padding, tag="model")
         before = sent(run.state.x)
         run.round()
         x[spare] = sent(run.state.x)

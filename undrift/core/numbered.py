@@ -36,7 +36,7 @@ def newest_folder(base: Path) -> Path:
 
 def numbered_path(base: Path, number: int) -> Path:
     """
-    >>> numbered(Path("runs/demo"), 1).name, numbered(Path("runs/demo"), 2).name
+    >>> numbered_path(Path("runs/demo"), 1).name, numbered_path(Path("runs/demo"), 2).name
     ('demo', 'demo-2')
     """
     return base if number == 1 else base.with_name(f"{base.name}-{number}")

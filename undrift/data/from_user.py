@@ -94,7 +94,7 @@ def count_classes(*pairs: tuple[Any, Any]) -> int:
         tokens = y.ndim == 2 and isinstance(x, np.ndarray) and x.dtype.kind in "ui" and x.shape == y.shape
         if y.dtype.kind not in "ui" or not (y.ndim == 1 or tokens):
             return 0
-        found = max(found, *(int(t.max()) for t in ((x, y) if tokens else (y,)) if len(t)))
+        found = max([found, *(int(t.max()) for t in ((x, y) if tokens else (y,)) if len(t))])
     return found + 1
 
 
@@ -342,7 +342,7 @@ def hint(data: Any) -> str:
 def describe_value(value: Any) -> str:
     """What kind of thing it is, for an error.
 
-    >>> shown([(1, 2.0), (3, 4.0)]), shown(np.zeros((2, 3)))
+    >>> describe_value([(1, 2.0), (3, 4.0)]), describe_value(np.zeros((2, 3)))
     ('a list of 2 (tuple, tuple)', 'an array [2, 3]')
     """
     if isinstance(value, ARRAYS):

@@ -377,7 +377,7 @@ def join_neighbours(rates: Iterable[GroupRates]) -> list[GroupRates]:
     """Stretches one behind the other, each given by its length; neighbours with the same rates become one.
 
     >>> rates = [GroupRates(slice(0, 2), 0.1, 0.9), GroupRates(slice(0, 3), 0.1, 0.9), GroupRates(slice(0, 1), 0.2, 0.9)]
-    >>> for rate in joined(rates):
+    >>> for rate in join_neighbours(rates):
     ...     print(rate.part, rate.lr)
     slice(0, 5, None) 0.1
     slice(5, 6, None) 0.2

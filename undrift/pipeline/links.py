@@ -136,7 +136,7 @@ class Inbox:
 def resize(form: MessageForm, rows: int | None, wanted: int | None) -> MessageForm:
     """The form for a batch of other size; what is not known is the same.
 
-    >>> resized(((8, 3), torch.float32), 4, 1)
+    >>> resize(((8, 3), torch.float32), 4, 1)
     ((2, 3), torch.float32)
     """
     (first, *rest), dtype = form

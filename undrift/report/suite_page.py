@@ -91,7 +91,7 @@ def remark(verdict: Mapping[str, Any]) -> str:
 
 def format_cell(number: Mapping[str, Any] | None) -> str:
     """
-    >>> shown({"mean": 98.2234, "deviation": 0.051, "seeds": 3, "why": ""}), shown(None)
+    >>> format_cell({"mean": 98.2234, "deviation": 0.051, "seeds": 3, "why": ""}), format_cell(None)
     ('98.22 ± 0.05', '–')
     """
     if number is None:

@@ -69,7 +69,7 @@ def error_of(a: Number, b: Number) -> float | None:
 def or_diverged(ours: Number, paper: Number | None, chance: float) -> Number:
     """Our number; where the paper says that a method diverges and ours is no better than chance, it diverges too.
 
-    >>> learned_nothing(Number(10.0, 0.0, 3), Number(None, None, 3, "diverge"), 10.0).why
+    >>> or_diverged(Number(10.0, 0.0, 3), Number(None, None, 3, "diverge"), 10.0).why
     'diverge'
     """
     nothing = ours.mean is not None and ours.mean <= CHANCE * chance

@@ -111,7 +111,7 @@ def of_each(name: str, values: Tensor, outputs: Tensor, targets: Tensor) -> Tens
 def keep_labelled(outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
     """Outputs [m, C] and labels [m] of all that has a label; outputs and targets as they are, if these are no labels.
 
-    >>> labelled(torch.zeros(1, 2, 3), torch.tensor([[1, IGNORED, 0]]))[1]
+    >>> keep_labelled(torch.zeros(1, 2, 3), torch.tensor([[1, IGNORED, 0]]))[1]
     tensor([1, 0])
     """
     if targets.is_floating_point() or outputs.dim() != targets.dim() + 1:
@@ -162,7 +162,7 @@ def forgetting(best: Tensor, now: Tensor) -> tuple[Tensor, Tensor]:
 def round_values(values: Tensor) -> list[float | None]:
     """Numbers for a list in the record: four digits are enough for a picture, and JSON knows no NaN.
 
-    >>> rounded(torch.tensor([1 / 3, float("nan")]))
+    >>> round_values(torch.tensor([1 / 3, float("nan")]))
     [0.3333, None]
     """
     return [None if value != value else round(value, 4) for value in values.tolist()]

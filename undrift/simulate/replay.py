@@ -443,7 +443,7 @@ def possible(run: Replayed, client: State) -> bool:
 def round_up(size: int, most: int, shapes: int = 4) -> int:
     """The size, rounded up to one of a few.
 
-    >>> [rounded_up(n, 22) for n in (1, 6, 7, 22)]
+    >>> [round_up(n, 22) for n in (1, 6, 7, 22)]
     [6, 6, 12, 22]
     """
     step = max(1, -(-most // shapes))

@@ -34,7 +34,7 @@ def rescale(vectors: Tensor) -> tuple[Tensor, Tensor]:
 
     Nothing is rounded. A vector that is not finite stays as it is.
 
-    >>> evened(torch.tensor([0.0, 5.0]))
+    >>> rescale(torch.tensor([0.0, 5.0]))
     (tensor([0.0000, 1.2500], dtype=torch.float64), tensor([4.], dtype=torch.float64))
     """
     wide = vectors.double()
