@@ -18,7 +18,7 @@ from undrift.kernels import gram_gpu, launch, norm_stacked_gpu, pictures_gpu
 PARTS = {
     "_layer",
     "_remainder",
-    "_met",
+    "_load_inputs",
     "_over",
     "_exchange",
     "_over_groups",

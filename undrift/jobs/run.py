@@ -190,8 +190,11 @@ def open_run(
         if not isinstance(alg, Worker):
             kind = alg if isinstance(alg, type) else algorithm_class(chosen.algorithm)
             alg = make_algorithm(kind, chosen.algorithm, chosen.set, FIELDS)
-            for name in () if resume else alg.unread(chosen.set):  # a run's file has all fields
-                warnings.warn(f"{name} has no effect with optimizer={alg.optimizer}; set optimizer too", stacklevel=2)
+            if asdict(alg).keys() - chosen.set.keys():  # all fields are there if a run or a sweep has written them down
+                for name in alg.unread(chosen.set):
+                    warnings.warn(
+                        f"{name} has no effect with optimizer={alg.optimizer}; set optimizer too", stacklevel=2
+                    )
         chosen = replace(chosen, set=asdict(alg))
         device = ranks.device_of_rank(pick_device(chosen.device))
         if dataset is None:

@@ -55,7 +55,7 @@ def convolution(x: Tensor, w: Tensor, b: Tensor | None, padding: int) -> Tensor:
 if triton is not None:
 
     @triton.jit  # type: ignore[untyped-decorator]
-    def _multiply(  # type: ignore[no-untyped-def]
+    def _load_inputs(  # type: ignore[no-untyped-def]
         x, place, inside, first, TAPS: tl.constexpr, C: tl.constexpr, H: tl.constexpr, W: tl.constexpr, k: tl.constexpr,
         PAD: tl.constexpr, OH: tl.constexpr, OW: tl.constexpr, SOME: tl.constexpr,
     ):  # fmt: skip
@@ -89,7 +89,7 @@ if triton is not None:
                 w + client * apart + o[:, None] * TAPS + tap[None, :],
                 mask=(o < FILTERS)[:, None] & (tap < TAPS)[None, :], other=0.0,
             )  # fmt: skip
-            h = _multiply(x, place, inside, first, TAPS, C, H, W, k, PAD, OH, OW, SOME)
+            h = _load_inputs(x, place, inside, first, TAPS, C, H, W, k, PAD, OH, OW, SOME)
             total = tl.dot(filters, h, total, input_precision=PRECISION)
         if BIASED:
             total += tl.load(b + client * b_apart + o, mask=o < FILTERS, other=0.0)[:, None]
@@ -116,7 +116,7 @@ if triton is not None:
             back = tl.load(
                 d + o[:, None] * (OH * OW) + at[None, :], mask=(o < FILTERS)[:, None] & inside[None, :], other=0.0
             )
-            h = _multiply(x, place, inside, first, TAPS, C, H, W, k, PAD, OH, OW, SOME)
+            h = _load_inputs(x, place, inside, first, TAPS, C, H, W, k, PAD, OH, OW, SOME)
             g = tl.dot(back, tl.trans(h), g, input_precision=PRECISION)
         tap = first + tl.arange(0, SOME)
         out += (client * tl.num_programs(1) + part) * (FILTERS * TAPS)
