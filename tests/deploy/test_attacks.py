@@ -15,7 +15,7 @@ import sys
 import threading
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import httpx
 import pytest
@@ -34,6 +34,7 @@ from flwr.supercore.inflatable.inflatable_object import get_all_nested_objects, 
 from flwr.supercore.inflatable.inflatable_utils import inflate_object_from_contents, pull_objects
 from flwr.supercore.primitives.asymmetric import public_key_to_bytes
 from flwr.supercore.task_identity import TaskIdentity
+from flwr.supernode import fleet_http_connection
 from flwr.supernode.fleet_http_client import FleetHttpClient
 from flwr.supernode.fleet_http_connection import http_request_response
 from flwr.supernode.node_auth_http_interceptor import NodeAuthHttpInterceptor
@@ -207,6 +208,11 @@ def test_a_client_that_says_another_name_does_not_take_its_place(tmp_path: Path)
     agree(plan)
 
 
+def fail(*given: object, **named: object) -> NoReturn:
+    """In place of Flower's exit, which ends this process ten seconds later, whatever else it does: here that is pytest."""
+    raise ConnectionError(f"Flower would have ended the process: {given}")
+
+
 class Forger(threading.Thread):
     """An admitted client that answers honestly when it is asked who it is, and then in the name of another."""
 
@@ -217,6 +223,7 @@ class Forger(threading.Thread):
         self.forged, self.ended, self.statuses = 0, False, list[int]()
 
     def run(self) -> None:
+        fleet_http_connection.flwr_exit = fail
         address, authority = f"{self.here.host}:{self.here.port}", (self.here.home / "ca.crt").read_bytes()
         keys = self.key, self.key.public_key()
         with http_request_response(address, False, authority, keys) as connection:
