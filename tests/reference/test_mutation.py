@@ -72,7 +72,7 @@ DENIED = {
     ("algorithms/streaming_diloco", "Fragments.bytes_down", "invited - returning"): BYTES,
     ("algorithms/ensemble", "Weighed.objective", "-1 in model(s, inputs).softmax(-1)"): LAST,
     ("algorithms/fedsm", "WithSelector.client_init", "-1 in ids.to(down.s.dtype).unsqueeze(-1)"): LAST,
-    ("algorithms/fedsm", "WithSelector.stepped", "-1 in -1:"): (
+    ("algorithms/fedsm", "WithSelector.step_selector", "-1 in -1:"): (
         "a dimension, which only Muon reads; test_optimise runs the selector with it, alone and stacked"
     ),
     ("algorithms/fedsm_extra", "ThenSelector.objective", "-1 in known.view(len(inputs), -1).argmin(-1)"): LAST,
