@@ -32,15 +32,16 @@ def trouble(records: Sequence[Mapping[str, Any]], scored: bool) -> tuple[str, bo
     ("no client's update was finite", False)
     >>> trouble(3 * [{"loss": None, "clients": 2, "dropped": 2, "gradients": 0}], True)
     ('nobody has answered, 3 rounds in a row', False)
-    >>> trouble([{"loss": 2.3}, {"loss": 1e33, "clients": 10, "dropped": 0}], True)
+    >>> trouble([{"loss": None}, {"loss": 2.3}, {"loss": 1e33, "clients": 10, "dropped": 0}], True)
     ('the loss on the test set is 1e+33, after 2.3 at first', True)
     """
     loss = records[-1]["loss"]
     if loss is not None and not math.isfinite(loss):
         return f"the loss on the test set is {loss}", scored
-    first = next((record["loss"] for record in records if record["loss"] is not None), 0.0)
-    if loss is not None and loss > FAR * max(1.0, abs(first)):
-        return f"the loss on the test set is {loss:.3g}, after {first:.3g} at first", scored
+    if loss is not None:  # in a round without a score there is nothing to look for in all the records before
+        first = next(record["loss"] for record in records if record["loss"] is not None)
+        if loss > FAR * max(1.0, abs(first)):
+            return f"the loss on the test set is {loss:.3g}, after {first:.3g} at first", scored
     alone = [0 < record["clients"] == record["dropped"] and not record["gradients"] for record in records[-LOST:]]
     if len(alone) == LOST and all(alone):
         return f"nobody has answered, {LOST} rounds in a row", False
